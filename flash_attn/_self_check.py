@@ -37,9 +37,9 @@ def reference(q: Tensor, k: Tensor, v: Tensor, window: tuple[int, int] = (-1, -1
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
     left, right = window
-    position = torch.arange(q.shape[2])[:, None] + k.shape[2] - q.shape[2]
-    key = torch.arange(k.shape[2])
-    hidden = torch.zeros(q.shape[2], k.shape[2], dtype=torch.bool)
+    position = torch.arange(q.shape[2], device=q.device)[:, None] + k.shape[2] - q.shape[2]
+    key = torch.arange(k.shape[2], device=q.device)
+    hidden = torch.zeros(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device)
     if left >= 0:
         hidden |= key < position - left
     if right >= 0:
@@ -50,7 +50,7 @@ def reference(q: Tensor, k: Tensor, v: Tensor, window: tuple[int, int] = (-1, -1
 def _inputs(device, dtype, head_dim):
     generator = torch.Generator().manual_seed(0)
     shapes = ((BATCH, SEQLEN, heads, head_dim) for heads in (NHEADS, NHEADS_K, NHEADS_K))
-    on_cpu = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+    on_cpu = [torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(dtype) for shape in shapes]
     return on_cpu, [x.to(device) for x in on_cpu]
 
 
@@ -60,7 +60,8 @@ def _training(device, dtype, head_dim):
     wanted = [x.float().requires_grad_() for x in on_cpu]
     inputs = [x.requires_grad_() for x in inputs]
     out, expected = flash_attn_func(*inputs, causal=True), reference(*wanted, window=(-1, 0))
-    dout = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    generator = torch.Generator().manual_seed(1)
+    dout = torch.randn(expected.shape, generator=generator, dtype=torch.float32, device="cpu").to(dtype)
     grads = torch.autograd.grad(out, inputs, dout.to(device))
     return [(out, expected), *zip(grads, torch.autograd.grad(expected, wanted, dout.float()))]
 

@@ -1,37 +1,102 @@
-"""The process-wide switch of batch-invariant attention."""
+"""The switch of batch-invariant attention: of the process, and of `with` blocks."""
 
 from __future__ import annotations
 
 import os
+from threading import RLock, get_ident
 
-_enabled = os.environ.get("FLASH_ATTN_BATCH_INVARIANT", "0") not in ("", "0")
+from flash_attn.scoped import Scoped
+
+_process = os.environ.get("FLASH_ATTN_BATCH_INVARIANT", "0") not in ("", "0")
+_is_scoped = False  # whether a block is open or an object kept, in any thread: without them the process's value holds
+_lock = RLock()  # the garbage collector may end an object while it is held
+
+
+class _Switch(Scoped):
+    """calls: of threads whose last call of `set_batch_invariant` is neither entered nor dropped, which a with statement
+    may be about to enter: (id of the object, value)."""
+
+    def __init__(self) -> None:
+        super().__init__("flash_attn.batch_invariant")
+        self.calls: dict[int, tuple[int, bool]] = {}
+
+    @property
+    def enabled(self) -> bool:
+        value = self.value
+        if value is not None:
+            return value
+        call = self.calls.get(get_ident())
+        return _process if call is None else call[1]
+
+
+_switch = _Switch()
 
 
 def is_batch_invariant() -> bool:
-    """Whether all calls of this process are batch-invariant, whatever their own `batch_invariant` is."""
-    return _enabled
+    """Whether calls here are batch-invariant, whatever their own `batch_invariant` is: see `set_batch_invariant`."""
+    return _switch.enabled if _is_scoped else _process
+
+
+def _survey() -> None:
+    """After every change of `_switch`."""
+    global _is_scoped
+    with _lock:
+        _is_scoped = bool(_switch.calls) or _switch.is_open
 
 
 class set_batch_invariant:
-    """Make all attention of this process batch-invariant, or leave it to the calls' own `batch_invariant`.
+    """Make all attention batch-invariant, or leave it to the calls' own `batch_invariant`.
 
-    As a function it holds until the next call; as a context manager until the end of the block, where the value from
-    before comes back. For all threads. The environment variable FLASH_ATTN_BATCH_INVARIANT=1, read at import, turns it
-    on from the start. A backward is what its forward was.
+    A call by itself, `set_batch_invariant(True)`, holds until the next one for the whole process: in all threads and
+    tasks, those that run already too, but in `with` blocks. The environment variable FLASH_ATTN_BATCH_INVARIANT=1, read
+    at import, is such a call.
+
+    A block, `with set_batch_invariant(True):`, holds to its end for the thread or asyncio task that is in it and for
+    tasks started in it; not for other threads, nor for threads started in it. Blocks may be nested, and one object
+    entered many times, also at once. On a GPU checkpoints that a backward recomputes have the value of the block that
+    was opened last, of any thread: autograd computes them in a thread of its own.
+
+    An object that is kept (`mode = set_batch_invariant(True)`) holds for the thread that made it, until it is entered
+    or the thread makes another; dropped before, it holds for the process.
+
+    A backward is what its forward was.
 
     Arguments:
         enabled: bool.
     """
 
+    _thread: int | None = None
+
+    _thread: int | None = None
+
     def __init__(self, enabled: bool) -> None:
-        global _enabled
         if not isinstance(enabled, bool):
             raise TypeError(f"enabled: expected a bool, got {type(enabled).__name__}")
-        self._before, _enabled = _enabled, enabled
+        self._enabled, self._thread = enabled, get_ident()
+        with _lock:
+            _switch.calls[self._thread] = id(self), enabled
+            _survey()
 
-    def __enter__(self):
-        return None
+    def __enter__(self) -> None:
+        self._take_back()
+        _switch.enter(self._enabled)
+        _survey()
 
-    def __exit__(self, *_):
-        global _enabled
-        _enabled = self._before
+    def __exit__(self, *_) -> None:
+        _switch.leave(self._enabled)
+        _survey()
+
+    def __del__(self) -> None:
+        global _process
+        if _switch is not None and self._take_back():  # None where the process ends
+            _process = self._enabled
+            _survey()
+
+    def _take_back(self) -> bool:
+        """Whether the call was the thread's last one; it is no longer."""
+        with _lock:
+            call = _switch.calls.get(self._thread)
+            if call is None or call[0] != id(self):
+                return False
+            del _switch.calls[self._thread]
+            return True

@@ -10,16 +10,23 @@ import torch
 from einops import rearrange  # noqa: F401 - clients import the name from here
 from torch import Tensor
 
-from flash_attn.ops import arguments
+from flash_attn.ops import arguments, conditions
 
 
 def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:
     """Rows `indices` of `input`: (n, ...) and int (m,) -> (m, ...)."""
+    _check_indices("input", input, indices)
     return torch.index_select(input, 0, indices)
 
 
 def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -> Tensor:
     """Rows `indices` of a zero tensor set to `values`: (m, ...) and int (m,) -> (first_axis_dim, ...)."""
+    _check_indices("values", values, indices)
+    first_axis_dim = arguments.integer("first_axis_dim", first_axis_dim, least=0)
+    if indices.shape[0] != values.shape[0]:
+        raise RuntimeError(
+            f"indices: expected one for each row of values, [{values.shape[0]}], got {list(indices.shape)}"
+        )
     output = torch.zeros(first_axis_dim, *values.shape[1:], dtype=values.dtype, device=values.device)
     return output.index_copy_(0, indices.long(), values)
 
@@ -55,8 +62,9 @@ def unpad_input(
         _check_mask("unused_mask", unused_mask, hidden_states)
         kept = used | (unused_mask != 0)
     hidden_states, indices = _gather_tokens(hidden_states, kept)
-    cu_seqlens, max_seqlen = _lengths(kept.sum(dim=-1, dtype=torch.int32))
-    return hidden_states, indices, cu_seqlens, max_seqlen, used.sum(dim=-1, dtype=torch.int32)
+    lengths = kept.sum(dim=-1, dtype=torch.int32)
+    max_seqlen = int(lengths.max()) if lengths.numel() > 0 else 0
+    return hidden_states, indices, _cumulative(lengths), max_seqlen, used.sum(dim=-1, dtype=torch.int32)
 
 
 def unpad_input_for_concatenated_sequences(
@@ -83,17 +91,16 @@ def unpad_input_for_concatenated_sequences(
     seqlen = attention_mask_in_length.shape[1]
     columns = torch.arange(seqlen, device=row_lengths.device)
     hidden_states, indices = _gather_tokens(hidden_states, columns < row_lengths)
-    lengths = attention_mask_in_length.flatten()
+    lengths, max_seqlen = attention_mask_in_length.flatten(), 0
     if lengths.numel() > 0:
-        shortest, longest_row = torch.stack([lengths.min(), row_lengths.max()]).tolist()
-        if shortest < 0:
+        shortest, longest_row, max_seqlen = torch.stack([lengths.min(), row_lengths.max(), lengths.max()]).tolist()
+        if not conditions.holds(shortest >= 0):
             raise RuntimeError(f"attention_mask_in_length: expected lengths >= 0, got {shortest}")
-        if longest_row > seqlen:
+        if not conditions.holds(longest_row <= seqlen):
             raise RuntimeError(
                 f"attention_mask_in_length: expected lengths of a row that sum to at most {seqlen}, got {longest_row}"
             )
-    cu_seqlens, max_seqlen = _lengths(lengths[lengths != 0])
-    return hidden_states, indices, cu_seqlens, max_seqlen
+    return hidden_states, indices, _cumulative(lengths[lengths != 0]), max_seqlen
 
 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
@@ -101,8 +108,20 @@ def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -
 
     indices: int32 or int64 (total,), as from `unpad_input`.
     """
+    _check_indices("hidden_states", hidden_states, indices)
+    batch, seqlen = arguments.integer("batch", batch, least=0), arguments.integer("seqlen", seqlen, least=0)
     output = index_put_first_axis(hidden_states, indices, batch * seqlen)
     return output.view(batch, seqlen, *hidden_states.shape[1:])
+
+
+def _check_indices(name, x, indices):
+    arguments.check_tensors((name, "indices"), (x, indices))
+    if x.dim() == 0:
+        raise RuntimeError(f"{name}: expected at least one dimension, got 0")
+    if indices.dim() != 1 or indices.dtype not in (torch.int32, torch.int64):
+        raise RuntimeError(f"indices: expected int32 or int64 of shape (m,), got {arguments.shown(indices)}")
+    if indices.device != x.device:
+        raise RuntimeError(f"indices: expected a tensor on {name}'s device ({x.device}), got one on {indices.device}")
 
 
 def _check_mask(name, mask, hidden_states):
@@ -116,7 +135,6 @@ def _gather_tokens(hidden_states, mask):
     return index_first_axis(hidden_states.flatten(0, 1), indices), indices
 
 
-def _lengths(lengths):
-    """(cu_seqlens int32, longest length as an int) of a vector of lengths."""
-    cu_seqlens = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
-    return cu_seqlens, int(lengths.max()) if lengths.numel() > 0 else 0
+def _cumulative(lengths):
+    """cu_seqlens, int32, of a vector of lengths."""
+    return torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))

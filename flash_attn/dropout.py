@@ -15,6 +15,8 @@ from typing import NamedTuple
 
 import torch
 
+from flash_attn.ops import arguments
+
 MASK_COLUMNS = 16  # CUDA kernels make so many columns at a time: a part of a mask begins at a multiple of them
 _WORD = 0xFFFFFFFF
 _PHILOX4_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -68,28 +70,33 @@ def _scramble(word: torch.Tensor) -> torch.Tensor:
     return word ^ (word >> 16)
 
 
-def _row_bits(key: tuple[torch.Tensor, torch.Tensor], rows: range):
-    """Fine and coarse random bits of the rows: int64 (batches, heads, rows)."""
-    index = torch.arange(rows.start, rows.stop, device=key[0].device)
+def _row_bits(key: tuple[torch.Tensor, torch.Tensor], first: int, stop: int):
+    """Fine and coarse random bits of rows [first, stop): int64 (batches, heads, rows)."""
+    index = torch.arange(first, stop, device=key[0].device)
     coarse = (_scramble(index ^ key[0][..., None]) + key[1][..., None]) & _WORD
     return _scramble(coarse) | 1, coarse
 
 
-def _col_bits(key: tuple[torch.Tensor, torch.Tensor], pairs: range):
-    """Fine and coarse random bits of pairs of columns: int64 (batches, heads, pairs)."""
-    index = torch.arange(pairs.start, pairs.stop, device=key[0].device)
+def _col_bits(key: tuple[torch.Tensor, torch.Tensor], first: int, stop: int):
+    """Fine and coarse random bits of the pairs of columns [first, stop): int64 (batches, heads, pairs)."""
+    index = torch.arange(first, stop, device=key[0].device)
     odd = index // 4 % 2
     coarse = _scramble((_scramble((index - 4 * odd) ^ key[0][..., None]) + key[1][..., None]) & _WORD)
     return (_scramble((coarse + odd) & _WORD) & ~1) | odd, coarse | 1
 
 
 def dropout_streams(
-    seed: int, offset: int, batches: Iterable[int], heads: Iterable[int], device: torch.device | str | None = None
+    seed: int,
+    offset: int,
+    batches: Iterable[int] | torch.Tensor,
+    heads: Iterable[int] | torch.Tensor,
+    device: torch.device | str | None = None,
 ) -> DropoutStreams:
     """The streams of every (batch, head) in batches x heads; seed and offset are taken modulo 2^64."""
 
     def words(values):
-        return torch.tensor(list(values), dtype=torch.int64, device=device) & _WORD
+        values = values if isinstance(values, torch.Tensor) else list(values)
+        return torch.as_tensor(values, dtype=torch.int64, device=device) & _WORD
 
     def constant(value):
         return torch.tensor(value & _WORD, dtype=torch.int64, device=device)
@@ -101,9 +108,9 @@ def dropout_streams(
 
 def keep_mask(streams: DropoutStreams, row0: int, row1: int, col0: int, col1: int, threshold: int) -> torch.Tensor:
     """The mask of rows [row0, row1) and columns [col0, col1): bool (batches, heads, rows, cols), True = kept."""
-    pairs = range(col0 // 2, -(-col1 // 2))
-    row_fine, row_coarse = _row_bits(streams.row_key, range(row0, row1))
-    col_fine, col_coarse = _col_bits(streams.col_key, pairs)
+    first_pair = col0 // 2
+    row_fine, row_coarse = _row_bits(streams.row_key, row0, row1)
+    col_fine, col_coarse = _col_bits(streams.col_key, first_pair, (col1 + 1) // 2)
     uniforms = row_coarse[..., None] * col_coarse[..., None, :]  # modulo 2^64, of which the lower word counts
     uniforms = ((uniforms << 16) & _WORD) | ((uniforms >> 16) & 0xFFFF)
     uniforms += row_fine[..., None] * col_fine[..., None, :]
@@ -115,7 +122,7 @@ def keep_mask(streams: DropoutStreams, row0: int, row1: int, col0: int, col1: in
     for odd in range(2):
         below = ((uniforms >> (16 * odd)) & _UNIFORM) < limit
         keep[..., odd] = below if kept_is_rarer else ~below
-    first_col = 2 * pairs.start
+    first_col = 2 * first_pair
     return keep.flatten(-2)[..., col0 - first_col : col1 - first_col]
 
 
@@ -140,14 +147,22 @@ def dropout_mask(
     Returns: bool (batch_size, nheads, seqlen_q, seqlen_k), True where the score was kept. Kept scores were scaled by
         ``keep_scale(dropout_p)``.
 
-    Raises RuntimeError when rng_state is not int64 (2,) or dropout_p is outside [0, 1).
+    Raises RuntimeError or TypeError that names the argument: rng_state not int64 (2,), dropout_p outside [0, 1), a
+        negative size.
     """
+    arguments.check_tensors(("rng_state",), (rng_state,))
+    if rng_state.is_meta:
+        raise RuntimeError("rng_state: expected a tensor with values, got one on meta")
     if rng_state.dtype != torch.int64 or tuple(rng_state.shape) != (2,):
         got = f"{str(rng_state.dtype).replace('torch.', '')} {list(rng_state.shape)}"
         raise RuntimeError(f"rng_state: expected an int64 tensor of shape [2], got {got}")
+    dropout_p = arguments.number("dropout_p", dropout_p)
     if not 0.0 <= dropout_p < 1.0:
-        raise RuntimeError(f"p_dropout: expected a value in [0, 1), got {dropout_p}")
+        raise RuntimeError(f"dropout_p: expected a value in [0, 1), got {dropout_p}")
+    sizes = {"batch_size": batch_size, "nheads": nheads, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
+    batch_size, nheads, seqlen_q, seqlen_k = (arguments.integer(name, size, least=0) for name, size in sizes.items())
     seed, offset = rng_state.tolist()
-    device = rng_state.device if device is None else device
-    streams = dropout_streams(seed, offset, range(batch_size), range(nheads), device)
+    device = rng_state.device if device is None else arguments.device("device", device)
+    batches, heads = (torch.arange(count, device=device) for count in (batch_size, nheads))
+    streams = dropout_streams(seed, offset, batches, heads, device)
     return keep_mask(streams, 0, seqlen_q, 0, seqlen_k, dropout_threshold(dropout_p)).contiguous()

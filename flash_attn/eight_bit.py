@@ -8,10 +8,14 @@ float32, rounded to nearest even, so that CPU, GPU and a kernel give the same bi
 
 x is float32 (float64 is rounded to it, half precision is exact in it). Infinities saturate. NaN is the code 0x7F of
 e4m3. int8 has no NaN: there it is 0, and where the descale is computed NaN makes the descale NaN.
+
+A descale rounded up to a power of two may have a code for the power beyond all finite values of x's dtype, 2^16 for
+float16. `most_codes` excludes it.
 """
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -24,7 +28,11 @@ _WIDE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _HALF = (torch.float16, torch.bfloat16)
 _LARGEST_FLOAT32 = torch.finfo(torch.float32).max
 SMALLEST_DESCALE = 2.0**-126
-_RECIPROCAL = {dtype: torch.tensor(1 / largest, dtype=torch.float32).item() for dtype, largest in LARGEST.items()}
+# The least n with a code 2^n where the descale, amax / LARGEST, was rounded up to a power of two; the code before it.
+_LAST_POWER = {E4M3: (8, 240.0), INT8: (6, 63.0)}
+_RECIPROCAL = {
+    dtype: torch.tensor(1 / largest, dtype=torch.float32, device="cpu").item() for dtype, largest in LARGEST.items()
+}
 
 
 # ---- arithmetic ----
@@ -46,10 +54,20 @@ def descale_of(x: Tensor, axes, dtype: torch.dtype, power_of_two: bool = False) 
     return descale
 
 
-def encode(x: Tensor, descale: Tensor, dtype: torch.dtype) -> Tensor:
-    """The codes of x for a descale that broadcasts to it."""
-    largest = LARGEST[dtype]
-    scaled = (x.detach().to(torch.float32) * descale.reciprocal()).clamp(-largest, largest)
+def most_codes(descale: Tensor, dtype: torch.dtype, x_dtype: torch.dtype) -> Tensor:
+    """The largest codes, like descale, whose values a tensor of x_dtype can hold. descale: powers of two, of finite x.
+
+    The values of x_dtype end before a power of two, to which x may be rounded only by the largest descale.
+    """
+    exponent = math.frexp(min(torch.finfo(x_dtype).max, _LARGEST_FLOAT32))[1]
+    power, before = _LAST_POWER[dtype]
+    return torch.full_like(descale, LARGEST[dtype]).masked_fill(descale == 2.0 ** (exponent - power), before)
+
+
+def encode(x: Tensor, descale: Tensor, dtype: torch.dtype, most: Tensor | None = None) -> Tensor:
+    """The codes of x for a descale that broadcasts to it; none beyond `most`, which is like descale."""
+    most = LARGEST[dtype] if most is None else most
+    scaled = (x.detach().to(torch.float32) * descale.reciprocal()).clamp(-most, most)
     if dtype is INT8:
         return scaled.nan_to_num(nan=0.0).round().to(INT8)
     return scaled.masked_fill(scaled.isnan(), float("nan")).to(E4M3)  # NaN of either sign is 0x7F

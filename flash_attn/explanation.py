@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map_only
 from flash_attn import backends
 from flash_attn import flash_attn_interface as interface
 from flash_attn.kvcache_plan import KvCachePlan
-from flash_attn.ops import calls
+from flash_attn.ops import calls, context
 from flash_attn.ops.attention_args import AttentionArgs, AttentionBackwardArgs, KvCacheArgs, saved_for_backward
 
 _FUNCTIONS = [
@@ -89,6 +89,7 @@ def explain(*args: Any, **kwargs: Any) -> Explanation:
     if function not in _FUNCTIONS:
         name = getattr(function, "__name__", type(function).__name__)
         raise TypeError(f"function: expected an attention function of flash_attn, got {name}")
+    context.reject_transforms("explain")
     args, kwargs = tree_map_only((Tensor, KvCachePlan), _alias, (tuple(args), kwargs))
     try:
         with _Explaining():

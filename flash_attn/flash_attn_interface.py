@@ -9,8 +9,9 @@ Common to all of them:
 dtypes       q, k, v of one dtype: float16 or bfloat16; on CPU tensors float32 and float64 too. Sums are kept in
              float32 (float64 for float64 inputs). Under torch.autocast float32 inputs become its dtype.
 8 bits       k and v may be float8_e4m3fn or int8, and q float8_e4m3fn where k is, without gradient and dropout: exact
-             attention of code * descale. CUDA has kernels for float8_e4m3fn q, k and v of head_dim 128 on compute
-             capability 9.0 (docs/fp8.md), decodes over codes of k and v, and converts what many queries see.
+             attention of code * descale. CUDA has kernels for float8_e4m3fn q, k and v of head_dim 64, 128 and 256 (and
+             an equal head_dim_v) on compute capability 9.0 (docs/fp8.md), decodes over codes of k and v, and converts
+             what many queries see.
 heads        nheads divisible by nheads_k; query head i reads K/V head i // (nheads / nheads_k).
 head_dim     up to 256. On CUDA a head_dim that is no multiple of 8 costs a padded copy of the inputs.
 head_dim_v   of v and out, where a function names it: up to 256, head_dim or another. Where it differs, CUDA takes the
@@ -22,7 +23,8 @@ positions    aligned to the bottom right corner: query i of sq stands at positio
 masked rows  a fully masked row (a query that sees no key) has output 0, gradients 0 and LSE +inf (with sinks: LSE the
              sink).
 gradients    of out and softmax_lse with respect to q, k, v and sinks; what else asks for one (alibi_slopes, numbers as
-             tensors) is rejected. Not twice differentiable, no forward mode.
+             tensors) is rejected. Not twice differentiable, no forward mode. torch.vmap computes one
+             sample after the other.
 
 Bad arguments raise RuntimeError, TypeError or NotImplementedError: the message names the argument, what was expected
 and what it was; nothing is computed then.
@@ -98,9 +100,9 @@ _DESCALES_DOC = """
         v_descale: the same for v.
         v_descale_axis: None, or "channel" for a v_descale of (nheads_k, head_dim_v) or (batch, nheads_k, head_dim_v).
         out_dtype: dtype of out where q has 8 bits: float16 or bfloat16. Default: that of v, or bfloat16.
-        exp: "fast" allows CUDA's kernels of float8_e4m3fn q, k and v (head_dim 128, compute capability 9.0) to round
-            probabilities to codes whose mantissa is linear in the exponent, within 6 %: a quarter faster, the output
-            hardly less exact than with probabilities in e4m3, the LSE within 0.05. Ignored elsewhere.
+        exp: "fast" allows CUDA's kernels of float8_e4m3fn q, k and v (head_dim 64 or 128, compute capability 9.0) to
+            round probabilities to codes whose mantissa is linear in the exponent, within 6 %: a quarter faster, the
+            output hardly less exact than with probabilities in e4m3, the LSE within 0.05. Ignored elsewhere.
 """
 
 _RESULT_DOC = """

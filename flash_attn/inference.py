@@ -52,6 +52,7 @@ def flash_attn_with_kvcache(
     v_descale: Descale = None,
     v_descale_axis: str | None = None,
     out_dtype: torch.dtype | None = None,
+    k_descale_axis: str | None = None,
 ) -> TensorOrTuple:
     """Attention of new queries over a KV cache, which first receives the new k and v in place. No backward.
 
@@ -107,19 +108,27 @@ def flash_attn_with_kvcache(
             (batch_cache, 1 or seqlen_cache, nheads_k). Where there is one for each row, those of the new rows, largest
             value / 448 (int8: 127), are written; any other is what new rows are quantised by. None is 1.
         v_descale: the same of v_cache.
-        v_descale_axis: None, or "channel" for a v_descale of (nheads_k, head_dim) or (batch, nheads_k, head_dim).
+        v_descale_axis: None, "channel" for a v_descale of (nheads_k, head_dim) or (batch, nheads_k, head_dim), "row" or
+            "page" as k_descale_axis.
         out_dtype: as in `flash_attn_func`.
+        k_descale_axis: None, "row" or "page": what a k_descale by row or page is of. New rows of at least 16 bits in
+            pages of one row, where both have one shape, need it: those of rows are written, those of pages are fixed.
 
     Returns:
         out: (batch, seqlen_q, nheads, head_dim), contiguous unless given.
         softmax_lse (with return_softmax_lse): (batch, nheads, seqlen_q) float32.
     """
-    return attend_over_cache(
-        q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, block_table,
-        softmax_scale, causal, window_size, softcap, rotary_interleaved, alibi_slopes, num_splits, return_softmax_lse,
-        out, plan, batch_invariant, lse_convention, arguments.named_sinks(sinks, s_aux, learnable_sink),
-        (q_descale, k_descale, v_descale, v_descale_axis, out_dtype),
-    )  # fmt: skip
+    try:
+        return attend_over_cache(
+            q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad,
+            block_table, softmax_scale, causal, window_size, softcap, rotary_interleaved, alibi_slopes, num_splits,
+            return_softmax_lse, out, plan, batch_invariant, lse_convention,
+            arguments.named_sinks(sinks, s_aux, learnable_sink),
+            (q_descale, k_descale, v_descale, v_descale_axis, out_dtype), k_descale_axis=k_descale_axis,
+        )  # fmt: skip
+    except (RuntimeError, TypeError) as error:
+        arguments.rename(error, {"sinks": arguments.name_of_sinks(sinks, s_aux, learnable_sink)})
+        raise
 
 
 def attend_over_cache(
@@ -149,6 +158,7 @@ def attend_over_cache(
     sinks: Tensor | None,
     scaling: tuple,
     sm_margin: int = 0,
+    k_descale_axis: str | None = None,
 ) -> TensorOrTuple:
     """What `flash_attn_with_kvcache` returns for its arguments.
 
@@ -166,6 +176,7 @@ def attend_over_cache(
     arguments.check_cache("v_cache", v_cache)
     lse_ops.check_convention(lse_convention)
     left, right = arguments.window(window_size)
+    return_softmax_lse = arguments.flag("return_softmax_lse", return_softmax_lse)
     causal, num_splits = arguments.flag("causal", causal), arguments.integer("num_splits", num_splits, least=0)
     batch_invariant = arguments.flag("batch_invariant", batch_invariant) or is_batch_invariant()
     sm_margin = arguments.sm_margin(sm_margin)
@@ -182,10 +193,11 @@ def attend_over_cache(
         arguments.check_kvcache_ranks(q, k_cache, k, block_table)
         lengths = arguments.cache_lengths(cache_seqlens, q, k_cache, k, block_table)
     scale = arguments.scale(softmax_scale, arguments.head_dim("q", q))
-    scaling = arguments.scaling(q, *scaling)
-    scaling, tokens = (
-        arguments.written_descales(scaling, k_cache, v_cache) if k is not None else (scaling, (None, None))
-    )
+    *scaling, v_descale_axis, out_dtype = scaling
+    is_channel = isinstance(v_descale_axis, str) and v_descale_axis == "channel"
+    channel, v_axis = ("channel", None) if is_channel else (None, v_descale_axis)
+    scaling = arguments.scaling(q, *scaling, channel, out_dtype)
+    scaling, tokens = arguments.cache_descales(scaling, (k_descale_axis, v_axis), (k_cache, v_cache), k)
     args = KvCacheArgs(
         q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, lengths, cache_batch_idx, cache_leftpad, block_table,
         alibi_slopes, out, None if plan is None else plan.tensor, *tokens, scale, causal, left, right,

@@ -59,6 +59,8 @@ class KvCachePlan:
         kv_cache_dtype: torch.dtype | None = None,
         sm_margin: int = 0,
     ) -> None:
+        if torch.compiler.is_compiling():
+            raise NotImplementedError("KvCachePlan: expected to be made outside of compiled code, got a call within")
         self._check_lengths(cache_seqlens, cache_leftpad)
         sizes = (cache_seqlens.numel(), seqlen_q, seqlen_new, nheads, nheads_k, head_dim, seqlen_cache)
         self._sizes = tuple(
@@ -72,7 +74,9 @@ class KvCachePlan:
             raise TypeError(f"kv_cache_dtype: expected None or a torch.dtype, got {arguments.shown(kv_cache_dtype)}")
         self._eight_bit = kv_cache_dtype in EIGHT_BIT
         self.sm_margin = arguments.sm_margin(sm_margin)
-        self.tensor: Tensor = calls.kvcache_plan(self._args(cache_seqlens, cache_leftpad, None))
+        args = self._args(cache_seqlens, cache_leftpad, None)
+        context.reject_batched("KvCachePlan", args._fields, args)
+        self.tensor: Tensor = calls.kvcache_plan(args)
         if context.is_tracing():  # what was computed so far is a constant to the trace
             self.update(cache_seqlens, cache_leftpad)
 

@@ -1,15 +1,15 @@
 """What FlashAttention-3's builds say of themselves: clients read CONFIG["build_flags"] for features that are missing.
 
-All is here but 8-bit inputs. Whether the CUDA extension is: `flash_attn.__build__`.
+All is here but V in column-major order. Whether the CUDA extension is: `flash_attn.__build__`.
 """
 
-_FEATURES = ("BACKWARD", "SPLIT", "PAGEDKV", "APPENDKV", "LOCAL", "SOFTCAP", "PACKGQA", "FP16", "VARLEN", "CLUSTER")
+_FEATURES = ("BACKWARD", "SPLIT", "PAGEDKV", "APPENDKV", "LOCAL", "SOFTCAP", "PACKGQA", "FP16", "FP8", "VARLEN",
+             "CLUSTER")  # fmt: skip
 _HEAD_DIMS = (64, 96, 128, 192, 256)
 
 CONFIG = {
     "build_flags": {
         **{f"FLASHATTENTION_DISABLE_{feature}": False for feature in _FEATURES},
-        "FLASHATTENTION_DISABLE_FP8": True,
         **{f"FLASHATTENTION_DISABLE_HDIM{head_dim}": False for head_dim in _HEAD_DIMS},
         "FLASHATTENTION_DISABLE_SM8x": False,
         "FLASHATTENTION_ENABLE_VCOLMAJOR": False,

@@ -22,16 +22,14 @@ from torch import Tensor
 import flash_attn
 from flash_attn import explanation
 from flash_attn._types import WindowSize
-from flash_attn.inference import attend_over_cache
 from flash_attn.ops import arguments, context
 from flash_attn.ops.attend import attend, attend_rows_in_use
 from flash_attn.ops.attention_args import DENSE, Sequences
-from flash_attn.ops.calls import copied
 from flash_attn.ops.lse import mark_masked_rows
-from flash_attn.ops.rows import RowsInUse, length_of_each, pack, unpack
+from flash_attn.ops.rows import RowsInUse
 from flash_attn_3 import _checks
-from flash_attn_3._C import no_scratch
-from flash_attn_3._forward import as_pages, forward
+from flash_attn_3._C import no_scratch, scheduler_metadata
+from flash_attn_3._forward import over_cache, packed_over_cache
 from flash_attn_3._operators import _flash_attn_backward, _flash_attn_forward  # noqa: F401
 
 __all__ = [
@@ -48,43 +46,23 @@ flash_attn_3_gpu = torch.ops.flash_attn_3
 TensorOrTuple = Union[Tensor, Any]
 
 
+# flash_attn's name of an argument: the one here, where they differ.
+_CACHE_NAMES = {"block_table": "page_table"}
+_PACKED_NAMES = {
+    "k": "k_cache", "v": "v_cache", "seqused_k": "cache_seqlens", "leftpad_k": "cache_leftpad",
+    "kv_batch_idx": "cache_batch_idx",
+}  # fmt: skip
+
+_PARTS_OF_QKV = {"q": "qkv", "k": "qkv", "v": "qkv"}
+_METADATA_NAMES = {
+    "num_heads": "num_heads_q", "num_heads_k": "num_heads_kv", "seqused_k": "cache_seqlens",
+    "leftpad_k": "cache_leftpad", "is_causal": "causal",
+}  # fmt: skip
+
+
 def _result(result, wanted):
     """What a function returns from (out, lse, ...) of flash_attn if the LSE is wanted, else out."""
     return (result[0], mark_masked_rows(result[1])) if wanted else result
-
-
-def _records_gradients(*tensors):
-    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
-
-
-def _writes_straight(out, q, k, v, sinks):
-    """Whether the kernels write the result into out: not where they are traced or explained, nor a padded head dim."""
-    if out is None:
-        return False
-    arguments.check_tensors(("q", "k", "v", "out"), (q, k, v, out))
-    if _records_gradients(q, k, v, sinks, out):
-        raise RuntimeError("out: expected None where gradients are recorded, got a tensor (use torch.no_grad())")
-    return q.shape[-1] % 8 == 0 and not context.survey(("q",), (q,))[0]
-
-
-def _copied(out, result, with_lse):
-    """result, (out, lse) or out alone, in the given out."""
-    return (copied(out, result[0]), result[1]) if with_lse else copied(out, result)
-
-
-def _named(scaling, sm_margin):
-    """What `attend` takes beside the arguments of flash_attn's functions, and of 8-bit tensors."""
-    return {"scaling": (*_checks.scaling_values(scaling), "exact"), "sm_margin": sm_margin}
-
-
-def _forward_into(out, q, k, v, sinks, softmax_scale, causal, window_size, softcap, wanted, sm_margin, **sequences):
-    """The forward straight into `out`."""
-    left, right = arguments.window(window_size)
-    out, lse = forward(
-        q, k, v, out=out, softmax_scale=softmax_scale, causal=causal, window_size_left=left, window_size_right=right,
-        softcap=softcap, sinks=None if sinks is None else arguments.sinks(sinks), sm_margin=sm_margin, **sequences,
-    )  # fmt: skip
-    return (out, lse) if wanted else out
 
 
 def flash_attn_func(
@@ -125,18 +103,15 @@ def flash_attn_func(
         softmax_lse (with return_attn_probs): (batch, nheads, seqlen_q) float32.
     """
     _checks.reject_unsupported(qv, attention_chunk)
+    _checks.unused(num_splits, pack_gqa)
     sinks = arguments.named_sinks(sinks, s_aux, learnable_sink)
     arguments.check_tensors(("q", "k", "v"), (q, k, v))
     scaling = _checks.scaling(q, k, v, q_descale, k_descale, v_descale, out)
-    if not scaling and _writes_straight(out, q, k, v, sinks):
-        return _forward_into(
-            out, q, k, v, sinks, softmax_scale, causal, window_size, softcap, return_attn_probs, sm_margin
-        )  # fmt: skip
     result = attend(
         (q, k, v), DENSE, 0.0, softmax_scale, causal, window_size, softcap, None, deterministic, return_attn_probs,
-        sinks, **_named(scaling, sm_margin),
+        **_checks.named_options(scaling, sm_margin, out, sinks),
     )  # fmt: skip
-    return _copied(out, _result(result, return_attn_probs), return_attn_probs)
+    return _result(result, return_attn_probs)
 
 
 def flash_attn_qkvpacked_func(
@@ -168,20 +143,20 @@ def flash_attn_qkvpacked_func(
     _checks.reject_unsupported(None, attention_chunk)
     arguments.check_tensors(("qkv",), (qkv,))
     sinks = arguments.named_sinks(sinks, s_aux, learnable_sink)
-    options = (0.0, softmax_scale, causal, window_size, softcap, None, deterministic, return_attn_probs, sinks)
+    options = (0.0, softmax_scale, causal, window_size, softcap, None, deterministic, return_attn_probs)
     scaling = _checks.scaling(qkv, qkv, qkv, q_descale, k_descale, v_descale)
-    named = _named(scaling, sm_margin)
-    if qkv.dim() == 5 and scaling:
+    named = _checks.named_options(scaling, sm_margin, sinks=sinks)
+    if num_heads_q is not None:
+        arguments.integer("num_heads_q", num_heads_q)
+    if qkv.dim() == 5 and scaling and qkv.shape[2] == 3:
         return _result(attend(qkv.unbind(2), DENSE, *options, **named), return_attn_probs)
     if qkv.dim() != 4:
         return _result(attend((qkv,), DENSE, *options, **named), return_attn_probs)
-    if num_heads_q is None:
-        raise TypeError("num_heads_q: expected an int for qkv of 4 dimensions, got None")
-    others = qkv.shape[2] - num_heads_q
-    if others < 0 or others % 2:
-        raise RuntimeError(f"num_heads_q: expected qkv's {qkv.shape[2]} heads less twice those of k, got {num_heads_q}")
-    heads = qkv.split([num_heads_q, others // 2, others // 2], dim=2)
-    return _result(attend(heads, DENSE, *options, **named), return_attn_probs)
+    heads = _checks.split_heads(qkv, num_heads_q)
+    try:
+        return _result(attend(heads, DENSE, *options, **named), return_attn_probs)
+    except _checks.ERRORS as error:
+        raise _checks.renamed(error, _PARTS_OF_QKV) from None
 
 
 def flash_attn_varlen_func(
@@ -233,23 +208,20 @@ def flash_attn_varlen_func(
         softmax_lse (with return_attn_probs): (nheads, total_q) float32.
     """
     _checks.reject_unsupported(qv, attention_chunk)
+    _checks.unused(num_splits, pack_gqa)
     sinks = arguments.named_sinks(sinks, s_aux, learnable_sink)
     arguments.check_tensors(("q", "k", "v"), (q, k, v))
     scaling = _checks.scaling(q, k, v, q_descale, k_descale, v_descale, out)
-    if not scaling and _writes_straight(out, q, k, v, sinks):
-        return _forward_into(
-            out, q, k, v, sinks, softmax_scale, causal, window_size, softcap, return_attn_probs, sm_margin,
-            cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_q=seqused_q, seqused_k=seqused_k,
-        )  # fmt: skip
-    if seqused_k is not None and _records_gradients(q, k, v, sinks):
-        keys = RowsInUse(cu_seqlens_k, seqused_k, k.shape[0])
+    if seqused_k is not None and context.records_gradients(q, k, v, sinks):
+        _checks.packed(q, k, v, cu_seqlens_q, cu_seqlens_k)
+        keys = RowsInUse(cu_seqlens_k, seqused_k, k, "k")
         k, v, cu_seqlens_k, seqused_k = keys.gather(k), keys.gather(v), keys.cu_seqlens, None
     sequences = Sequences(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k)
     result = attend_rows_in_use(
         seqused_q, (q, k, v), sequences, 0.0, softmax_scale, causal, window_size, softcap, None, deterministic,
-        return_attn_probs, sinks, **_named(scaling, sm_margin),
+        return_attn_probs, **_checks.named_options(scaling, sm_margin, out, sinks),
     )  # fmt: skip
-    return _copied(out, _result(result, return_attn_probs), return_attn_probs)
+    return _result(result, return_attn_probs)
 
 
 def flash_attn_with_kvcache(
@@ -307,45 +279,29 @@ def flash_attn_with_kvcache(
             tensors where FlashAttention-3 has the partial results of its splits.
     """
     _checks.reject_unsupported(qv, attention_chunk, cu_seqlens_k_new, rotary_seqlens)
+    num_splits = _checks.unused(num_splits, pack_gqa, scheduler_metadata, max_seqlen_q)
+    rotary_interleaved = arguments.flag("rotary_interleaved", rotary_interleaved)
     arguments.check_tensors(("q", "k_cache", "v_cache"), (q, k_cache, v_cache))
     scaling = _checks.scaling(q, k_cache, v_cache, q_descale, k_descale, v_descale, out)
     sinks = arguments.named_sinks(sinks, s_aux, learnable_sink)
-    appends = any(x is not None for x in (k, v, rotary_cos, rotary_sin))
+    score = (softmax_scale, causal, window_size, softcap)
+    options = {"scaling": scaling, "sm_margin": sm_margin, "out": out, "sinks": sinks}
+    where = (cache_seqlens, cache_batch_idx, cache_leftpad, page_table)
+    new = (k, v, rotary_cos, rotary_sin)
+    appends = any(x is not None for x in new)
     if appends:
         _checks.reject_beside("with new keys or rotary embedding", cu_seqlens_q=cu_seqlens_q)
-    if appends or (cu_seqlens_q is None and v_cache.shape[-1] == q.shape[-1]):
-        result, lse = attend_over_cache(
-            q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad,
-            page_table, softmax_scale, causal, window_size, softcap, rotary_interleaved, None, max(num_splits, 0), True,
-            out, None, False, "fa2", sinks, _checks.scaling_values(scaling), sm_margin,
+    if appends or (cu_seqlens_q is None and v_cache.shape[-1:] == q.shape[-1:]):
+        result, lse = over_cache(
+            q, k_cache, v_cache, *new, *where, *score, rotary_interleaved, num_splits, names=_CACHE_NAMES, **options
         )  # fmt: skip
     else:
-        result, lse = _packed_over_cache(
-            q, k_cache, v_cache, cache_seqlens, cache_batch_idx, cache_leftpad, page_table, cu_seqlens_q, softmax_scale,
-            causal, window_size, softcap, sinks, out, scaling, sm_margin,
+        result, lse = packed_over_cache(
+            q, k_cache, v_cache, *where, cu_seqlens_q, None, *score, names=_PACKED_NAMES, **options
         )  # fmt: skip
     if not return_softmax_lse:
         return result
     return result, mark_masked_rows(lse), no_scratch(lse), no_scratch(lse)
-
-
-def _packed_over_cache(
-    q, k_cache, v_cache, cache_seqlens, cache_batch_idx, cache_leftpad, page_table, cu_seqlens_q, softmax_scale, causal,
-    window_size, softcap, sinks, out, scaling, sm_margin,
-):  # fmt: skip
-    """(out, lse) of packed queries over the pages of a cache; the rows of a cache without pages are pages too."""
-    rows, cu_rows = pack(q, cu_seqlens_q)
-    page_table, cu_seqlens_k = as_pages(k_cache, page_table, cache_batch_idx, cu_rows)
-    sequences = Sequences(
-        cu_rows, cu_seqlens_k, rows.shape[0], page_table.shape[1] * k_cache.shape[1],
-        length_of_each(cache_seqlens, cu_rows), cache_leftpad, page_table,
-    )  # fmt: skip
-    result, lse, _ = attend(
-        (rows, k_cache, v_cache), sequences, 0.0, softmax_scale, causal, window_size, softcap, None, False, True, sinks,
-        **_named(scaling, sm_margin),
-    )  # fmt: skip
-    result, lse = unpack(q, cu_seqlens_q, result, lse)
-    return copied(out, result), lse
 
 
 def flash_attn_combine(
@@ -383,9 +339,15 @@ def get_scheduler_metadata(
 
     Pass it as scheduler_metadata, or do not. What does plan ahead: `flash_attn.KvCachePlan`.
     """
-    _checks.reject_unsupported(attention_chunk=attention_chunk)
-    arguments.check_tensors(("cache_seqlens",), (cache_seqlens,))
-    return cache_seqlens.new_empty(0, dtype=torch.int32)
+    try:
+        return scheduler_metadata(
+            batch_size, max_seqlen_q, max_seqlen_k, num_heads_q, num_heads_kv, headdim,
+            headdim if headdim_v is None else headdim_v, qkv_dtype, cache_seqlens, cu_seqlens_q, None, cu_seqlens_k_new,
+            None, cache_leftpad, page_size, max_seqlen_k_new, causal, *arguments.window(window_size), attention_chunk,
+            has_softcap, num_splits, pack_gqa, sm_margin,
+        )  # fmt: skip
+    except _checks.ERRORS as error:
+        raise _checks.renamed(error, _METADATA_NAMES) from None
 
 
 explanation.add_functions(

@@ -231,6 +231,38 @@ def mismatches(device: str) -> None:
         short = q[:, :-1] if rank == last else q
         flash_attn_cp_func(short, q, q, plan=plan)
     assert flash_attn_cp_func(q, q, q, plan=plan).shape == q.shape
+    if plan.transport.checks_on_host:
+        errors_before_the_agreement(device, rank == last, last)
+
+
+def errors_before_the_agreement(device: str, is_bad: bool, rank: int) -> None:
+    """What one rank does before it knows how to reach the others, or which plan is meant, raises on all."""
+    plan, shards = CpPlan.dense(8), CpCache()
+    x = torch.randn(1, plan.num_tokens, 2, 8, device=device, dtype=torch.bfloat16)
+    world = dist.group.WORLD
+    for call, error, message in (
+        (lambda: CpPlan.dense(8, copies="x" if is_bad else False), "TypeError", "copies: expected"),
+        (lambda: CpPlan.dense(8, group=world, mesh="x" if is_bad else None), "TypeError", "group: expected None"),
+        (lambda: CpPlan.dense(8, group="x" if is_bad else None), "TypeError", "group: expected a ProcessGroup"),
+        (lambda: CpCache(mesh="x" if is_bad else None), "NotImplementedError", "mesh: expected a DeviceMesh"),
+        (lambda: flash_attn_cp_func(x, x, x, plan=None if is_bad else plan), "TypeError", "plan: expected a CpPlan"),
+        (lambda: flash_attn_cp_kvcache(x, x, x, 3, shards=None if is_bad else shards), "TypeError", "shards: expected"),
+    ):
+        told = rf"got errors on ranks \[{rank}\] \(rank {rank}: {error}: {message}"
+        with pytest.raises((RuntimeError, TypeError), match=message if is_bad else told):
+            call()
+    assert plan.unshard(x, 1).shape[1] == 8
+
+
+def backward_orders(device: str) -> None:
+    """Backwards of compiled code that ranks call in different orders raise on all of them."""
+    plan = CpPlan.dense(8)
+    layer = torch.compile(lambda *qkv: flash_attn_cp_func(*qkv, plan=plan), backend="aot_eager", fullgraph=True)
+    dtype = torch.float64 if device == "cpu" else torch.bfloat16
+    leaves = [torch.randn(1, plan.num_tokens, 2, 8, device=device, dtype=dtype, requires_grad=True) for _ in range(2)]
+    outs = [layer(x, x, x) for x in leaves]
+    with pytest.raises(RuntimeError, match="flash_attn_cp_func: expected the same on every rank"):
+        outs[dist.get_rank() % 2].sum().backward()
 
 
 def killed(device: str) -> None:

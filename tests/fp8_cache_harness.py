@@ -97,4 +97,9 @@ def check(problem, out, lse, k_descale, v_descale, queries=None, bound=WIDE_P, q
 
 
 def call(problem, device, k_descale, v_descale, **options):
+    """Descales of pages of one row are taken for those of rows."""
+    if problem.k_cache.shape[1] == 1:
+        for name, descale in (("k", k_descale), ("v", v_descale)):
+            if isinstance(descale, torch.Tensor) and descale.dim() == 3:
+                options.setdefault(f"{name}_descale_axis", "row")
     return decode(run, device, problem, k_descale=k_descale, v_descale=v_descale, **options)

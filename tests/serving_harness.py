@@ -60,6 +60,38 @@ def make_batch(device, head_dim_v=HEAD_DIM, unused=3):
     return Batch(q, k, v, table, cu_q, torch.tensor(LENGTHS_K, dtype=torch.int32, device=device))
 
 
+def make_8_bit_batch(device, wide_queries=False, v_descale=(0.0625, 0.5)):
+    """(batch of e4m3 q, k and v, their descales by name, the batch of the values that these mean, float64 on the CPU).
+
+    The descales are as servers have them: expanded from one of the tensor (q, k) or of each K/V head (v).
+    """
+    batch, each = make_batch(device), (len(LENGTHS_K), HEADS_K)
+    descales = {
+        "q_descale": torch.tensor(0.25, device=device).expand(each),
+        "k_descale": torch.tensor(0.125, device=device).expand(each),
+        "v_descale": torch.tensor(v_descale, device=device).expand(each),
+    }
+    by_head = {"q": 0.25, "k": 0.125, "v": descales["v_descale"][0].cpu().double().unsqueeze(-1)}
+    codes, values = {}, {}
+    for name in by_head:
+        x = getattr(batch, name)
+        if name == "q" and wide_queries:
+            values["q"] = x.cpu().double()
+            continue
+        codes[name] = (x.cpu().double() / by_head[name]).to(torch.float8_e4m3fn).to(device)
+        values[name] = codes[name].cpu().double() * by_head[name]
+    on_cpu = batch._replace(**values, table=batch.table.cpu(), cu_q=batch.cu_q.cpu(), lengths=batch.lengths.cpu())
+    return batch._replace(**codes), descales, on_cpu
+
+
+def install_plugin(folder, group, function):
+    """Put a distribution into a folder of sys.path that names a function of ours as its plugin."""
+    info = folder / "my_plugin-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: my-plugin\nVersion: 1.0\n", encoding="utf-8")
+    (info / "entry_points.txt").write_text(f"[{group}]\nfa_native = {function}\n", encoding="utf-8")
+
+
 def keywords(**arguments):
     """A call's arguments, written as in the call."""
     return arguments

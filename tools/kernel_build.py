@@ -20,6 +20,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from build_folder import alone_in, build_folder
+from build_log import say
 from errors import BuildError
 from kernel_manifest import (
     DEFAULT_ARCHS,
@@ -36,7 +37,6 @@ from kernel_manifest import (
 )
 from machine import parallel_jobs, visible_gpu_archs
 from ninja_file import escaped, run_ninja, shell
-from report import say
 from toolchain import CudaToolkit, find_cutlass, find_toolkit, nvcc_install
 
 ROOT = Path(__file__).resolve().parent.parent

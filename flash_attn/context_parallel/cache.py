@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from flash_attn._types import TensorOrTuple, WindowSize
-from flash_attn.context_parallel.agreement import Agreement
-from flash_attn.context_parallel.transport import transport_of
+from flash_attn.context_parallel.agreement import Agreement, agreed_communicator, raise_on_ranks_of_last_plan
 from flash_attn.inference import flash_attn_combine, flash_attn_with_kvcache
 from flash_attn.ops import arguments
 from flash_attn.ops.lse import check_convention, converted
@@ -18,7 +17,7 @@ class CpCache:
 
     Position p is on rank p // interleave % size, in row p // (interleave * size) * interleave + p % interleave of the
     sequence's own rows there. An interleave of the rows that a rank has makes its shard contiguous. Made once, by all
-    ranks, and used by all layers.
+    ranks, and used by all layers in the thread that made it.
 
     Attributes:
         rank, size: of the group.
@@ -30,14 +29,15 @@ class CpCache:
 
         Raises RuntimeError or TypeError on every rank if one has bad arguments or others.
         """
-        self.transport = transport_of(mesh, group)
+        self.transport = agreed_communicator("CpCache", check, mesh, group)
         self.rank, self.size = self.transport.rank, self.transport.size
         error = None
         try:
             self.interleave = arguments.integer("interleave", interleave, least=1)
         except Exception as raised:  # of any kind: the other ranks wait to be told
             error = raised
-        self._agreement = Agreement(self.transport, "CpCache", check, repr(interleave), error)
+        text = "" if error is not None else repr(interleave)
+        self._agreement = Agreement(self.transport, "CpCache", "shards", check, text, error)
 
     def local_lengths(self, lengths: int | Tensor, rank: int | None = None) -> int | Tensor:
         """How many of the first `lengths` positions this rank has, or another one; a negative length stays."""
@@ -100,7 +100,8 @@ def flash_attn_cp_kvcache(
     Raises RuntimeError, TypeError or ValueError; as far as `shards` checks calls, on every rank if on one.
     """
     if not isinstance(shards, CpCache):
-        raise TypeError(f"shards: expected a CpCache, got {arguments.shown(shards)}")
+        error = TypeError(f"shards: expected a CpCache, got {arguments.shown(shards)}")
+        raise_on_ranks_of_last_plan("flash_attn_cp_kvcache", error)
     part, request, error = None, "", None
     try:
         check_convention(lse_convention)

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 
 import torch
 
 from flash_attn.context_parallel.transport import Pending
 
 _POLL_SECONDS = 0.05
+_thread = threading.local()  # rank: that of a LocalGroup which this thread runs
+
+
+def current_rank() -> LocalRank | None:
+    """The rank of a LocalGroup that this thread is."""
+    return getattr(_thread, "rank", None)
 
 
 class RankLost(RuntimeError):
@@ -20,12 +27,14 @@ class LocalGroup:
     """`size` ranks that run the same function, a thread each; what they send each other is copied in memory.
 
     On a GPU all of them queue their work on the default stream of one device.
+
+    timeout: seconds for which a rank waits for another, after which it raises RuntimeError.
     """
 
-    def __init__(self, size: int):
+    def __init__(self, size: int, timeout: float = 1800.0):
         if size < 1:
             raise RuntimeError(f"size: expected at least 1, got {size}")
-        self.size = size
+        self.size, self.timeout = size, timeout
 
     def run(self, function) -> list:
         """[function(rank) for every rank], each called with its LocalRank, which serves as `group`; its
@@ -34,16 +43,18 @@ class LocalGroup:
         The first exception of a rank is raised, after all have ended: those that wait for it give up.
         """
         results, errors = [None] * self.size, [None] * self.size
-        links = _Links(self.size)
+        links = _Links(self.size, self.timeout)
 
         def target(index):
+            _thread.rank = LocalRank(links, index)
             try:
                 # one worker per device runs the backwards of all threads; ranks that wait for each other need their own
                 with torch.autograd.set_multithreading_enabled(False):
-                    results[index] = function(LocalRank(links, index))
+                    results[index] = function(_thread.rank)
             except BaseException as error:
                 errors[index] = error
                 links.failed.set()
+            _thread.rank = None
             links.ended[index].set()
 
         if self.size == 1:
@@ -63,7 +74,8 @@ class LocalGroup:
 class _Links:
     """What the ranks of one run have in common."""
 
-    def __init__(self, size: int):
+    def __init__(self, size: int, timeout: float):
+        self._timeout = timeout
         self.failed, self.ended = threading.Event(), [threading.Event() for _ in range(size)]
         self._boxes = {
             (kind, i, j): queue.Queue() for kind in ("tensors", "ints") for i in range(size) for j in range(size)
@@ -72,8 +84,10 @@ class _Links:
     def put(self, kind: str, source: int, target: int, message) -> None:
         self._boxes[kind, source, target].put(message)
 
-    def get(self, kind: str, source: int, target: int):
+    def get(self, kind: str, source: int, target: int, seconds: float | None = None):
         box = self._boxes[kind, source, target]
+        seconds = self._timeout if seconds is None else seconds
+        end = time.monotonic() + seconds
         while True:
             has_ended = self.ended[source].is_set()  # read first: what it sent before is in the box by now
             try:
@@ -83,6 +97,9 @@ class _Links:
                     raise RankLost("another rank of the LocalGroup has failed") from None
                 if has_ended:
                     raise RuntimeError(f"rank {source} of the LocalGroup has ended before it sent {kind}") from None
+                if time.monotonic() > end:
+                    text = f"rank {source} of the LocalGroup has sent no {kind} for {seconds:g} seconds"
+                    raise RuntimeError(text) from None
 
 
 class LocalMesh:
@@ -114,7 +131,7 @@ class LocalRank:
         """
         if outer * inner != self.size:
             raise RuntimeError(f"outer * inner: expected {self.size} ranks, got {outer} * {inner}")
-        ranks = torch.arange(self.size).view(outer, inner)
+        ranks = torch.arange(self.size, device="cpu").view(outer, inner)
         row, column = divmod(self.rank, inner)
         columns = LocalRank(self._links, row, ranks[:, column].tolist())
         return LocalMesh(ranks, (columns, LocalRank(self._links, column, ranks[row].tolist())))
@@ -130,10 +147,10 @@ class LocalRank:
             self._links.put("tensors", self._index, self._members[peer], tensor.clone())
         return Pending([_Receipt(self._links, self._members[peer], self._index, x) for peer, x in receives], receives)
 
-    def all_gather_ints(self, values: list[int]) -> list[list[int]]:
+    def all_gather_ints(self, values: list[int], seconds: float | None = None) -> list[list[int]]:
         for peer in self._members:
             self._links.put("ints", self._index, peer, list(values))
-        return [self._links.get("ints", peer, self._index) for peer in self._members]
+        return [self._links.get("ints", peer, self._index, seconds) for peer in self._members]
 
     @property
     def _index(self) -> int:

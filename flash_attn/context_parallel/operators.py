@@ -5,19 +5,17 @@ tensor, so that another batch's plan is no other code; whoever compiles keeps it
 Annotations stay objects (no postponed evaluation): the schemas are made of them.
 """
 
-import itertools
-import weakref
 from typing import NamedTuple, Optional
 
 import torch
 from torch import Tensor
 
+from flash_attn.context_parallel import ulysses
+from flash_attn.context_parallel.call import agreed_call, forward_rows, gradients, request
 from flash_attn.context_parallel.compute import sum_dtype
+from flash_attn.context_parallel.handles import plan_of
 from flash_attn.ops import library
 from flash_attn.ops.attention_args import ATTENTION_INPUTS, attention_gradients
-
-_plans: weakref.WeakValueDictionary = weakref.WeakValueDictionary()  # by the numbers in their handles
-_numbers = itertools.count()
 
 
 class CpArgs(NamedTuple):
@@ -45,7 +43,7 @@ CpBackwardArgs = NamedTuple(
     [
         ("dout", Optional[Tensor]),
         ("dlse", Optional[Tensor]),
-        *((name, Tensor) for name in ("out", "lse", "rng_state")),
+        *((name, Tensor) for name in ("out", "lse", "rng_state", "number")),
         *CpArgs.__annotations__.items(),
     ],
 )
@@ -53,7 +51,7 @@ _TENSORS = sum(kind in (Tensor, Optional[Tensor]) for kind in CpArgs.__annotatio
 
 
 def _of_function(args):
-    """The arguments of either as function.request() and function.agreed_call() take them."""
+    """The arguments of either as request() and agreed_call() take them."""
     return (
         args.q, args.k, args.v, args.dropout_p, args.softmax_scale, args.causal,
         (args.window_left, args.window_right), args.softcap, args.alibi_slopes, args.deterministic,
@@ -61,45 +59,34 @@ def _of_function(args):
     )  # fmt: skip
 
 
-def handle_of(plan) -> Tensor:
-    """int64 (1,) on the CPU: a number that names the plan as long as it lives."""
-    number = next(_numbers)
-    _plans[number] = plan
-    return torch.tensor([number])
-
-
-def plan_of(handle: Tensor):
-    plan = _plans.get(handle.item())
-    if plan is None:
-        raise RuntimeError("plan: expected one that lasts until the backward of compiled code, got one that is gone")
-    return plan
-
-
 def attention(args: CpArgs):
     """(out, softmax_lse, rng_state), differentiable in q, k, v and sinks."""
-    return _forward_op(*args)
+    return _forward_op(*args)[:3]
 
 
 def _forward(args: CpArgs):
-    from flash_attn.context_parallel.function import agreed_call, forward_rows
-
-    call, inputs = agreed_call(*_of_function(args), wants_state=True)
+    """(out, softmax_lse, rng_state, number): the last is that of the call, on the CPU, by which backwards are told."""
+    call, number, inputs = agreed_call(*_of_function(args), wants_state=True)
     out, lse, _ = forward_rows(call, *inputs)
     out, lse = call.tokens(out), call.head_tokens(lse)
-    return out[..., : call.padded_from or None].contiguous(), lse, call.options.rng_state
+    return (
+        out[..., : call.padded_from or None].contiguous(),
+        lse,
+        call.options.rng_state,
+        torch.tensor([number], device="cpu"),
+    )
 
 
 def _forward_fake(args: CpArgs):
     tokens, heads = args.q.shape[:-2], args.q.shape[-2]
     lse = args.q.new_empty((*tokens[:-1], heads, tokens[-1]), dtype=sum_dtype(args.q.dtype))
-    return args.q.new_empty((*tokens, heads, args.v.shape[-1])), lse, args.q.new_empty(2, dtype=torch.int64)
+    out, state = args.q.new_empty((*tokens, heads, args.v.shape[-1])), args.q.new_empty(2, dtype=torch.int64)
+    return out, lse, state, torch.empty_like(args.plan)
 
 
 def _backward(args: CpBackwardArgs):
-    from flash_attn.context_parallel import ulysses
-    from flash_attn.context_parallel.function import gradients, request
-
     call, (q, k, v, sinks) = request(*_of_function(args))
+    call.compare_backward(args.number.item())
     if args.dropout_p > 0:
         call.options = call.options._replace(rng_state=args.rng_state)
     out, dout = args.out, args.dout
@@ -126,11 +113,11 @@ def _differentiable(args):
 def _setup_context(ctx, inputs, output):
     ctx.save_for_backward(*output, *inputs[:_TENSORS])
     ctx.options = inputs[_TENSORS:]
-    ctx.mark_non_differentiable(output[-1])
+    ctx.mark_non_differentiable(*output[2:])
     ctx.set_materialize_grads(False)
 
 
-def _autograd_backward(ctx, dout, dlse, _):
+def _autograd_backward(ctx, dout, dlse, *_):
     return attention_gradients(_backward_op(dout, dlse, *ctx.saved_tensors, *ctx.options), CpArgs)
 
 
@@ -141,7 +128,7 @@ def reject_double_backward(ctx, *grads):
 
 
 _forward_op = library.register(
-    "cp_fwd", CpArgs, "(Tensor, Tensor, Tensor)", library.takes(CpArgs, _forward),
+    "cp_fwd", CpArgs, "(Tensor, Tensor, Tensor, Tensor)", library.takes(CpArgs, _forward),
     library.takes(CpArgs, _forward_fake), tags=(torch.Tag.nondeterministic_seeded,),
 )  # fmt: skip
 _backward_op = library.register(

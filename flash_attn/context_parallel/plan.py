@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from flash_attn._types import WindowSize
 from flash_attn.context_parallel import schedule
-from flash_attn.context_parallel.agreement import Agreement
+from flash_attn.context_parallel.agreement import Agreement, agreed_communicator
+from flash_attn.context_parallel.handles import handle_of
 from flash_attn.context_parallel.layouts import (
     LAYOUTS,
     Span,
@@ -23,13 +26,15 @@ from flash_attn.context_parallel.layouts import (
     segments,
     tokens_of_rows,
 )
-from flash_attn.context_parallel.operators import handle_of
 from flash_attn.context_parallel.passes import HeadRanks, Passes, WholePasses
 from flash_attn.context_parallel.schedule import METHODS, Layout
-from flash_attn.context_parallel.transport import MeshTransport, transport_of
+from flash_attn.context_parallel.transport import MeshTransport
 from flash_attn.context_parallel.unshard import unshard
 from flash_attn.dropout import MASK_COLUMNS
 from flash_attn.ops import arguments
+
+if TYPE_CHECKING:
+    from flash_attn.context_parallel.call import Call
 
 
 def normal_window(causal: bool, window_size, tokens: int) -> Window:
@@ -42,7 +47,8 @@ class CpPlan:
     """The tokens of one batch, shared out to the ranks of a group; made once per batch, used by all layers.
 
     Every rank makes it from the same lengths, on the host; a hash is compared across ranks. Made by `CpPlan.dense` or
-    `CpPlan.varlen`. Any lengths, any number of ranks; ranks may have different numbers of tokens, or none.
+    `CpPlan.varlen`, and used by the thread that made it. Any lengths, any number of ranks; ranks may have different
+    numbers of tokens, or none.
 
     Attributes:
         rank, size: of the group.
@@ -56,7 +62,7 @@ class CpPlan:
 
     def __init__(self, cu_seqlens, is_packed, mesh, group, layout, method, causal, window_size, tile, check, copies):
         """Use `dense` or `varlen`."""
-        self.transport = transport_of(mesh, group, arguments.flag("copies", copies), (1, 2))
+        self.transport = agreed_communicator("CpPlan", check, mesh, group, copies, (1, 2))
         self.rank, self.size = self.transport.rank, self.transport.size
         self.has_two_dimensions = isinstance(self.transport, MeshTransport)
         self.is_packed, self.method = is_packed, method
@@ -66,9 +72,9 @@ class CpPlan:
             text = repr((is_packed, method, copies, self.cu_seqlens, self.passes.layout.ranks, self.spans))
         except Exception as raised:  # of any kind: the other ranks wait to be told
             error = raised
-        self._agreement = Agreement(self.transport, "CpPlan", check, text, error)
+        self._agreement = Agreement(self.transport, "CpPlan", "plan", check, text, error)
         self._positions: dict = {}  # by devices
-        self.known_calls: dict[tuple, tuple] = {}  # of `flash_attn_cp_func`, checked once
+        self.known_calls: dict[tuple, Call] = {}  # of `flash_attn_cp_func`, checked once
         self.handle = handle_of(self)  # by which compiled code names it
 
     @classmethod
@@ -100,9 +106,9 @@ class CpPlan:
                 mesh of two dimensions "all_gather", "ring" or "auto": along the first.
             causal, window_size: the mask by which "balanced" counts work. Calls may have any.
             tile: chunks end at multiples of it, where they are long.
-            check: the same on every rank. "calls" compares what every call is asked for across ranks (the default where
-                the group has a CPU backend), "plan" the plan and the first call of each kind (the default elsewhere:
-                comparing waits for the GPU), "none" nothing.
+            check: the same on every rank. "calls" compares across ranks what every call is asked for, and of which call
+                every backward is (the default where the group has a CPU backend); "plan" the plan, the first call and
+                the first backward of each kind (the default elsewhere: comparing waits for the GPU); "none" nothing.
             copies: whether all_gather's keys are copied between the GPUs of one host, where messages would wait for
                 multiprocessors; of a group with NCCL, whose calls then follow each other in one stream.
 
@@ -195,23 +201,22 @@ class CpPlan:
             request = repr(("unshard", dim, sizes, y.dtype, y.device.type, y.requires_grad, torch.is_grad_enabled()))
         except Exception as raised:
             error = raised
-        self.compare("unshard", request, error, None)
+        number, _ = self.compare("unshard", request, error)
         self.transport.connect(y.device)
-        return unshard(y, dim, self._stages)
+        return unshard(y, dim, self._stages, partial(self.compare_backward, "unshard", request, number, None))
 
     def positions(self, device=None) -> Tensor:
         """int64 (num_tokens,): the position of each token of this rank in its document, for rotary embedding."""
         if device not in self._positions:  # a copy from the host, which every layer may ask for
             own = segments(self.spans[self.rank], self.cu_seqlens)
+            spans = [(s.start - self.cu_seqlens[s.document], s.stop - self.cu_seqlens[s.document]) for s in own]
             with torch.inference_mode(False):  # later calls may save it for a backward
-                parts = [torch.arange(s.start, s.stop) - self.cu_seqlens[s.document] for s in own]
-                self._positions[device] = (torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64)).to(device)
+                self._positions[device] = _indices(spans, device)
         return self._positions[device].clone()
 
     def token_indices(self, device=None) -> Tensor:
         """int64 (num_tokens,): the index of each token of this rank among all tokens."""
-        parts = [torch.arange(start, stop) for start, stop in self.spans[self.rank]]
-        return (torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64)).to(device)
+        return _indices(self.spans[self.rank], device)
 
     # ---- what there is to do ----
 
@@ -234,9 +239,19 @@ class CpPlan:
         dropout mask of its keys."""
         return begin_at_multiples(self.passes.layout.spans, self.cu_seqlens, MASK_COLUMNS)
 
-    def compare(self, what: str, request: str, error: BaseException | None, seed: int | None) -> int | None:
+    def compare(self, what: str, request: str, error: BaseException | None, seed: int | None = None):
         """Agree with all ranks on a call: see `Agreement.compare`."""
         return self._agreement.compare(what, request, error, seed)
+
+    def compare_backward(self, what: str, request: str, number: int, error: BaseException | None) -> None:
+        """Agree with all ranks on the backward of a call: see `Agreement.compare_backward`."""
+        self._agreement.compare_backward(what, request, number, error)
+
+
+def _indices(spans, device) -> Tensor:
+    """int64: the indices in all spans, made on the host."""
+    none = torch.empty(0, dtype=torch.int64, device="cpu")
+    return torch.cat([none, *(torch.arange(start, stop, device="cpu") for start, stop in spans)]).to(device)
 
 
 def _check_axis(name: str, x: Tensor, dim: int, size: int):

@@ -8,6 +8,7 @@ of a mesh of two dimensions is two of them.
 from __future__ import annotations
 
 import weakref
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -71,11 +72,15 @@ class GroupTransport:
         works = dist.batch_isend_irecv(operations) if operations else []
         return Pending(works, (sends, receives))
 
-    def all_gather_ints(self, values: list[int]) -> list[list[int]]:
-        """The values of every rank, each list as long as one's own; a host synchronisation."""
+    def all_gather_ints(self, values: list[int], seconds: float | None = None) -> list[list[int]]:
+        """The values of every rank, each list as long as one's own; a host synchronisation.
+
+        seconds: for which to wait, None: the group's timeout. Raises RuntimeError after it.
+        """
         own = torch.tensor(values, dtype=torch.int64, device=self._device)
         all_values = [torch.empty_like(own) for _ in range(self.size)]
-        dist.all_gather(all_values, own, group=self.group)
+        work = dist.all_gather(all_values, own, group=self.group, async_op=True)
+        work.wait() if seconds is None else work.wait(timedelta(seconds=seconds))
         return torch.stack(all_values).tolist()
 
 
@@ -94,46 +99,7 @@ class MeshTransport:
         self.inner.connect(device)
         self.outer.connect(device)
 
-    def all_gather_ints(self, values: list[int]) -> list[list[int]]:
-        row = [value for own in self.inner.all_gather_ints(values) for value in own]
-        every = [value for own in self.outer.all_gather_ints(row) for value in own]
+    def all_gather_ints(self, values: list[int], seconds: float | None = None) -> list[list[int]]:
+        row = [value for own in self.inner.all_gather_ints(values, seconds) for value in own]
+        every = [value for own in self.outer.all_gather_ints(row, seconds) for value in own]
         return [every[i : i + len(values)] for i in range(0, len(every), len(values))]
-
-
-def transport_of(mesh, group, copies: bool = False, dimensions: tuple[int, ...] = (1,)):
-    """The communicator of a DeviceMesh, a ProcessGroup, a rank of a LocalGroup, or of all ranks.
-
-    copies: one that reaches the other ranks' memory; a group has one for all plans. dimensions: those that the mesh may
-    have; two make a MeshTransport.
-    """
-    if mesh is not None and group is not None:
-        raise TypeError("group: expected None, for mesh is given, got both")
-    if mesh is not None:
-        if getattr(mesh, "ndim", None) not in dimensions:
-            numbers = {(1,): "one dimension", (1, 2): "one dimension or two"}[dimensions]
-            raise NotImplementedError(f"mesh: expected a DeviceMesh of {numbers}, got {mesh!r}")
-        if mesh.ndim == 1:
-            return _of_group(mesh.get_group(), copies)
-        ranks = mesh.mesh
-        if any((ranks.diff(dim=dim) <= 0).any() for dim in (0, 1)):  # groups count ranks in this order, rows would not
-            raise RuntimeError(f"mesh: expected ranks that ascend along both dimensions, got {ranks.tolist()}")
-        return MeshTransport(_of_group(mesh.get_group(0), copies), _of_group(mesh.get_group(1), False))
-    if hasattr(group, "all_gather_ints"):
-        return group
-    if not (dist.is_available() and dist.is_initialized()):
-        raise RuntimeError("group: expected torch.distributed to be initialised or a rank of a LocalGroup, got neither")
-    if group is None:
-        group = dist.group.WORLD
-    if dist.get_rank(group) < 0:
-        raise RuntimeError("group: expected a group that this rank belongs to, got another")
-    return _of_group(group, copies)
-
-
-def _of_group(group, copies: bool):
-    if hasattr(group, "all_gather_ints"):
-        return group
-    if not copies:
-        return GroupTransport(group)
-    from flash_attn.context_parallel.copies import CopyTransport
-
-    return CopyTransport.of(group)

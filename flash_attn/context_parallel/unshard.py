@@ -7,9 +7,12 @@ import torch
 from flash_attn.context_parallel.layouts import Span
 
 
-def unshard(y: torch.Tensor, dim: int, stages) -> torch.Tensor:
-    """stages: (layout, communicator) of the ranks that exchange rows, each over the rows of the stage before."""
-    return _Unshard.apply(y, dim, stages)
+def unshard(y: torch.Tensor, dim: int, stages, compare_backward) -> torch.Tensor:
+    """stages: (layout, communicator) of the ranks that exchange rows, each over the rows of the stage before.
+
+    compare_backward: what a backward calls before it sends anything.
+    """
+    return _Unshard.apply(y, dim, stages, compare_backward)
 
 
 def gather_rows(y: torch.Tensor, layout, transport) -> torch.Tensor:
@@ -56,8 +59,8 @@ def sum_rows(rows: torch.Tensor, dtype: torch.dtype, layout, transport) -> torch
 
 class _Unshard(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, y, dim, stages):
-        ctx.dim, ctx.stages = dim, stages
+    def forward(ctx, y, dim, stages, compare_backward):
+        ctx.dim, ctx.stages, ctx.compare_backward = dim, stages, compare_backward
         rows = y.movedim(dim, 0)
         for layout, transport in stages:
             rows = gather_rows(rows, layout, transport)
@@ -67,8 +70,9 @@ class _Unshard(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
         """The sum over ranks of what each has for this one's rows, rounded once."""
+        ctx.compare_backward()
         exact = torch.promote_types(grad.dtype, torch.float32) if grad.is_floating_point() else grad.dtype
         rows = grad.movedim(ctx.dim, 0)
         for layout, transport in reversed(ctx.stages):
             rows = sum_rows(rows, exact, layout, transport)
-        return rows.to(grad.dtype).movedim(0, ctx.dim), None, None
+        return rows.to(grad.dtype).movedim(0, ctx.dim), None, None, None

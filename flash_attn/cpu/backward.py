@@ -25,7 +25,7 @@ class Sums:
 
     @property
     def parts(self) -> list[torch.Tensor]:
-        self._parts = [torch.empty(x.shape, dtype=self.dtype) for x in self._given]
+        self._parts = [x.new_empty(x.shape, dtype=self.dtype) for x in self._given]
         return self._parts
 
     def added(self) -> list[torch.Tensor]:
@@ -216,7 +216,7 @@ def bwd(
         return [dq, None, None, softmax_d, *dsinks]
     if sums is not None:
         dk, dv = sums.parts
-    dk, dv = (torch.empty(x.shape, dtype=x.dtype) if grad is None else grad for grad, x in ((dk, k), (dv, v)))
+    dk, dv = (x.new_empty(x.shape) if grad is None else grad for grad, x in ((dk, k), (dv, v)))
     dropout = dropout_of_state(p_dropout, rng_state)
     arguments = (dout, q, k, v, softmax_lse, delta, dq, dk, dv)
     if batch_invariant or options.origins is not None:

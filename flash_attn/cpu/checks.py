@@ -1,4 +1,7 @@
-"""Argument checks of the CPU backend: each rule once; a message names argument, expectation and value."""
+"""Argument checks of the CPU backend: each rule once; a message names argument, expectation and value.
+
+An argument has the name of the public functions, also where the backends' own differs (p_dropout).
+"""
 
 from __future__ import annotations
 
@@ -66,7 +69,7 @@ def check_shape(name: str, tensor: torch.Tensor, shape) -> None:
 
 
 def check_last_stride(name: str, tensor: torch.Tensor) -> None:
-    unit = tensor.shape[-1] <= 1 or tensor.stride(-1) == 1
+    unit = tensor.shape[-1] <= 1 or tensor.stride(-1) == 1 or tensor.numel() == 0
     require(unit, name, "a contiguous last dimension (stride 1)", f"stride {tensor.stride(-1)}")
 
 
@@ -126,9 +129,9 @@ def check_key_value(
     require(divisible, "q", f"a head count divisible by the K/V head count {h_k}", h)
 
 
-def check_numbers(p_dropout: float, softmax_scale: float, softcap: float, scores: torch.dtype) -> None:
+def check_numbers(dropout_p: float, softmax_scale: float, softcap: float, scores: torch.dtype) -> None:
     """scores: the dtype that scores are computed in."""
-    require(0.0 <= p_dropout < 1.0, "p_dropout", "a value in [0, 1)", p_dropout)
+    require(0.0 <= dropout_p < 1.0, "dropout_p", "a value in [0, 1)", dropout_p)
     require(math.isfinite(softmax_scale), "softmax_scale", "a finite value", softmax_scale)
     require(softcap >= 0.0, "softcap", "a value >= 0", softcap)
     in_range = softcap == 0.0 or MIN_SOFTCAP <= softcap <= MAX_SOFTCAP
@@ -234,10 +237,10 @@ def check_lse(lse: torch.Tensor, dlse, q: torch.Tensor, shape) -> None:
             check_shape(name, tensor, shape)
 
 
-def check_rng_state(rng_state, p_dropout: float) -> None:
-    if p_dropout == 0.0:
+def check_rng_state(rng_state, dropout_p: float) -> None:
+    if dropout_p == 0.0:
         return
-    expected = "the int64 (2,) state that the forward returned when p_dropout > 0"
+    expected = "the int64 (2,) state that the forward returned when dropout_p > 0"
     require(rng_state is not None, "rng_state", expected, None)
     check_device("rng_state", rng_state)
     fits = rng_state.dtype == torch.int64 and tuple(rng_state.shape) == (2,)

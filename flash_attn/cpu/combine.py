@@ -47,7 +47,7 @@ def combine(out_partial, lse_partial, out=None):
     check_written({"out": out}, {"out_partial": out_partial, "lse_partial": lse_partial})
 
     weights, lse = partial_weights(lse_partial)
-    total = torch.zeros(out_partial.shape[1:], dtype=dtype)
+    total = out_partial.new_zeros(out_partial.shape[1:], dtype=dtype)
     counts = ~lse_partial.isinf()
     for weight, partial, counted in zip(weights.unsqueeze(-1), out_partial, counts.unsqueeze(-1)):
         total += torch.where(counted, partial.to(dtype), 0.0) * weight

@@ -46,18 +46,18 @@ class DqStage:
         return None if self.stage else first_unmasked
 
     def softmax_d(self, q, shape) -> torch.Tensor:
-        return torch.zeros(shape, dtype=compute_dtype(q.dtype)) if self._softmax_d is None else self._softmax_d
+        return q.new_zeros(shape, dtype=compute_dtype(q.dtype)) if self._softmax_d is None else self._softmax_d
 
     def new_dq(self, q, dq) -> torch.Tensor:
         """Where the call writes its part."""
         if self.stage:
-            return torch.zeros(q.shape, dtype=compute_dtype(q.dtype))
-        return torch.zeros(q.shape, dtype=q.dtype) if dq is None else dq.zero_()
+            return q.new_zeros(q.shape, dtype=compute_dtype(q.dtype))
+        return q.new_zeros(q.shape) if dq is None else dq.zero_()
 
     def added(self, part) -> torch.Tensor:
         """The call's dq, or the sum with its part."""
         return part if self._sum is None else self._sum.add_(part)
 
     def end(self, q, dq) -> list:
-        dq = torch.empty(q.shape, dtype=q.dtype) if dq is None else dq
+        dq = q.new_empty(q.shape) if dq is None else dq
         return [dq.copy_(self._sum), None, None, None]

@@ -48,7 +48,7 @@ class Dropout:
     def streams(self, head_range: HeadRange):
         batches = range(self.first_batch + head_range.b0, self.first_batch + head_range.b1)
         heads = range(self.first_head + head_range.heads.start, self.first_head + head_range.heads.stop)
-        return dropout_streams(self.seed, self.offset, batches, heads)
+        return dropout_streams(self.seed, self.offset, batches, heads, "cpu")
 
     def dropped(self, streams, tile: Tile) -> torch.Tensor:
         row, col = self.first_row, self.first_col
@@ -60,7 +60,7 @@ def new_dropout(p: float, generator: torch.Generator | None) -> Dropout | None:
     """The dropout of a forward call, with a new seed; None for p = 0, which leaves the generator as it is."""
     if p == 0.0:
         return None
-    seed = torch.randint(0, 2**63 - 1, (1,), generator=generator).item()
+    seed = torch.randint(0, 2**63 - 1, (1,), generator=generator, device="cpu").item()
     return Dropout(p, seed, 0)
 
 
@@ -76,7 +76,7 @@ def dropout_of_call(p: float, generator: torch.Generator | None, rng_state: torc
 
 def rng_state_of(dropout: Dropout | None) -> torch.Tensor:
     state = [0, 0] if dropout is None else [dropout.seed, dropout.offset]
-    return torch.tensor(state, dtype=torch.int64)
+    return torch.tensor(state, dtype=torch.int64, device="cpu")
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -93,7 +93,7 @@ def new_s_dmask(out: torch.Tensor, shape, return_softmax: bool, dropout: Dropout
 
 def new_max_logit(q: torch.Tensor, wanted: bool):
     """The largest logit of each head so far (h), or None."""
-    return torch.full((q.shape[-2],), -math.inf, dtype=compute_dtype(q.dtype)) if wanted else None
+    return q.new_full((q.shape[-2],), -math.inf, dtype=compute_dtype(q.dtype)) if wanted else None
 
 
 def attend(q, k, v, out, lse, rule: ScoreRule, dropout: Dropout | None = None, sinks=None, max_logit=None) -> None:
@@ -351,12 +351,12 @@ def fwd(
         return explain_attention("forward", q, k, v, rule, problems, is_plain)
     dropout = dropout_of_call(p_dropout, gen, rng_state)
     if out is None:
-        out = torch.empty(checks.output_shape(q, v), dtype=output_dtype(q, v, call))
+        out = q.new_empty(checks.output_shape(q, v), dtype=output_dtype(q, v, call))
     scaling = scaling_of(q, k, v, call)
     if scaling is not None:
         q, k, v = scaling.queries(q), scaling.scaled(k, scaling.k_rows), scaling.scaled(v, scaling.v_rows)
     result = result_like(out, scaling)
-    lse = torch.empty(batch, heads, sq, dtype=compute_dtype(q.dtype))
+    lse = q.new_empty((batch, heads, sq), dtype=compute_dtype(q.dtype))
     max_logit = new_max_logit(q, return_max_logit)
     if batch_invariant or options.origins is not None:
         _attend_each(q, k, v, result, lse, options, rule, dropout, sinks, max_logit)

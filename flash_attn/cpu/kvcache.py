@@ -82,7 +82,7 @@ class Cache(NamedTuple):
 
     def row_indices(self, row: int, start: int, stop: int) -> torch.Tensor:
         """Indices, among all rows of the cache, of the rows [start, stop) of an entry."""
-        size, positions = self.k.shape[1], torch.arange(start, max(start, stop))
+        size, positions = self.k.shape[1], torch.arange(start, max(start, stop), device="cpu")
         if self.block_table is None:
             return row * size + positions
         return self.block_table[row].long()[positions // size] * size + positions % size
@@ -202,9 +202,9 @@ def fwd_kvcache(
         block_keys = BLOCK_KEYS if batch_invariant else 0
         fields = explain_attention("kvcache", q, kcache, vcache, rule, problems, options.sinks is None, block_keys)
         return {**fields, "appends": k is not None, "rotates": rotary_cos is not None}
-    out = torch.empty(q.shape, dtype=output_dtype(q, vcache, call)) if out is None else out
+    out = q.new_empty(q.shape, dtype=output_dtype(q, vcache, call)) if out is None else out
     scaling = scaling_of(q, kcache, vcache, call)
-    lse = torch.empty(batch, heads, sq, dtype=compute_dtype(q.dtype))
+    lse = q.new_empty((batch, heads, sq), dtype=compute_dtype(q.dtype))
     attend_entry = attend_invariant if batch_invariant else attend
     for entry in entries:
         i = entry.index
@@ -341,7 +341,7 @@ def _check_entry(entry: CacheEntry, cache: Cache, new: int) -> None:
 def _check_own_rows(entries: list, cache: Cache) -> None:
     """Rows that the call writes for one sequence must not be rows that it reads or writes for another."""
     name = "cache_batch_idx" if cache.block_table is None else "block_table"
-    writer = torch.empty(cache.k.shape[0] * cache.k.shape[1], dtype=torch.int32)  # of the rows that are needed
+    writer = cache.k.new_empty(cache.k.shape[0] * cache.k.shape[1], dtype=torch.int32)  # of the rows that are needed
     needed = [cache.row_indices(entry.row, entry.needed, entry.total) for entry in entries]
     for row_indices in needed:
         writer[row_indices] = -1

@@ -63,14 +63,14 @@ def kvcache_plan(
     seqlens_k None: every sequence has seqlen_cache keys. plan: None, or an earlier plan of the same sizes, which is
     overwritten. Returns int32 (n,), n a function of the sizes alone. Raises RuntimeError naming the argument.
     """
-    sizes = {"batch": batch, "seqlen_q": seqlen_q, "seqlen_new": seqlen_new, "heads": heads, "heads_k": heads_k,
+    sizes = {"batch": batch, "seqlen_q": seqlen_q, "seqlen_new": seqlen_new, "nheads": heads, "nheads_k": heads_k,
              "seqlen_cache": seqlen_cache}  # fmt: skip
     for name, size in sizes.items():
         checks.require(0 <= size <= checks.MAX_INT, name, "a size in [0, 2^31)", size)
     in_range = 1 <= head_dim <= checks.MAX_HEAD_DIM
     checks.require(in_range, "head_dim", f"a value from 1 to {checks.MAX_HEAD_DIM}", head_dim)
     divisible = heads % heads_k == 0 if heads_k > 0 else heads == 0
-    checks.require(divisible, "heads", f"a head count divisible by the K/V head count {heads_k}", heads)
+    checks.require(divisible, "nheads", f"a head count divisible by the K/V head count {heads_k}", heads)
     if heads_k > 0:
         checks.check_at_most("seqlen_q", seqlen_q * (heads // heads_k), "rows for each K/V head")
     key = PlanKey.create(
@@ -81,13 +81,13 @@ def kvcache_plan(
     checks.check_lengths("cache_seqlens", seqlens_k, [batch])
     checks.check_lengths("cache_leftpad", leftpad_k, [batch])
     if plan is None:
-        plan = torch.empty(key.elements, dtype=torch.int32)
+        plan = torch.empty(key.elements, dtype=torch.int32, device="cpu")
     _check_size(plan, key)
     check_written({"plan": plan}, {"cache_seqlens": seqlens_k, "cache_leftpad": leftpad_k})
     header, lengths, leftpad = plan.split((len(key), batch, batch))
-    header.copy_(torch.tensor(key))
-    lengths.copy_(torch.tensor(seqlen_cache) if seqlens_k is None else seqlens_k)
-    leftpad.copy_(torch.tensor(0) if leftpad_k is None else leftpad_k)
+    header.copy_(plan.new_tensor(key))
+    lengths.fill_(seqlen_cache) if seqlens_k is None else lengths.copy_(seqlens_k)
+    leftpad.zero_() if leftpad_k is None else leftpad.copy_(leftpad_k)
     return plan
 
 

@@ -48,7 +48,7 @@ class Quantizer(NamedTuple):
             descale = eight_bit.descale_of(rows, (-1,), stored.dtype)
             tokens[place] = descale.squeeze(-1)
         elif descale is None:
-            descale = torch.ones(())
+            descale = rows.new_ones((), dtype=torch.float32)
         elif per_channel:
             descale = descale if descale.dim() == 2 else descale[entry.index]
         elif eight_bit.is_by_row(descale):

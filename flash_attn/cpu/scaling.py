@@ -63,4 +63,4 @@ def scaling_of(q, k, v, call: EightBit | None) -> Scaling | None:
 
 def result_like(out: torch.Tensor, scaling: Scaling | None) -> torch.Tensor:
     """What attention writes to: out, or with a scaling a tensor of the dtype of the scores that it brings to out."""
-    return out if scaling is None else torch.empty(out.shape, dtype=scaling.dtype)
+    return out if scaling is None else out.new_empty(out.shape, dtype=scaling.dtype)

@@ -177,8 +177,8 @@ class ScoreRule:
         masks_right = self.right is not None and highest > self.right
         if self.slopes is None and not masks_left and not masks_right:
             return
-        rows = torch.arange(tile.row0, tile.row1)[:, None] + (sk - sq)
-        distance = torch.arange(tile.col0, tile.col1)[None, :] - rows
+        rows = torch.arange(tile.row0, tile.row1, device=s.device)[:, None] + (sk - sq)
+        distance = torch.arange(tile.col0, tile.col1, device=s.device)[None, :] - rows
         if self.slopes is not None:
             slopes = self.slopes[tile.batches, tile.heads][:, :, None, None]
             s.addcmul_(slopes, (distance - self.alibi_shift).abs().to(s.dtype), value=-LOG2E)

@@ -192,10 +192,10 @@ def varlen_fwd(
         return explain_attention("forward", q, k, v, rule, _problems(layout), is_plain)
     dropout = dropout_of_call(p_dropout, gen, rng_state)
     if out is None:
-        out = torch.empty(checks.output_shape(q, v), dtype=output_dtype(q, v, call))
+        out = q.new_empty(checks.output_shape(q, v), dtype=output_dtype(q, v, call))
     out.zero_()
     scaling = scaling_of(q, k, v, call)
-    lse = torch.full((heads, total_q), math.inf, dtype=compute_dtype(q.dtype))
+    lse = q.new_full((heads, total_q), math.inf, dtype=compute_dtype(q.dtype))
     max_logit = new_max_logit(q, return_max_logit)
     s_dmask = new_s_dmask(out, (batch, heads, max_seqlen_q, max_seqlen_k), return_softmax, dropout)
     for sequence in layout:
@@ -297,9 +297,7 @@ def varlen_bwd(
     if stage.adds:
         if sums is not None:
             dk, dv = sums.parts
-        grads[1:] = (
-            torch.zeros(x.shape, dtype=x.dtype) if grad is None else grad.zero_() for grad, x in ((dk, k), (dv, v))
-        )
+        grads[1:] = (x.new_zeros(x.shape) if grad is None else grad.zero_() for grad, x in ((dk, k), (dv, v)))
     dsinks = [torch.zeros_like(sinks)] if sinks is not None and stage.begins else []
     softmax_d = stage.softmax_d(q, d_shape)
     for sequence in layout:

@@ -28,29 +28,52 @@ def quantize(
             "channel" (batch, heads, head_dim), packed (heads, head_dim), for v with v_descale_axis="channel".
         dtype: torch.float8_e4m3fn or torch.int8 (-127 to 127).
         power_of_two: bool. Round descales up to powers of two: then codes * descale is exact in half precision, as
-            far as its exponents go.
+            far as its exponents go, and finite in x's dtype where x is: what would be rounded beyond its largest
+            value saturates (float16 at 61440, of int8 at 64512).
 
     Raises RuntimeError or TypeError that names the argument.
     """
-    arguments.check_tensors(("x",), (x,))
-    if x.dim() not in (3, 4):
-        raise RuntimeError(f"x: expected 3 or 4 dimensions (.., heads, head_dim), got {x.dim()}")
-    if not x.is_floating_point() or x.element_size() == 1:
-        raise RuntimeError(f"x: expected a floating point dtype of at least 16 bits, got {eight_bit.named(x.dtype)}")
-    if granularity not in _GRANULARITIES:
+    _check_input("x", x)
+    if not isinstance(granularity, str) or granularity not in _GRANULARITIES:
         raise RuntimeError(f"granularity: expected one of {', '.join(_GRANULARITIES)}, got {granularity!r}")
-    if dtype not in eight_bit.EIGHT_BIT:
+    if not isinstance(dtype, torch.dtype) or dtype not in eight_bit.EIGHT_BIT:
         raise RuntimeError(f"dtype: expected torch.float8_e4m3fn or torch.int8, got {dtype}")
     rows = 1 if x.dim() == 4 else 0
     axes = {"tensor": tuple(range(x.dim())), "head": (rows, -1), "token": (-1,), "channel": (rows,)}[granularity]
-    descale = eight_bit.descale_of(x, axes, dtype, arguments.flag("power_of_two", power_of_two))
-    codes = eight_bit.encode(x, descale, dtype)
+    power_of_two = arguments.flag("power_of_two", power_of_two)
+    descale = eight_bit.descale_of(x, axes, dtype, power_of_two)
+    codes = eight_bit.encode(x, descale, dtype, eight_bit.most_codes(descale, dtype, x.dtype) if power_of_two else None)
     if granularity == "tensor":
         return codes, descale.reshape(())
     if granularity == "token":
         heads_first = descale.transpose(-3, -2).contiguous()  # a sector then holds 8 tokens of one head
         return codes, heads_first.squeeze(-1).transpose(1, 2) if rows else heads_first.permute(1, 2, 0)
     return codes, descale.squeeze(rows) if granularity == "channel" else descale.squeeze(-1).squeeze(rows)
+
+
+def _check_input(name, x):
+    arguments.check_tensors((name,), (x,))
+    if x.dim() not in (3, 4):
+        raise RuntimeError(f"{name}: expected 3 or 4 dimensions (.., heads, head_dim), got {x.dim()}")
+    if not x.is_floating_point() or x.element_size() == 1:
+        expected = "a floating point dtype of at least 16 bits"
+        raise RuntimeError(f"{name}: expected {expected}, got {eight_bit.named(x.dtype)}")
+
+
+def _check_shapes(q, k, v):
+    for name, x in (("k", k), ("v", v)):
+        if x.dim() != q.dim():
+            raise RuntimeError(f"{name}: expected {q.dim()} dimensions, as q has, got {x.dim()}")
+        if x.device != q.device:
+            raise RuntimeError(f"{name}: expected a tensor on q's device ({q.device}), got one on {x.device}")
+    heads, heads_k = q.shape[-2], k.shape[-2]
+    if heads_k == 0 or heads % heads_k != 0:
+        raise RuntimeError(f"q: expected a head count divisible by that of k ({heads_k}), got {heads}")
+    expected = [*q.shape[: q.dim() - 3], *k.shape[-3:-1], q.shape[-1]]
+    if list(k.shape) != expected:
+        raise RuntimeError(f"k: expected shape {expected}, got {list(k.shape)}")
+    if v.shape[:-1] != k.shape[:-1]:
+        raise RuntimeError(f"v: expected shape {[*k.shape[:-1], v.shape[-1]]}, got {list(v.shape)}")
 
 
 class QuantizedQKV(NamedTuple):
@@ -82,17 +105,16 @@ def quantize_qkv(q: Tensor, k: Tensor, v: Tensor, smooth_k: bool = True, rotate:
 
     Raises RuntimeError or TypeError that names the argument.
     """
-    arguments.check_tensors(("q", "k", "v"), (q, k, v))
-    for name, x in (("k", k), ("v", v)):
-        if x.dim() != q.dim():
-            raise RuntimeError(f"{name}: expected {q.dim()} dimensions, as q has, got {x.dim()}")
-    heads, heads_k = q.shape[-2:-1].numel(), k.shape[-2:-1].numel()
-    if heads_k == 0 or heads % heads_k != 0 or q.shape[-1] != k.shape[-1]:
-        raise RuntimeError(f"q: expected heads that those of k divide, and its head_dim, got {list(q.shape[-2:])}")
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        _check_input(name, x)
+    _check_shapes(q, k, v)
+    heads, heads_k = q.shape[-2], k.shape[-2]
     queries, keys = q.detach().float(), k.detach().float()
     mean = None
     if arguments.flag("smooth_k", smooth_k):
-        mean = keys.mean(q.dim() - 3, keepdim=True).nan_to_num(nan=0.0) if k.numel() else keys.new_zeros(1)
+        mean = keys.new_zeros(1)
+        if k.numel():  # in float64: the sum of keys that bfloat16 can hold may be none of float32
+            mean = keys.mean(q.dim() - 3, keepdim=True, dtype=torch.float64).float().nan_to_num(nan=0.0)
         keys = keys - mean
     if arguments.flag("rotate", rotate):
         queries, keys, mean = hadamard(queries), hadamard(keys), mean if mean is None else hadamard(mean)
@@ -117,10 +139,12 @@ def hadamard(x: Tensor) -> Tensor:
     parity = torch.zeros_like(pairs)
     for bit in range(size.bit_length()):
         parity ^= (pairs >> bit) & 1
-    y = x.unflatten(-1, (-1, size)) * (1 - 2 * parity).to(x.dtype)
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    signs = (1 - 2 * parity).to(wide.dtype) / size  # sums of x / size cannot overflow
+    y = wide.unflatten(-1, (-1, size)) * signs
     width = 1
     while width < size:
         a, b = y.unflatten(-1, (-1, 2, width)).unbind(-2)
         y = torch.stack((a + b, a - b), -2).flatten(-3)
         width *= 2
-    return (y * size**-0.5).flatten(-2)
+    return (y * size**0.5).flatten(-2).to(x.dtype)

@@ -14,7 +14,7 @@ from flash_attn import eight_bit
 from flash_attn._types import TensorOrTuple, WindowSize
 from flash_attn.batch_invariance import is_batch_invariant
 from flash_attn.fp8.quantization import quantize
-from flash_attn.ops import arguments, library
+from flash_attn.ops import arguments, context, library
 from flash_attn.ops.attention_args import (
     DENSE,
     AttentionArgs,
@@ -95,6 +95,8 @@ def _attend(
     sinks,
 ):  # fmt: skip
     arguments.check_tensors(_NAMES, (q, k, v))
+    context.reject_transforms(f"flash_attn{'' if sequences is DENSE else '_varlen'}_straight_through_func")
+    context.reject_tangents(_NAMES, (q, k, v))
     varlen = sequences is not DENSE
     for name, x in zip(_NAMES, (q, k, v)):
         if x.dtype not in (torch.float16, torch.bfloat16) or x.dtype != q.dtype:
@@ -102,6 +104,7 @@ def _attend(
             raise RuntimeError(f"{name}: expected {expected}, got {eight_bit.named(x.dtype)}")
         if x.dim() != (3 if varlen else 4):
             raise RuntimeError(f"{name}: expected {3 if varlen else 4} dimensions, got {x.dim()}")
+    return_attn_probs = arguments.flag("return_attn_probs", return_attn_probs)
     max_seqlens = (0, 0)
     if varlen:
         arguments.check_sequences(sequences)
@@ -134,7 +137,9 @@ class _StraightThrough(torch.autograd.Function):
             args._replace(**{f"{name}_descale": descale for name, descale in zip(_NAMES, descales)})
         )
         ctx.options = {name: getattr(args, name) for name in _OPTIONS}
-        ctx.save_for_backward(*descales, out, lse, rng_state, *(getattr(args, name) for name in _TENSORS))
+        ctx.save_for_backward(
+            *descales, out, lse, rng_state, *(context.savable(getattr(args, name)) for name in _TENSORS)
+        )
         ctx.set_materialize_grads(False)
         return out, lse
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+import logging
+from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from flash_attn.batch_invariance import is_batch_invariant
+from flash_attn.eight_bit import E4M3, EIGHT_BIT
 from flash_attn.integrations.token_layout import as_pages
 from flash_attn.ops import arguments, calls, context
 from flash_attn.ops.rows import RowsInUse, equal_steps
@@ -21,9 +26,56 @@ def reject(**given: Any) -> None:
 
 def reject_8_bit(**tensors: Tensor) -> None:
     for name, tensor in tensors.items():
-        if tensor.element_size() < 2:
-            dtype = str(tensor.dtype).replace("torch.", "")
-            raise NotImplementedError(f"{name}: expected float16 or bfloat16, got {dtype}: it is not supported")
+        _require(tensor.element_size() > 1, name, "float16 or bfloat16", _named(tensor.dtype))
+
+
+def check_8_bit(names: tuple[str, str, str], q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether a tensor has 8 bits. names: those of q, k and v for the caller.
+
+    Raises NotImplementedError, by name, where no kernel reads these 8 bits: k and v have one dtype, float8_e4m3fn or
+    int8, q a wider one or, as k, float8_e4m3fn. Over pages all have one head dim, a multiple of 8: any other needs a
+    copy of the cache.
+    """
+    if q.element_size() > 1 and k.element_size() > 1 and v.element_size() > 1:
+        return False
+    q_name, k_name, v_name = names
+    if q.element_size() == 1:
+        _require(q.dtype is E4M3, q_name, "float16, bfloat16 or float8_e4m3fn", _named(q.dtype))
+        _require(k.dtype is E4M3, k_name, "the dtype of q (float8_e4m3fn)", _named(k.dtype))
+    _require(k.dtype in EIGHT_BIT, k_name, "float8_e4m3fn or int8", _named(k.dtype))
+    _require(v.dtype is k.dtype, v_name, f"the dtype of {k_name} ({_named(k.dtype)})", _named(v.dtype))
+    if k.dim() == 4:
+        _require(v.shape[-1] == q.shape[-1], v_name, f"the head dim of q ({q.shape[-1]}) in 8 bits", v.shape[-1])
+        _require(q.shape[-1] % 8 == 0, q_name, "a head dim that is a multiple of 8 over 8 bits", q.shape[-1])
+    return True
+
+
+def _require(condition: bool, name: str, expected: str, got: Any) -> None:
+    if not condition:
+        raise NotImplementedError(f"{name}: expected {expected}, got {got}: it is not supported")
+
+
+def _named(dtype: Any) -> str:
+    return str(dtype).replace("torch.", "")
+
+
+@functools.lru_cache
+def warn_once(logger: logging.Logger, message: str) -> None:
+    logger.warning(message)
+
+
+def falling_back(ours: Callable[..., Any], theirs: Callable[..., Any], logger: logging.Logger) -> Callable[..., Any]:
+    """ours, and theirs for the calls that ours rejects, which it does before anything is computed; logged once each."""
+
+    @functools.wraps(ours)
+    def function(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return ours(*args, **kwargs)
+        except NotImplementedError as error:
+            warn_once(logger, f"{ours.__name__}: calls go to the server's own function ({error})")
+        return theirs(*args, **kwargs)
+
+    return function
 
 
 def packed_attention(
@@ -48,22 +100,30 @@ def packed_attention(
     out: Tensor | None = None,
     batch_invariant: bool = False,
     sm_margin: int = 0,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    names: tuple[str, str, str] = ("q", "k", "v"),
 ) -> tuple[Tensor, Tensor]:
     """(out (total_q, nheads, head_dim_v), lse (nheads, total_q)) of packed queries, as `flash_attn_varlen_func`.
 
     Forward only. k and v: packed with cu_seqlens_k, pages with block_table, or a batch (batch, seqlen_k, nheads_k,
     head_dim); of the last two seqused_k says how many keys there are, all of them where it is None. out: written and
     returned. max_seqlen_q and max_seqlen_k need not be right. sm_margin: multiprocessors left to other kernels.
+    Descales: as there, of 8-bit tensors; those of wider tensors have no effect, servers pass them too. names: those of
+    q, k and v in errors.
     """
-    arguments.check_tensors(("q", "k", "v", "cu_seqlens_q"), (q, k, v, cu_seqlens_q))
+    arguments.check_tensors((*names, "cu_seqlens_q"), (q, k, v, cu_seqlens_q))
     arguments.check_optional_tensors(
         ("cu_seqlens_k", "seqused_q", "seqused_k", "leftpad_k", "block_table", "alibi_slopes", "out"),
         (cu_seqlens_k, seqused_q, seqused_k, leftpad_k, block_table, alibi_slopes, out),
     )
-    reject_8_bit(q=q, k=k, v=v)
+    scaling = None
+    if check_8_bit(names, q, k, v):
+        scaling = _scaling(q, k, v, q_descale, k_descale, v_descale, out)
     if k.dim() == 4:
-        arguments.check_cache("k", k)  # a copy of a cache is never what is meant
-        arguments.check_cache("v", v)
+        arguments.check_cache(names[1], k)  # a copy of a cache is never what is meant
+        arguments.check_cache(names[2], v)
         if block_table is None:
             block_table, cu_seqlens_k = as_pages(*k.shape[:2], q.device)
     if cu_seqlens_k is None:
@@ -75,11 +135,24 @@ def packed_attention(
     if out is not None:
         context.check_writable(("out",), (out,))
     result, lse = calls.forward_in_use(
-        q, k, v, RowsInUse(cu_seqlens_q, seqused_q, q.shape[0]), cu_seqlens_k, seqused_k, leftpad_k, block_table,
+        q, k, v, RowsInUse(cu_seqlens_q, seqused_q, q), cu_seqlens_k, seqused_k, leftpad_k, block_table,
         alibi_slopes, max_seqlen_q, max_seqlen_k, scores=(scale, arguments.flag("causal", causal), *window, softcap),
         dropout_p=dropout_p, batch_invariant=batch_invariant or is_batch_invariant(),
-        sinks=None if sinks is None else arguments.sinks(sinks), out=out, sm_margin=arguments.sm_margin(sm_margin),
+        sinks=None if sinks is None else arguments.sinks(sinks), scaling=scaling, out=out,
+        sm_margin=arguments.sm_margin(sm_margin),
     )  # fmt: skip
     if out is not None:
         context.written((out,))
     return result, lse
+
+
+def _scaling(q, k, v, q_descale, k_descale, v_descale, out):
+    """The options of a call with 8-bit tensors, by name."""
+    given = {"q_descale": (q, q_descale), "k_descale": (k, k_descale), "v_descale": (v, v_descale)}
+    descales = {name: descale if x.dtype in EIGHT_BIT else None for name, (x, descale) in given.items()}
+    arguments.check_optional_tensors(tuple(descales), tuple(descales.values()))
+    if out is None or q.dtype not in EIGHT_BIT:
+        return descales
+    if out.dtype not in (torch.float16, torch.bfloat16):
+        raise RuntimeError(f"out: expected dtype float16 or bfloat16, got {_named(out.dtype)}")
+    return {**descales, "out_dtype": out.dtype}

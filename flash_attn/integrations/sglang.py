@@ -2,45 +2,80 @@
 
 `flash_attn_with_kvcache` and `flash_attn_varlen_func` have the signatures of sglang.kernels.ops.attention
 .flash_attention (SGLang 0.5.23), which has those of sgl_kernel.flash_attn and more. `register` makes an attention
-backend of them; name it as an entry point of the group "sglang.srt.plugins". docs/integrations.md says what is served.
+backend of them, `replace_fa3` makes them that of the name "fa3"; name one as an entry point of the group
+"sglang.srt.plugins". docs/integrations.md says what is served.
 """
 
 from __future__ import annotations
 
 import importlib
+import logging
 from typing import Any
 
 from torch import Tensor
 
 from flash_attn._types import TensorOrTuple
 from flash_attn.inference import attend_over_cache
-from flash_attn.integrations.serving import packed_attention, reject, reject_8_bit
+from flash_attn.integrations.serving import falling_back, packed_attention, reject, reject_8_bit, warn_once
 from flash_attn.ops.lse import mark_masked_rows
 from flash_attn.ops.rows import length_of_each, pack, unpack
 
+logger = logging.getLogger(__name__)
 NAME = "fa_native"
+_CACHE_NAMES = ("q", "k_cache", "v_cache")
 _FUNCTIONS = ("flash_attn_with_kvcache", "flash_attn_varlen_func")
 _LAYERS = "sglang.srt.layers.attention"
+# SGLang's lists of backends by what they may do, and its functions that extend these.
+_CHOICES = {
+    "ATTENTION_BACKEND_CHOICES": "add_attention_backend_choices",
+    "DRAFT_ATTENTION_BACKEND_CHOICES": "add_draft_attention_backend_choices",
+    "DETERMINISTIC_ATTENTION_BACKEND_CHOICES": "add_deterministic_attention_backend_choices",
+    "RADIX_SUPPORTED_DETERMINISTIC_ATTENTION_BACKEND": "add_radix_supported_deterministic_attention_backend_choices",
+}
+_CHUNKED_PREFIX = "CHUNKED_PREFIX_CACHE_SUPPORTED_ATTENTION_BACKENDS", "add_chunked_prefix_cache_attention_backend"
 
 
-def register(name: str = NAME) -> None:
+def register(name: str = NAME) -> bool:
     """Make an attention backend of SGLang, for `--attention-backend NAME`: its FlashAttention backend on these kernels.
 
-    Raises ImportError without SGLang, AttributeError where it has no such registry.
+    The name is one of those that SGLang admits for draft models, deterministic inference, with a radix cache too, and
+    chunked prefixes. Models and features that ask for "fa3" by name do not know it: `replace_fa3`.
+
+    Returns whether it is registered. Where SGLang or its registry is missing nothing changes, and one warning says why.
     """
-    importlib.import_module(f"{_LAYERS}.attention_registry").register_attention_backend(name)(_create_backend)
-    choices = importlib.import_module("sglang.srt.server_args")
-    if name not in choices.ATTENTION_BACKEND_CHOICES:
-        choices.add_attention_backend_choices([name])
+    try:
+        registry = importlib.import_module(f"{_LAYERS}.attention_registry")
+        choices = importlib.import_module("sglang.srt.server_args")
+        for listed, add in _CHOICES.items():
+            if name not in getattr(choices, listed):
+                getattr(choices, add)([name])
+        listed, add = _CHUNKED_PREFIX
+        if name not in getattr(choices, listed):
+            getattr(choices, add)(name)
+        registry.register_attention_backend(name)(_create_backend)
+    except Exception as error:  # a plugin does not end the server
+        warn_once(logger, f"attention backend {name} is not registered: SGLang's registry cannot be used ({error})")
+        return False
+    return True
+
+
+def replace_fa3() -> bool:
+    """Make these kernels SGLang's backend "fa3": for models and features that admit backends by that name alone."""
+    return register("fa3")
 
 
 def _create_backend(runner: Any) -> Any:
-    """SGLang's FlashAttention backend for a model runner; its module calls these functions from now on."""
+    """SGLang's FlashAttention backend for a model runner; its module calls these functions from now on.
+
+    Calls that they do not serve go to SGLang's own functions.
+    """
     module = importlib.import_module(f"{_LAYERS}.flashattention_backend")
     backend = module.FlashAttentionBackend(runner)
     for name in _FUNCTIONS:
-        setattr(module, name, globals()[name])
-        setattr(backend, name, globals()[name])
+        for owner in (module, backend):
+            theirs = getattr(owner, name)
+            if theirs.__module__ != __name__:
+                setattr(owner, name, falling_back(globals()[name], theirs, logger))
     backend._get_scheduler_metadata = None  # nothing has to be scheduled ahead of a call
     return backend
 
@@ -98,8 +133,10 @@ def flash_attn_with_kvcache(
             a head dim of its own where there are no new keys.
         k, v, rotary_cos, rotary_sin, cache_batch_idx, rotary_interleaved: as in `flash_attn.flash_attn_with_kvcache`,
             with queries in a batch.
-        cu_seqlens_k_new: without k no effect, and none have scheduler_metadata, pack_gqa, ver, max_seqlen_q and
+        cu_seqlens_k_new: without k no effect, and none have scheduler_metadata, pack_gqa, max_seqlen_q and
             max_seqlen_k, aux_tensors and rel_bias_prep_cache.
+        q_descale, k_descale, v_descale: (batch, nheads_k), of float8_e4m3fn q, k_cache and v_cache; None is 1. No
+            effect on those of 16-bit ones. The caches have one dtype; where it is float8_e4m3fn, q may be 16-bit.
         sinks: (nheads,).
         num_splits: int. 1 asks for rows that do not depend on the rest of the batch, as SGLang's deterministic mode
             means it; other values change nothing.
@@ -109,15 +146,16 @@ def flash_attn_with_kvcache(
     Returns out, or with return_softmax_lse (out, softmax_lse, two empty tensors): softmax_lse (nheads, total_q) or
     (batch, nheads, seqlen_q) float32, natural logarithm, -inf in rows without keys.
 
-    Raises NotImplementedError, by name, for 8-bit inputs and qv, only_qv, the descales, attention_chunk, score_mod,
-    mask_mod, sfq, sfk, sfv, rel_bias, rotary_seqlens; with new keys also for cu_seqlens_k_new and cu_seqlens_q.
+    Raises NotImplementedError, by name, for qv, only_qv, attention_chunk, score_mod, mask_mod, sfq, sfk, sfv, rel_bias,
+    rotary_seqlens, a ver other than 3, float8_e5m2 and other 8-bit tensors without kernels; with new keys also for
+    cu_seqlens_k_new, cu_seqlens_q and 8-bit tensors.
     """
-    _reject_scores(qv, only_qv, q_descale, k_descale, v_descale, attention_chunk, score_mod, mask_mod, rel_bias)
+    _reject_scores(qv, only_qv, attention_chunk, score_mod, mask_mod, rel_bias, ver)
     reject(sfq=sfq, sfk=sfk, sfv=sfv, rotary_seqlens=rotary_seqlens)
-    reject_8_bit(q=q, k_cache=k_cache, v_cache=v_cache)
     options = {"softmax_scale": softmax_scale, "causal": causal, "window_size": window_size, "softcap": softcap}
     if any(x is not None for x in (k, v, rotary_cos, rotary_sin, cache_batch_idx)):
         reject(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k_new=cu_seqlens_k_new)
+        reject_8_bit(q=q, k_cache=k_cache, v_cache=v_cache)
         result, lse = attend_over_cache(
             q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad,
             page_table, rotary_interleaved=rotary_interleaved, alibi_slopes=None, num_splits=0, return_softmax_lse=True,
@@ -130,7 +168,8 @@ def flash_attn_with_kvcache(
     result, lse = packed_attention(
         rows, k_cache, v_cache, cu_rows, seqused_k=length_of_each(cache_seqlens, cu_rows), leftpad_k=cache_leftpad,
         block_table=page_table, sinks=sinks, out=packed_out, batch_invariant=num_splits == 1,
-        sm_margin=sm_margin, **options,
+        sm_margin=sm_margin, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, names=_CACHE_NAMES,
+        **options,
     )  # fmt: skip
     result, lse = unpack(q, cu_seqlens_q, result, lse)
     if out is not None:
@@ -180,11 +219,12 @@ def flash_attn_varlen_func(
     num_splits, whose default here is 1, has no effect; everything else is as in `flash_attn_with_kvcache` above, and
     seqused_q and seqused_k as in `flash_attn.flash_attn_varlen_func`.
     """
-    _reject_scores(qv, only_qv, q_descale, k_descale, v_descale, attention_chunk, score_mod, mask_mod, rel_bias)
+    _reject_scores(qv, only_qv, attention_chunk, score_mod, mask_mod, rel_bias, ver)
     reject(sfq=sfq, sfk=sfk, sfv=sfv)
     result, lse = packed_attention(
         q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, None, page_table, max_seqlen_q, max_seqlen_k, 0.0,
         softmax_scale, causal, window_size, softcap, None, sinks, out, sm_margin=sm_margin,
+        q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
     )  # fmt: skip
     return _result(result, lse, return_softmax_lse)
 
@@ -193,8 +233,10 @@ def _result(result, lse, with_lse):
     return (result, mark_masked_rows(lse), lse.new_empty(0), lse.new_empty(0)) if with_lse else result
 
 
-def _reject_scores(qv, only_qv, q_descale, k_descale, v_descale, attention_chunk, score_mod, mask_mod, rel_bias):
+def _reject_scores(qv, only_qv, attention_chunk, score_mod, mask_mod, rel_bias, ver):
     reject(
-        qv=qv, only_qv=only_qv or None, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
-        attention_chunk=attention_chunk or None, score_mod=score_mod, mask_mod=mask_mod, rel_bias=rel_bias,
+        qv=qv, only_qv=only_qv or None, attention_chunk=attention_chunk or None, score_mod=score_mod,
+        mask_mod=mask_mod, rel_bias=rel_bias,
     )  # fmt: skip
+    if ver != 3:
+        raise NotImplementedError(f"ver: expected 3, got {ver}: it is not supported")

@@ -1,16 +1,79 @@
 """Which tokens of a batch are there, from masks and positions, once for all layers of a model.
 
-A layout is kept as an attribute of the mask or the positions it was read from, which a model hands to every layer: the
-host waits for the GPU once a forward, not once a layer.
+Reading a mask or positions waits for the GPU, and a model gives the same tensor to every layer: what the first layer
+read is kept for the others. In the next forward the first layer reads again, so that a buffer may be refilled by any
+means between forwards, also by those that torch does not see.
 """
 
 from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple
 
 import torch
 
 from flash_attn.ops.rows import equal_steps
 
-_ATTRIBUTE = "_flash_attn_layout"
+
+class _Kept(NamedTuple):
+    tensor: weakref.ref  # that was read
+    state: tuple  # of the tensor, and what else the value depends on
+    reader: tuple | None  # the layer that read the tensor; None: the value was known when the tensor was made
+    value: Any
+
+
+_kept: dict[int, _Kept] = {}  # by the id of the tensor, as long as it lives
+
+
+def once_a_pass(x: torch.Tensor, module: torch.nn.Module, about: Hashable, read: Callable[[], Any]) -> Any:
+    """read(), which reads x, or what it returned to an earlier layer of this pass over the layers of a model.
+
+    A pass ends where the layer that read x asks again or another model asks, and when x is written. A layer that a
+    model uses several times in a forward reads each time.
+
+    Arguments:
+        module: the layer that asks.
+        about: what else the value depends on.
+    """
+    state, reader, kept = _state(x, about), _identity(module), _kept.get(id(x))
+    if kept is not None and kept.tensor() is x and kept.state == state and _same_pass(kept.reader, reader):
+        return kept.value
+    value = read()
+    _store(x, state, reader, value)
+    return value
+
+
+def keep(x: torch.Tensor, about: Hashable, value: Any) -> None:
+    """Let once_a_pass return value until x is written; not for inference tensors, whose writes are not counted."""
+    if not x.is_inference():
+        _store(x, _state(x, about), None, value)
+
+
+def _store(x, state, reader, value):
+    key = id(x)
+    _kept[key] = _Kept(weakref.ref(x, lambda _: _kept.pop(key, None)), state, reader, value)
+
+
+def _state(x, about):
+    version = None if x.is_inference() else x._version
+    return version, x.data_ptr(), x.shape, x.stride(), about
+
+
+def _identity(module):
+    """(its model, the layer); layers have numbers in models with a cache."""
+    number = getattr(module, "layer_idx", None)
+    return id(getattr(module, "config", None)), id(module) if number is None else number
+
+
+def _same_pass(reader, asking):
+    return reader is None or (reader[0] == asking[0] and reader[1] != asking[1])
+
+
+def _execution(x):
+    """Where tensors made of x may be used: inference tensors not in training, and on the stream that fills them."""
+    stream = torch.cuda.current_stream(x.device) if x.is_cuda else None
+    return torch.is_inference_mode_enabled(), stream
 
 
 def is_traced() -> bool:
@@ -42,21 +105,18 @@ class PaddingLayout:
         self.first, self.stop = runs(mask)
         contiguous = (self.stop - self.first == mask.sum(1)).all()
         self.full, self.contiguous, self.ends_last = torch.stack([mask.all(), contiguous, mask[:, -1].all()]).tolist()
-        self._tokens = None
+        self._tokens = {}
 
     @classmethod
-    def of(cls, mask):
-        layout = getattr(mask, _ATTRIBUTE, None)
-        if layout is None:
-            layout = cls(mask)
-            setattr(mask, _ATTRIBUTE, layout)
-        return layout
+    def of(cls, mask, module):
+        """The layout of a mask for a layer."""
+        return once_a_pass(mask, module, _execution(mask), lambda: cls(mask))
 
-    def tokens(self, mask):
-        """(indices in the flattened mask, cu_seqlens) of its tokens."""
-        if self._tokens is None:
-            self._tokens = tokens_of(mask)
-        return self._tokens
+    def tokens(self, mask, columns):
+        """(indices, cu_seqlens) of the tokens in the last columns of its mask, as `tokens_of` has them."""
+        if columns not in self._tokens:
+            self._tokens[columns] = tokens_of(mask[:, mask.shape[1] - columns :])
+        return self._tokens[columns]
 
 
 def tokens_of(mask):
@@ -66,19 +126,20 @@ def tokens_of(mask):
 
 
 @torch.compiler.disable
-def packed_sequences(position_ids, batch, seqlen):
+def packed_sequences(position_ids, batch, seqlen, module):
     """cu_seqlens of the sequences that position_ids (batch or 1, seqlen) number, over all rows; None: one in each row.
 
-    A sequence begins where a position is not one more than the one before.
+    A sequence begins where a position is not one more than the one before. module: the layer that asks.
     """
-    layout = getattr(position_ids, _ATTRIBUTE, None)
-    if layout is None:
-        begins = torch.nn.functional.pad(position_ids.diff() != 1, (1, 0), value=True).expand(batch, seqlen)
-        starts = begins.flatten().nonzero().flatten().int()
-        end = starts.new_full((1,), batch * seqlen)
-        layout = (torch.cat([starts, end]) if starts.numel() > batch else None,)
-        setattr(position_ids, _ATTRIBUTE, layout)
-    return layout[0]
+    about = (batch, *_execution(position_ids))
+    return once_a_pass(position_ids, module, about, lambda: _read_sequences(position_ids, batch, seqlen))
+
+
+def _read_sequences(position_ids, batch, seqlen):
+    begins = torch.nn.functional.pad(position_ids.diff() != 1, (1, 0), value=True).expand(batch, seqlen)
+    starts = begins.flatten().nonzero().flatten().int()
+    end = starts.new_full((1,), batch * seqlen)
+    return torch.cat([starts, end]) if starts.numel() > batch else None
 
 
 def as_pages(batch, seqlen, device):

@@ -181,9 +181,13 @@ def attention(
     if k_cache is not None:
         return _over_pages(q, k_cache, v_cache, k, v, cache_seqlens, cu_seq_lens_k, block_table, s_aux, score), None
     if attention_mask is not None:
-        return _padded(q, k, v, attention_mask, score, training), None
-    if cu_seq_lens_q is None and cu_seq_lens_k is None:
-        cu_seq_lens_q = cu_seq_lens_k = _packed_by_position(q, k, position_ids, score["causal"])
+        return _padded(module, q, k, v, attention_mask, score, training), None
+    given = {"cu_seq_lens_q": cu_seq_lens_q, "cu_seq_lens_k": cu_seq_lens_k}
+    missing = [name for name, lengths in given.items() if lengths is None]
+    if len(missing) == 1:
+        raise TypeError(f"{missing[0]}: expected a Tensor, for the other of the two is given, got None")
+    if missing:
+        cu_seq_lens_q = cu_seq_lens_k = _packed_by_position(module, q, k, position_ids, score["causal"])
     if cu_seq_lens_q is None:
         return flash_attn.flash_attn_func(q, k, v, **score, **training), None
     lengths = (cu_seq_lens_q, cu_seq_lens_k, q.shape[1], k.shape[1])
@@ -221,16 +225,16 @@ def read_arguments(
     return (q, k, v), score, {"dropout_p": dropout, "deterministic": deterministic, "sinks": s_aux}
 
 
-def _packed_by_position(q, k, position_ids, causal):
+def _packed_by_position(module, q, k, position_ids, causal):
     batch, seqlen = q.shape[:2]
     if position_ids is None or position_ids.dim() != 2 or position_ids.shape[1] != seqlen:
         return None
     if seqlen == 1 or seqlen != k.shape[1] or not (causal or batch == 1):
         return None
-    return token_layout.packed_sequences(position_ids, batch, seqlen)
+    return token_layout.packed_sequences(position_ids, batch, seqlen, module)
 
 
-def _padded(q, k, v, mask, score, training):
+def _padded(module, q, k, v, mask, score, training):
     """Attention where mask (batch, columns) says which of the first keys are tokens; the queries are the last ones."""
     if mask.dim() != 2:
         raise NotImplementedError(
@@ -243,7 +247,7 @@ def _padded(q, k, v, mask, score, training):
     records = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, training["sinks"]))
     if token_layout.is_traced() and not records:
         return _over_runs(q, k, v, *token_layout.runs(mask), score, training)
-    layout, tokens = _layout(mask, q.shape[1])
+    layout, tokens = _layout(mask, q.shape[1], module)
     if layout.full:
         return flash_attn.flash_attn_func(q, k, v, **score, **training)
     aligned = q.shape[1] == 1 or layout.ends_last or not sees_by_position
@@ -253,15 +257,12 @@ def _padded(q, k, v, mask, score, training):
 
 
 @torch.compiler.disable
-def _layout(mask, seqlen_q):
+def _layout(mask, seqlen_q, module):
     """(layout of the keys, a function that gives the tokens of keys and queries)."""
-    layout = PaddingLayout.of(mask)
+    layout = PaddingLayout.of(mask, module)
 
     def tokens(queries_too):
-        keys = layout.tokens(mask)
-        if not queries_too or seqlen_q == mask.shape[1]:
-            return keys, keys if queries_too else None
-        return keys, token_layout.tokens_of(mask[:, mask.shape[1] - seqlen_q :])
+        return layout.tokens(mask, mask.shape[1]), layout.tokens(mask, seqlen_q) if queries_too else None
 
     return layout, tokens
 

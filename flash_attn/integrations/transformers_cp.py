@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from flash_attn.context_parallel import CpPlan, flash_attn_cp_func
+from flash_attn.context_parallel.agreement import raise_on_ranks_of_last_plan
+from flash_attn.integrations import token_layout
 from flash_attn.integrations.transformers import read_arguments, register_functions, reject_other_masks
 from flash_attn.ops import arguments
 
@@ -57,7 +59,7 @@ def context_parallel_inputs(plan: CpPlan, input_ids: Tensor, labels: Tensor | No
     if not isinstance(plan, CpPlan):
         raise TypeError(f"plan: expected a CpPlan, got {arguments.shown(plan)}")
     positions = plan.positions(input_ids.device)[None]
-    positions._flash_attn_cp_plan = plan  # equal by construction: nothing to compare, which waits for the GPU
+    token_layout.keep(positions, id(plan), plan)  # equal by construction: nothing to compare, which waits for the GPU
     inputs = {"input_ids": plan.shard(input_ids, 1), "position_ids": positions, "cp_plan": plan, "use_cache": False}
     if labels is not None:
         if labels.shape != input_ids.shape:
@@ -85,8 +87,15 @@ def context_parallel_mask(
     """None, for the plan says which tokens there are. An entry of `AttentionMaskInterface`.
 
     Raises NotImplementedError for padding (a mask of ones passes, and waits for the GPU), cached keys, and masks that
-    are no windows; on this rank alone, for the plan is not known here.
+    are no windows; on every rank if on one, where calls of this thread's last plan are compared.
     """
+    try:
+        _check_mask(q_length, kv_length, q_offset, mask_function, attention_mask, use_vmap)
+    except Exception as raised:  # of any kind: the other ranks wait to be told
+        raise_on_ranks_of_last_plan("context_parallel_mask", raised)
+
+
+def _check_mask(q_length, kv_length, q_offset, mask_function, attention_mask, use_vmap):
     reject_other_masks(mask_function, use_vmap)
     if attention_mask is not None and (attention_mask.shape[-1] != q_length or not attention_mask.all()):
         raise NotImplementedError(
@@ -138,20 +147,22 @@ def context_parallel_attention(
 
     Raises TypeError without a plan; NotImplementedError, by name, for masks, cached keys, documents given otherwise
     than by the plan and what `attention` does not support; RuntimeError for positions and shapes that are not the
-    plan's. As far as the plan checks calls, on every rank if on one, but for a missing plan.
+    plan's. As far as the plan checks calls, on every rank if on one; without a plan as far as this thread's last one
+    does.
     """
     if not isinstance(cp_plan, CpPlan):
-        raise TypeError(
+        error = TypeError(
             "cp_plan: expected a CpPlan among the keyword arguments of the model, which it hands to its layers, got "
             f"{arguments.shown(cp_plan)}"
         )
+        raise_on_ranks_of_last_plan("context_parallel_attention", error)
     try:
         (q, k, v), score, training = read_arguments(
             module, query, key, value, dropout, scaling, sliding_window, softcap, is_causal, s_aux, options
         )  # fmt: skip
-        _check_tokens_of_plan(cp_plan, q, k, attention_mask, position_ids, options)
+        _check_tokens_of_plan(module, cp_plan, q, k, attention_mask, position_ids, options)
     except Exception as raised:  # of any kind: the other ranks wait to be told
-        cp_plan.compare("context_parallel_attention", "", raised, None)
+        cp_plan.compare("context_parallel_attention", "", raised)
         raise  # never reached: what compare is given, it raises
     if cp_plan.is_packed:
         q, k, v = (x.squeeze(0) for x in (q, k, v))
@@ -160,7 +171,7 @@ def context_parallel_attention(
 
 
 @torch.compiler.disable
-def _check_tokens_of_plan(plan, q, k, attention_mask, position_ids, options):
+def _check_tokens_of_plan(module, plan, q, k, attention_mask, position_ids, options):
     for name in _OF_ONE_RANK:
         if options.get(name) is not None:
             raise NotImplementedError(f"{name}: expected None with context parallelism, got a value: the plan says it")
@@ -174,11 +185,15 @@ def _check_tokens_of_plan(plan, q, k, attention_mask, position_ids, options):
         raise RuntimeError(f"query: expected a batch of 1 with a packed plan, got {q.shape[0]}")
     if q.shape[1] != plan.num_tokens:
         raise RuntimeError(f"query: expected the {plan.num_tokens} tokens of rank {plan.rank}, got {q.shape[1]}")
-    if position_ids is None or getattr(position_ids, "_flash_attn_cp_plan", None) is plan:
-        return
+    if position_ids is not None:
+        token_layout.once_a_pass(position_ids, module, id(plan), lambda: _checked_positions(position_ids, plan))
+
+
+def _checked_positions(position_ids, plan):
+    """plan, if the positions are its own."""
     if position_ids.shape[-1:] != (plan.num_tokens,) or not (position_ids == plan.positions(position_ids.device)).all():
         raise RuntimeError(
             "position_ids: expected plan.positions() of this rank in each row, got others; documents that are packed "
             "in a row are a plan's, CpPlan.varlen"
         )
-    position_ids._flash_attn_cp_plan = plan
+    return plan

@@ -1,62 +1,72 @@
 """vLLM's flash attention by these kernels: its function, and how it comes to be called.
 
-`flash_attn_varlen_func` and `get_scheduler_metadata` have the signatures of `vllm.vllm_flash_attn` (vLLM 0.33.0), which
-its flash attention backend calls by keyword. `register` puts them in their place; name it as an entry point of the
-group "vllm.general_plugins", for every process of vLLM loads these. docs/integrations.md says what is served.
+`flash_attn_varlen_func` has the signature of the one of `vllm.vllm_flash_attn` (vLLM 0.33.0), which vLLM's flash
+attention backend calls by keyword. `register` puts it in its place; name it as an entry point of the group
+"vllm.general_plugins", for every process of vLLM loads these. docs/integrations.md says what is served.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
+import logging
 import sys
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from flash_attn._types import TensorOrTuple
-from flash_attn.integrations.serving import packed_attention, reject
+from flash_attn.integrations.serving import falling_back, packed_attention, reject, warn_once
 from flash_attn.ops.lse import mark_masked_rows
 
-_SOURCES = ("vllm.vllm_flash_attn", "vllm.vllm_flash_attn.flash_attn_interface", "vllm.v1.attention.backends.fa_utils")
+logger = logging.getLogger(__name__)
+_SOURCE = "vllm.vllm_flash_attn"
+_NAMES = ("flash_attn_varlen_func", "get_scheduler_metadata")
 
 
-def register() -> None:
+def register() -> bool:
     """Let vLLM's flash attention backend in this process call these kernels; once is enough, again changes nothing.
 
-    Calls that they do not serve (8-bit caches, MLA's q_v, mask functions) go to vLLM's own function, as before. What
-    vLLM decides by the version of its flash attention (`get_flash_attn_version`) it still does.
+    Calls that they do not serve (MLA's q_v, mask functions) go to vLLM's own function, as before. What vLLM decides by
+    the version of its flash attention (`get_flash_attn_version`) it still does.
 
-    Raises ImportError without vLLM, AttributeError where it has no such functions.
+    Returns whether the kernels are called from now on. Where vLLM's flash attention is missing, as on a machine without
+    CUDA, vLLM stays as it is, and one warning says why.
     """
-    source = importlib.import_module(_SOURCES[0])
-    attention, metadata = source.flash_attn_varlen_func, source.get_scheduler_metadata
+    try:
+        source = importlib.import_module(_SOURCE)
+        attention, metadata = (getattr(source, name) for name in _NAMES)
+    except Exception as error:  # a plugin that raises ends vLLM
+        warn_once(logger, f"vLLM's own attention is called: {_SOURCE} cannot be used ({error})")
+        return False
     if attention.__module__ == __name__:
-        return
-    replacements = {attention: _falling_back(flash_attn_varlen_func, attention), metadata: get_scheduler_metadata}
-    for name in _SOURCES[1:]:
-        importlib.import_module(name)
+        return True
+    replacements = {
+        attention: falling_back(flash_attn_varlen_func, attention, logger),
+        metadata: _metadata_of_fallbacks(metadata),
+    }
     for name, module in list(sys.modules.items()):
         if name.split(".")[0] == "vllm":
-            for attribute in ("flash_attn_varlen_func", "get_scheduler_metadata"):
+            for attribute in _NAMES:
                 function = vars(module).get(attribute)
                 if function in replacements:
                     setattr(module, attribute, replacements[function])
+    return True
 
 
-def _falling_back(ours: Callable[..., Any], theirs: Callable[..., Any]) -> Callable[..., Any]:
-    """ours, and theirs for the calls that ours rejects, which it does before anything is computed."""
+def _metadata_of_fallbacks(theirs: Callable[..., Any]) -> Callable[..., Any]:
+    """vLLM's get_scheduler_metadata for MLA, whose calls with q_v go to its own function in every layer, else None.
 
-    @functools.wraps(ours)
-    def function(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return ours(*args, **kwargs)
-        except NotImplementedError:
-            return theirs(*args, **kwargs)
+    None lets its function schedule a call by itself. The answer for one metadata builder is always of one kind: CUDA
+    graphs hold the buffer that the builder copies metadata into, and replay what was captured without it.
+    """
 
-    return function
+    @functools.wraps(theirs)
+    def get_scheduler_metadata(*args: Any, headdim_v: int | None = None, **kwargs: Any) -> Tensor | None:
+        return None if headdim_v is None else theirs(*args, headdim_v=headdim_v, **kwargs)
+
+    return get_scheduler_metadata
 
 
 def flash_attn_varlen_func(
@@ -110,14 +120,16 @@ def flash_attn_varlen_func(
         s_aux: (nheads,), sinks.
         num_splits: int. 1 asks for rows that do not depend on the rest of the batch, as vLLM's batch-invariant mode
             means it; other values change nothing.
-        scheduler_metadata, deterministic, return_attn_probs, fa_version, aux_tensors, aux_tensor_leading_dims, cp_rank
-            and the descales: no effect on 16-bit inputs. vLLM passes descales for these too.
+        q_descale, k_descale, v_descale: (batch, nheads_k), of float8_e4m3fn q, k and v. No effect on those of 16-bit
+            ones, which vLLM passes too. k and v have one dtype; where these are float8_e4m3fn, q may be 16-bit.
+        scheduler_metadata, deterministic, return_attn_probs, fa_version, aux_tensors, aux_tensor_leading_dims, cp_rank:
+            no effect.
 
     Returns out, or with return_softmax_lse (out, softmax_lse (nheads, total_q) float32), natural logarithm, -inf in
     rows without keys.
 
-    Raises NotImplementedError, by name, for 8-bit inputs and q_v, output_scale, cp_world_size, mask_mod,
-    block_sparse_tensors, dynamic_causal, gather_kv_indices.
+    Raises NotImplementedError, by name, for q_v, output_scale, cp_world_size, mask_mod, block_sparse_tensors,
+    dynamic_causal, gather_kv_indices, and for float8_e5m2 and other 8-bit tensors without kernels.
     """
     reject(
         q_v=q_v, output_scale=output_scale, cp_world_size=None if cp_world_size == 1 else cp_world_size,
@@ -127,31 +139,6 @@ def flash_attn_varlen_func(
     result, lse = packed_attention(
         q, k, v, cu_seqlens_q, cu_seqlens_k, None, seqused_k, None, block_table, max_seqlen_q, max_seqlen_k, dropout_p,
         softmax_scale, causal, window_size, softcap, alibi_slopes, s_aux, out, num_splits == 1,
+        q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
     )  # fmt: skip
     return (result, mark_masked_rows(lse)) if return_softmax_lse else result
-
-
-def get_scheduler_metadata(
-    batch_size: int,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    num_heads_q: int,
-    num_heads_kv: int,
-    headdim: int,
-    cache_seqlens: Tensor,
-    qkv_dtype: torch.dtype = torch.bfloat16,
-    headdim_v: int | None = None,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k_new: Tensor | None = None,
-    cache_leftpad: Tensor | None = None,
-    page_size: int | None = None,
-    max_seqlen_k_new: int = 0,
-    causal: bool = False,
-    window_size: Any = (-1, -1),
-    has_softcap: bool = False,
-    num_splits: int = 0,
-    pack_gqa: bool | None = None,
-    sm_margin: int = 0,
-) -> Tensor:
-    """An empty int32 tensor on the device of cache_seqlens: nothing has to be scheduled ahead of a call here."""
-    return cache_seqlens.new_empty(0, dtype=torch.int32)

@@ -7,8 +7,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flash_attn.ops import arguments, context
+from flash_attn.ops import arguments, conditions, context
 from flash_attn.ops.triton.rotary import apply_rotary
+from flash_attn.utils.derived_buffers import DerivedBuffers, has_values
 
 
 class _Rotate(torch.autograd.Function):
@@ -24,6 +25,7 @@ class _Rotate(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
+        context.reject_batched_gradients(grad)
         return _Rotate.apply(grad, *ctx.tables, False, _reversed(ctx.options)), None, None, None, None
 
 
@@ -40,6 +42,7 @@ class _RotateParts(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
+        context.reject_batched_gradients(grad)
         grad = grad.clone(memory_format=torch.contiguous_format)
         return _RotateParts.apply(grad, ctx.parts, ctx.tables, _reversed(ctx.options)), None, None, None
 
@@ -56,6 +59,21 @@ def _may_be_dirty(x):
     return not x._is_view() or torch._C._autograd._get_creation_meta(x) == torch._C._autograd.CreationMeta.DEFAULT
 
 
+def _reject_in_backward(name, x):
+    """Raise RuntimeError for a leaf, or a view of one, that requires a gradient in a backward.
+
+    A reentrant checkpoint computes again there with its inputs, detached, which the forward has rotated already.
+    """
+    if torch._C._current_graph_task_id() == -1 or not torch.is_grad_enabled():
+        return
+    base = x if x._base is None else x._base
+    if x.requires_grad and base.is_leaf:
+        raise RuntimeError(
+            f"{name}: expected a tensor that may be rotated in place, got a leaf that requires grad in a backward: "
+            "a checkpoint that computes again would rotate its input twice (clone it, or use inplace=False)"
+        )
+
+
 def _reversed(options):
     return {**options, "conjugate": not options["conjugate"]}
 
@@ -66,9 +84,10 @@ def _rotate_parts(x, parts, tables, options):
     return x
 
 
-def _rotate_packed(x, parts, tables, options):
+def _rotate_packed(name, x, parts, tables, options):
     if context.decomposes():
         return _rotate_parts(x, parts, tables, options)
+    _reject_in_backward(name, x)
     for table in tables:
         _check_tables(*table)
     base = x._base
@@ -79,19 +98,13 @@ def _rotate_packed(x, parts, tables, options):
     return _RotateParts.apply(base, lambda base: parts(base.view(shape)), tables, options).view(shape)
 
 
-def _check_floats(name, x):
-    arguments.check_tensors((name,), (x,))
-    if not x.is_floating_point():
-        raise RuntimeError(f"{name}: expected a floating point tensor, got {arguments.shown(x)}")
-
-
 def _check_tables(cos, sin):
     arguments.check_constant("cos", cos)
     arguments.check_constant("sin", sin)
 
 
 def _covers(x, base):
-    whole = x.numel() == base.numel() and x.data_ptr() == base.data_ptr()
+    whole = x.numel() == base.numel() and x.storage_offset() == base.storage_offset()
     return whole and x.is_contiguous() and base.is_contiguous()
 
 
@@ -103,6 +116,11 @@ def _key_of_kv(kv):
     return (kv[:, :, 0],)
 
 
+def _splits(heads, num_heads_q):
+    """Whether the heads after those of q are as many of k as of v."""
+    return conditions.holds(num_heads_q <= heads) and conditions.holds((heads - num_heads_q) % 2 == 0)
+
+
 def _query_and_key(num_heads_q, joint):
     """The function that gives the views of q and k in qkv: one view of both if `joint`, else two."""
 
@@ -112,8 +130,9 @@ def _query_and_key(num_heads_q, joint):
             mergeable = qkv.stride(2) == qkv.shape[3] * qkv.stride(3)
             return (qkv[:, :, :2].flatten(2, 3),) if joint and mergeable else (q, k)
         num_heads_k = (qkv.shape[2] - num_heads_q) // 2
-        q, k = qkv[:, :, :num_heads_q], qkv[:, :, num_heads_q : num_heads_q + num_heads_k]
-        return (qkv[:, :, : num_heads_q + num_heads_k],) if joint else (q, k)
+        if joint:
+            return (qkv.narrow(2, 0, num_heads_q + num_heads_k),)
+        return qkv.narrow(2, 0, num_heads_q), qkv.narrow(2, num_heads_q, num_heads_k)
 
     return parts
 
@@ -140,8 +159,9 @@ def apply_rotary_emb(
         cu_seqlens: integer (batch + 1,). Sequence i has the rows cu_seqlens[i] to cu_seqlens[i + 1] of x.
         max_seqlen: int, the longest sequence of cu_seqlens; may be omitted.
 
-    Returns a tensor of x's shape and dtype; sums are taken in float32. In place, autograd knows of the write, as of
-    those of torch; but x may be a leaf that requires a gradient, which the result alone then carries.
+    Returns a tensor of x's shape and dtype, contiguous unless in place; sums are taken in float32. In place, autograd
+    knows of the write, as of those of torch; but x may be a leaf that requires a gradient, which the result alone then
+    carries. Not in a backward, where a reentrant checkpoint would rotate its input a second time.
 
     Raises RuntimeError or TypeError naming the argument that does not fit.
     """
@@ -157,7 +177,9 @@ def apply_rotary_emb(
         return apply_rotary(x, cos, sin, inplace=inplace, **options)
     arguments.check_tensors(("x",), (x,))
     if inplace and x._is_view():
-        return _rotate_packed(x, _whole, ((cos, sin),), options)
+        return _rotate_packed("x", x, _whole, ((cos, sin),), options)
+    if inplace:
+        _reject_in_backward("x", x)
     _check_tables(cos, sin)
     return _Rotate.apply(x, cos, sin, inplace, options)
 
@@ -185,14 +207,14 @@ def apply_rotary_emb_qkv_(
         interleaved, seqlen_offsets: as in `apply_rotary_emb`.
         num_heads_q: int, needed with the second shape of qkv.
     """
-    _check_floats("qkv", qkv)
+    arguments.check_floating("qkv", qkv)
     arguments.check_optional_tensors(("cos_k", "sin_k"), (cos_k, sin_k))
     if num_heads_q is not None:
         num_heads_q = arguments.integer("num_heads_q", num_heads_q, least=0)
     if qkv.dim() == 5:
         if qkv.shape[2] != 3:
             raise RuntimeError(f"qkv: expected shape (batch, seqlen, 3, heads, head_dim), got {list(qkv.shape)}")
-    elif qkv.dim() != 4 or num_heads_q is None or (qkv.shape[2] - num_heads_q) % 2 != 0 or qkv.shape[2] < num_heads_q:
+    elif qkv.dim() != 4 or num_heads_q is None or not _splits(qkv.shape[2], num_heads_q):
         raise RuntimeError(
             "qkv: expected shape (batch, seqlen, 3, heads, head_dim), or (batch, seqlen, num_heads_q + 2 * "
             f"num_heads_k, head_dim) with num_heads_q, got {list(qkv.shape)} with num_heads_q {num_heads_q}"
@@ -201,21 +223,21 @@ def apply_rotary_emb_qkv_(
     parts = _query_and_key(num_heads_q, joint)
     key_tables = (cos if cos_k is None else cos_k, sin if sin_k is None else sin_k)
     options = {"seqlen_offsets": seqlen_offsets, "interleaved": interleaved, "conjugate": False}
-    return _rotate_packed(qkv, parts, ((cos, sin), key_tables), options)
+    return _rotate_packed("qkv", qkv, parts, ((cos, sin), key_tables), options)
 
 
 def apply_rotary_emb_kv_(
     kv: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, seqlen_offsets: int | Tensor = 0
 ) -> Tensor:
     """Rotate k of kv (batch, seqlen, 2, nheads, head_dim) in place, and return kv. Arguments: `apply_rotary_emb`."""
-    _check_floats("kv", kv)
+    arguments.check_floating("kv", kv)
     if kv.dim() != 5 or kv.shape[2] != 2:
         raise RuntimeError(f"kv: expected shape (batch, seqlen, 2, heads, head_dim), got {list(kv.shape)}")
     options = {"seqlen_offsets": seqlen_offsets, "interleaved": interleaved, "conjugate": False}
-    return _rotate_packed(kv, _key_of_kv, ((cos, sin),), options)
+    return _rotate_packed("kv", kv, _key_of_kv, ((cos, sin),), options)
 
 
-class RotaryEmbedding(torch.nn.Module):
+class RotaryEmbedding(DerivedBuffers):
     """Rotary embedding of packed projections, with a table of cosines and sines that grows on demand.
 
     Angle i of position p is p * base^(-2 i / dim). With scale_base (xPos; 512 is usual), q is scaled by
@@ -242,15 +264,17 @@ class RotaryEmbedding(torch.nn.Module):
         self.base = float(base)
         self.interleaved = interleaved
         self.scale_base = scale_base
-        self.register_buffer("inv_freq", self._compute_inv_freq(device), persistent=False)
-        exponents = torch.arange(0, dim, 2, device=device, dtype=torch.float32)
-        scale = None if scale_base is None else (exponents + 0.4 * dim) / (1.4 * dim)
-        self.register_buffer("scale", scale, persistent=False)
+        self._register_derived(**self._derived(device))
         self._seq_len_cached = 0
         self._cos_cached = None
         self._sin_cached = None
         self._cos_k_cached = None
         self._sin_k_cached = None
+
+    def _derived(self, device):
+        exponents = torch.arange(0, self.dim, 2, device=device, dtype=torch.float32)
+        scale = None if self.scale_base is None else (exponents + 0.4 * self.dim) / (1.4 * self.dim)
+        return {"inv_freq": self._compute_inv_freq(device), "scale": scale}
 
     def _compute_inv_freq(self, device=None):
         exponents = torch.arange(0, self.dim, 2, device=device, dtype=torch.float32) / self.dim
@@ -264,6 +288,7 @@ class RotaryEmbedding(torch.nn.Module):
             and seqlen <= self._seq_len_cached
             and cached.device == device
             and cached.dtype == dtype
+            and has_values(cached)
             and not (self.training and cached.is_inference())  # autograd refuses to save inference tensors
         ):
             return
@@ -272,9 +297,20 @@ class RotaryEmbedding(torch.nn.Module):
         tables = self._tables(positions, seqlen, dtype)
         self._cos_cached, self._sin_cached, self._cos_k_cached, self._sin_k_cached = tables
 
+    def _tables_covering(self, seqlen, device, dtype):
+        """`_tables` of the positions 0 .. seqlen - 1 at least; kept, unless compiled code learns seqlen as it runs."""
+        if not conditions.is_decided(seqlen <= self._seq_len_cached):
+            return self._tables(torch.arange(seqlen, device=device, dtype=torch.float32), seqlen, dtype)
+        self._update_cos_sin_cache(seqlen, device=device, dtype=dtype)
+        return self._kept_tables()
+
+    def _kept_tables(self):
+        return self._cos_cached, self._sin_cached, self._cos_k_cached, self._sin_k_cached
+
     def _tables(self, positions, seqlen, dtype):
         """(cos, sin, cos_k, sin_k) in `dtype` at positions (n,), the last two None but for xPos, centred in seqlen."""
         device, positions = positions.device, positions.to(torch.float32)
+        self._ensure_filled(device)
         # A module cast to half precision has rounded inv_freq too far for large positions.
         exact = self.inv_freq.dtype == torch.float32
         inv_freq = self.inv_freq.to(device) if exact else self._compute_inv_freq(device)
@@ -306,22 +342,24 @@ class RotaryEmbedding(torch.nn.Module):
 
         Returns qkv, or (q, kv) with kv.
         """
-        arguments.check_tensors(("qkv",), (qkv,))
+        arguments.check_floating("qkv", qkv)
+        if qkv.dim() not in (4, 5):
+            raise RuntimeError(f"qkv: expected 4 or 5 dimensions (batch, seqlen, ..., head_dim), got {qkv.dim()}")
         if not isinstance(seqlen_offset, torch.Tensor):
             expected = "an int or an integer tensor"
             seqlen_offset = arguments.integer("seqlen_offset", seqlen_offset, least=0, expected=expected)
         if max_seqlen is not None:
-            max_seqlen = arguments.integer("max_seqlen", max_seqlen)
-            self._update_cos_sin_cache(max_seqlen, device=qkv.device, dtype=qkv.dtype)
+            tables = self._tables_covering(arguments.integer("max_seqlen", max_seqlen), qkv.device, qkv.dtype)
         elif not isinstance(seqlen_offset, torch.Tensor):
-            self._update_cos_sin_cache(qkv.shape[1] + seqlen_offset, device=qkv.device, dtype=qkv.dtype)
+            tables = self._tables_covering(qkv.shape[1] + seqlen_offset, qkv.device, qkv.dtype)
         elif self._cos_cached is None:
             raise RuntimeError("max_seqlen: expected an int with a tensor seqlen_offset, got None")
-        cos, sin = self._cos_cached, self._sin_cached
+        else:
+            tables = self._kept_tables()
+        cos, sin, cos_k, sin_k = tables
         options = {"interleaved": self.interleaved, "seqlen_offsets": seqlen_offset}
-        xpos = self.scale is not None
-        cos_k, sin_k = (self._cos_k_cached, self._sin_k_cached) if xpos else (None, None)
         if kv is None:
             return apply_rotary_emb_qkv_(qkv, cos, sin, cos_k, sin_k, num_heads_q=num_heads_q, **options)
         q = apply_rotary_emb(qkv, cos, sin, inplace=True, **options)
-        return q, apply_rotary_emb_kv_(kv, cos_k if xpos else cos, sin_k if xpos else sin, **options)
+        key_tables = (cos, sin) if cos_k is None else (cos_k, sin_k)
+        return q, apply_rotary_emb_kv_(kv, *key_tables, **options)

@@ -6,6 +6,7 @@ Those by definition materialise the matrix of scores; they are for key_padding_m
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,8 @@ from flash_attn.flash_attn_interface import (
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
 )
+from flash_attn.ops import arguments
+from flash_attn.utils.derived_buffers import DerivedBuffers
 
 
 def get_alibi_slopes(nheads: int) -> list[float]:
@@ -30,33 +33,40 @@ def get_alibi_slopes(nheads: int) -> list[float]:
     return slopes + [2.0 ** (-8.0 * (i + 0.5) / power) for i in range(nheads - power)]
 
 
-class _FlashAttention(nn.Module):
+class _FlashAttention(DerivedBuffers):
     """The options that both modules by `flash_attn` have."""
+
+    _stays_float32 = True  # far keys would notice that slopes are rounded
+    _slopes: list[float] | None = None  # that the buffer was made from
 
     def __init__(self, causal, softmax_scale, attention_dropout, window_size, alibi_slopes, deterministic):
         super().__init__()
         self.causal = causal
         self.softmax_scale = softmax_scale
         self.drop = nn.Dropout(attention_dropout)
-        self.register_buffer("alibi_slopes", alibi_slopes, persistent=False)
+        if alibi_slopes is not None and not isinstance(alibi_slopes, Tensor):
+            self._slopes = list(alibi_slopes)
+            alibi_slopes = self._derived(None)["alibi_slopes"]
+        self._register_derived(alibi_slopes=alibi_slopes)
         self.window_size = window_size
         self.deterministic = deterministic
 
-    def _apply(self, fn, recurse=True):
-        # Slopes stay float32 in a module cast to half precision: far keys would notice their rounding.
-        exact = self.alibi_slopes
-        super()._apply(fn, recurse)
-        if exact is not None and not exact.is_meta:
-            self.alibi_slopes = exact.to(device=self.alibi_slopes.device, dtype=torch.float32)
-        return self
+    def _derived(self, device):
+        if self._slopes is None:
+            return {}
+        return {"alibi_slopes": torch.tensor(self._slopes, dtype=torch.float32, device=device)}
 
-    def _options(self, causal):
+    def _slopes_on(self, device):
+        self._ensure_filled(device)
+        return self.alibi_slopes
+
+    def _options(self, causal, device):
         return {
             "dropout_p": self.drop.p if self.training else 0.0,
             "softmax_scale": self.softmax_scale,
             "causal": self.causal if causal is None else causal,
             "window_size": self.window_size,
-            "alibi_slopes": self.alibi_slopes,
+            "alibi_slopes": self._slopes_on(device),
             "deterministic": self.deterministic,
         }
 
@@ -69,7 +79,8 @@ class FlashSelfAttention(_FlashAttention):
         softmax_scale: float or None.
         attention_dropout: float in [0, 1), in training alone.
         window_size: (left, right).
-        alibi_slopes: float32 (nheads,) or (batch, nheads), or None; a buffer that is not saved.
+        alibi_slopes: float32 (nheads,) or (batch, nheads), or None; a buffer that is not saved. Or nheads floats, which
+            a module built on the meta device remembers.
         deterministic: bool.
     """
 
@@ -79,7 +90,7 @@ class FlashSelfAttention(_FlashAttention):
         softmax_scale: float | None = None,
         attention_dropout: float = 0.0,
         window_size: WindowSize = (-1, -1),
-        alibi_slopes: Tensor | None = None,
+        alibi_slopes: Tensor | Sequence[float] | None = None,
         deterministic: bool = False,
     ) -> None:
         super().__init__(causal, softmax_scale, attention_dropout, window_size, alibi_slopes, deterministic)
@@ -101,9 +112,9 @@ class FlashSelfAttention(_FlashAttention):
         Returns (batch, seqlen, nheads, head_dim), or (total, nheads, head_dim).
         """
         if cu_seqlens is None:
-            return flash_attn_qkvpacked_func(qkv, **self._options(causal))
+            return flash_attn_qkvpacked_func(qkv, **self._options(causal, qkv.device))
         _require_given(max_seqlen=max_seqlen)
-        return flash_attn_varlen_qkvpacked_func(qkv, cu_seqlens, max_seqlen, **self._options(causal))
+        return flash_attn_varlen_qkvpacked_func(qkv, cu_seqlens, max_seqlen, **self._options(causal, qkv.device))
 
 
 class FlashCrossAttention(_FlashAttention):
@@ -114,7 +125,7 @@ class FlashCrossAttention(_FlashAttention):
         causal: bool = False,
         softmax_scale: float | None = None,
         attention_dropout: float = 0.0,
-        alibi_slopes: Tensor | None = None,
+        alibi_slopes: Tensor | Sequence[float] | None = None,
         window_size: WindowSize = (-1, -1),
         deterministic: bool = False,
     ) -> None:
@@ -141,10 +152,10 @@ class FlashCrossAttention(_FlashAttention):
         Returns a tensor like q.
         """
         if cu_seqlens is None:
-            return flash_attn_kvpacked_func(q, kv, **self._options(causal))
+            return flash_attn_kvpacked_func(q, kv, **self._options(causal, q.device))
         _require_given(max_seqlen=max_seqlen, cu_seqlens_k=cu_seqlens_k, max_seqlen_k=max_seqlen_k)
         return flash_attn_varlen_kvpacked_func(
-            q, kv, cu_seqlens, cu_seqlens_k, max_seqlen, max_seqlen_k, **self._options(causal)
+            q, kv, cu_seqlens, cu_seqlens_k, max_seqlen, max_seqlen_k, **self._options(causal, q.device)
         )
 
 
@@ -178,6 +189,7 @@ class CrossAttention(nn.Module):
 
         Returns (batch, seqlen_q, nheads, head_dim); 0 for a query that sees no key. The softmax is taken in float32.
         """
+        _check_inputs(q, kv, key_padding_mask)
         causal = self.causal if causal is None else causal
         scale = 1.0 / math.sqrt(q.shape[-1]) if self.softmax_scale is None else self.softmax_scale
         group = q.shape[2] // kv.shape[3]
@@ -202,12 +214,41 @@ class SelfAttention(CrossAttention):
         causal: bool, instead of the module's, or None. key_padding_mask: bool (batch, seqlen), True where a key is
         kept, or None.
         """
+        _check_packed(qkv, key_padding_mask)
         causal = self.causal if causal is None else causal
         if causal and key_padding_mask is not None:
             position = torch.arange(qkv.shape[1], device=qkv.device)
             key_padding_mask = key_padding_mask[:, None] & (position <= position[:, None])
             causal = False
         return super().forward(qkv[:, :, 0], qkv[:, :, 1:], causal, key_padding_mask)
+
+
+def _check_packed(qkv, key_padding_mask):
+    arguments.check_tensors(("qkv",), (qkv,))
+    if qkv.dim() != 5 or qkv.shape[2] != 3:
+        raise RuntimeError(f"qkv: expected shape (batch, seqlen, 3, nheads, head_dim), got {list(qkv.shape)}")
+    _check_mask(key_padding_mask, [[*qkv.shape[:2]]])
+
+
+def _check_inputs(q, kv, key_padding_mask):
+    arguments.check_tensors(("q", "kv"), (q, kv))
+    if q.dim() != 4:
+        raise RuntimeError(f"q: expected shape (batch, seqlen_q, nheads, head_dim), got {list(q.shape)}")
+    batch, seqlen_q, heads, head_dim = q.shape
+    if kv.dim() != 5 or kv.shape[0] != batch or kv.shape[2] != 2 or kv.shape[4] != head_dim:
+        expected = f"({batch}, seqlen_k, 2, nheads_k, {head_dim})"
+        raise RuntimeError(f"kv: expected shape {expected}, got {list(kv.shape)}")
+    if kv.shape[3] == 0 or heads % kv.shape[3] != 0:
+        raise RuntimeError(f"q: expected a head count divisible by the K/V head count {kv.shape[3]}, got {heads}")
+    _check_mask(key_padding_mask, [[batch, kv.shape[1]], [batch, seqlen_q, kv.shape[1]]])
+
+
+def _check_mask(mask, shapes):
+    if mask is not None:
+        arguments.check_tensors(("key_padding_mask",), (mask,))
+        if mask.dtype != torch.bool or list(mask.shape) not in shapes:
+            expected = f"bool of shape {shapes[0]}"
+            raise RuntimeError(f"key_padding_mask: expected {expected}, got {arguments.shown(mask)}")
 
 
 def _visible(seqlen_q, seqlen_k, causal, key_padding_mask, device):

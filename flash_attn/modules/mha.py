@@ -12,7 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 from flash_attn._types import WindowSize
 from flash_attn.context_parallel import CpPlan, flash_attn_cp_func
-from flash_attn.context_parallel.transport import transport_of
+from flash_attn.context_parallel.agreement import compare_on_all_ranks, raise_on_ranks_of_last_plan
+from flash_attn.context_parallel.communicator import communicator_of
 from flash_attn.flash_attn_interface import (
     flash_attn_kvpacked_func,
     flash_attn_qkvpacked_func,
@@ -28,7 +29,7 @@ from flash_attn.modules.inner_attention import (
     SelfAttention,
     get_alibi_slopes,
 )
-from flash_attn.ops import arguments
+from flash_attn.ops import arguments, conditions
 from flash_attn.utils.generation import InferenceParams
 
 __all__ = [
@@ -161,11 +162,13 @@ class MHA(nn.Module):
             self.Wkv = linear_of_input(embed_dim, kv_dim, bias=qkv_proj_bias)
         else:
             self.Wqkv = linear_of_input(embed_dim, embed_dim + kv_dim, bias=qkv_proj_bias)
-        slopes = torch.tensor(get_alibi_slopes(num_heads), device=device, dtype=torch.float32) if use_alibi else None
+        slopes = get_alibi_slopes(num_heads) if use_alibi else None
         flash = {"alibi_slopes": slopes, "window_size": window_size} if use_flash_attn else {}
         common = {"causal": causal, "softmax_scale": softmax_scale, "attention_dropout": dropout, **flash}
-        self.inner_attn = (FlashSelfAttention if use_flash_attn else SelfAttention)(**common)
-        self.inner_cross_attn = (FlashCrossAttention if use_flash_attn else CrossAttention)(**common)
+        self.inner_attn = (FlashSelfAttention if use_flash_attn else SelfAttention)(**common).to_empty(device=device)
+        self.inner_cross_attn = (FlashCrossAttention if use_flash_attn else CrossAttention)(**common).to_empty(
+            device=device
+        )
         self.out_proj = linear(embed_dim, embed_dim, bias=out_proj_bias)
         self._cp_group = self._cp_plan = None
         self._cp_options: dict[str, str] = {}
@@ -186,7 +189,7 @@ class MHA(nn.Module):
         """
         if group is not None:
             self._require_context_parallel("group")
-        self._cp_group = None if group is None else transport_of(None, group)
+        self._cp_group = None if group is None else communicator_of(None, group)
         self._cp_options, self._cp_plan = {"layout": layout, "method": method}, None
 
     def _require_context_parallel(self, name):
@@ -228,9 +231,19 @@ class MHA(nn.Module):
 
         Returns out, like x; with return_residual (out, x).
         """
-        self._check_call(x_kv, key_padding_mask, cu_seqlens, max_seqlen, mixer_subset, inference_params)
-        plan = self._plan(x, kwargs.pop("cp_plan", None), cu_seqlens, inference_params)
-        if plan is None:
+        plan = kwargs.pop("cp_plan", None)
+        over_ranks = plan is not None or self._cp_group is not None
+        try:
+            self._check_call(x_kv, key_padding_mask, cu_seqlens, max_seqlen, mixer_subset, inference_params)
+            if over_ranks:
+                self._check_over_ranks(x, plan, cu_seqlens, inference_params)
+        except Exception as error:
+            if over_ranks:
+                self._tell_ranks(plan, error)
+            raise
+        if over_ranks:
+            plan = plan or self._plan_of_group(x)
+        else:
             padding = {"key_padding_mask": key_padding_mask}
             sequences = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen}
             kwargs = {**(sequences if self.use_flash_attn else padding), **kwargs}
@@ -296,39 +309,46 @@ class MHA(nn.Module):
             kwargs = {"cu_seqlens_k": kwargs["cu_seqlens"], "max_seqlen_k": kwargs["max_seqlen"], **kwargs}
         return self._run(self.inner_cross_attn, *self._split(heads), **kwargs)
 
-    def _plan(self, x, given, cu_seqlens, inference_params):
-        """The plan of a call, or None: x has all tokens."""
-        if given is None and self._cp_group is None:
-            return None
+    def _check_over_ranks(self, x, plan, cu_seqlens, inference_params):
         self._require_context_parallel("cp_plan")
         _require(inference_params is None, "inference_params", "None with context parallelism", "a value")
         expected = "None with context parallelism, whose documents are those of cp_plan"
         _require(cu_seqlens is None, "cu_seqlens", expected, "a tensor")
-        if given is not None:
-            if not isinstance(given, CpPlan):
-                raise TypeError(f"cp_plan: expected a CpPlan, got {arguments.shown(given)}")
-            return given
-        _require(x.dim() == 3, "x", "(batch, tokens, embed_dim) with a context parallel group", list(x.shape))
+        if plan is None:
+            _require(x.dim() == 3, "x", "(batch, tokens, embed_dim) with a context parallel group", list(x.shape))
+        elif not isinstance(plan, CpPlan):
+            raise TypeError(f"cp_plan: expected a CpPlan, got {arguments.shown(plan)}")
+        elif x.dim() != (2 if plan.is_packed else 3) or x.shape[-2] != plan.num_tokens:
+            shape = "(num_tokens, embed_dim)" if plan.is_packed else "(batch, num_tokens, embed_dim)"
+            text = f"x: expected {shape} with the {plan.num_tokens} tokens of rank {plan.rank}, got {list(x.shape)}"
+            raise RuntimeError(text)
+        _require(x.shape[-1] == self.embed_dim, "x", f"embed_dim {self.embed_dim}", list(x.shape))
+
+    def _tell_ranks(self, plan, error):
+        """Raise the error of this rank's arguments on those that wait for it."""
+        if isinstance(plan, CpPlan):
+            plan.compare("MHA", "", error)
+        elif self._cp_group is not None:
+            compare_on_all_ranks(self._cp_group, "", error, "MHA")
+        raise_on_ranks_of_last_plan("MHA", error)
+
+    def _plan_of_group(self, x):
         tokens = x.shape[1] * self._cp_group.size
         if self._cp_plan is None or self._cp_plan.cu_seqlens[-1] != tokens:
             self._cp_plan = CpPlan.dense(tokens, group=self._cp_group, **self._cp_options)
         return self._cp_plan
 
     def _attend_over_ranks(self, heads, plan, causal=None):
-        if heads.dim() != (3 if plan.is_packed else 4) or heads.shape[-3] != plan.num_tokens:
-            shape = "(num_tokens, embed_dim)" if plan.is_packed else "(batch, num_tokens, embed_dim)"
-            text = f"x: expected {shape} with the {plan.num_tokens} tokens of rank {plan.rank}, got {list(heads.shape)}"
-            plan.compare("MHA", "", RuntimeError(text), None)  # the other ranks wait to be told
         if self.rotary_emb_dim > 0:
             tables = self.rotary_emb._tables(plan.positions(heads.device), plan.cu_seqlens[-1], heads.dtype)
             rows = heads.unsqueeze(0) if plan.is_packed else heads
             rows = apply_rotary_emb_qkv_(rows, *tables, self.rotary_emb.interleaved, num_heads_q=self.num_heads)
             heads = rows.squeeze(0) if plan.is_packed else rows
         q, k, v = heads.split((self.num_heads, self.num_heads_kv, self.num_heads_kv), -2)
-        return self._run(flash_attn_cp_func, q, k, v, plan=plan, **self.inner_attn._options(causal))
+        return self._run(flash_attn_cp_func, q, k, v, plan=plan, **self.inner_attn._options(causal, q.device))
 
     def _attend_with_cache(self, heads, params):
-        prefill = params.seqlen_offset == 0
+        prefill = conditions.is_known(params.seqlen_offset == 0)
         lengths = params.lengths_per_sample
         if lengths is not None:
             lengths = lengths[params.batch_size_offset :][: heads.shape[0]]
@@ -354,15 +374,11 @@ class MHA(nn.Module):
         cache = caches[self.layer_idx][params.batch_size_offset :][: q.shape[0]]
         rotary = {}
         if rotate:
-            self.rotary_emb._update_cos_sin_cache(params.max_seqlen, device=q.device, dtype=q.dtype)
-            rotary = {
-                "rotary_cos": self.rotary_emb._cos_cached,
-                "rotary_sin": self.rotary_emb._sin_cached,
-                "rotary_interleaved": self.rotary_emb.interleaved,
-            }
+            cos, sin, *_ = self.rotary_emb._tables_covering(params.max_seqlen, q.device, q.dtype)
+            rotary = {"rotary_cos": cos, "rotary_sin": sin, "rotary_interleaved": self.rotary_emb.interleaved}
         inner = self.inner_cross_attn
         return flash_attn_with_kvcache(
             q, cache[:, :, 0], cache[:, :, 1], *kv.unbind(2), cache_seqlens=cache_seqlens,
             softmax_scale=inner.softmax_scale, causal=inner.causal, window_size=inner.window_size,
-            alibi_slopes=inner.alibi_slopes, **rotary,
+            alibi_slopes=inner._slopes_on(q.device), **rotary,
         )  # fmt: skip

@@ -4,16 +4,28 @@ A number may come as a Python, NumPy or symbolic one or as a tensor of one eleme
 with the argument's name, what was expected and what it was, the same for CPU and GPU.
 """
 
+import math
 import operator
 
 import torch
 from torch import Tensor
 
 from flash_attn.eight_bit import E4M3, EIGHT_BIT, named
+from flash_attn.ops import conditions
 
 _BELOW, _BEYOND = -(2**63), 2**63
+_UNBOUNDED = 2**31 - 1
 _STRIDED, _FLOAT32 = torch.strided, torch.float32  # a look-up in torch costs as much as one in the tensor
+_LARGEST = torch.finfo(torch.float32).max
 _AN_INT_OR_TENSOR = "an int or an integer tensor"
+_is_compiling = torch.compiler.is_compiling
+
+
+def rename(error, names):
+    """Put the name that the caller knows in place of the backends' at the beginning of an error's message."""
+    name, colon, rest = str(error).partition(": expected")
+    if colon and names.get(name, name) != name:
+        error.args = (f"{names[name]}{colon}{rest}",)
 
 
 # ---- tensors ----
@@ -65,6 +77,13 @@ def _reject_first(names, values):
             raise TypeError(f"{name}: expected a strided Tensor, got a {layout} one")
 
 
+def check_floating(name, x):
+    """A tensor of numbers that PyTorch computes with; those of 8 bits are none."""
+    check_tensors((name,), (x,))
+    if not x.is_floating_point() or x.element_size() == 1:
+        raise RuntimeError(f"{name}: expected a floating point tensor of at least 16 bits, got {shown(x)}")
+
+
 def check_sequences(sequences):
     """All tensors of varlen attention; the maximum lengths may be ints."""
     check_tensors(("cu_seqlens_q", "cu_seqlens_k"), (sequences.cu_seqlens_q, sequences.cu_seqlens_k))
@@ -73,8 +92,24 @@ def check_sequences(sequences):
     )
 
 
+def check_rank(name, x, axes):
+    rank = axes.count(",") + 1
+    if x.dim() != rank:
+        raise RuntimeError(f"{name}: expected {rank} dimensions ({axes}), got {x.dim()}")
+
+
+def check_cu_seqlens(name, value, device):
+    """Cumulative lengths that the backends do not see; returns the number of sequences."""
+    check_tensors((name,), (value,))
+    if value.dim() != 1 or value.shape[0] < 1:
+        raise RuntimeError(f"{name}: expected shape [b + 1], got {list(value.shape)}")
+    check_lengths(name, value, value.shape[0], device)
+    return value.shape[0] - 1
+
+
 def check_lengths(name, value, batch, device):
     """Integers, one a sequence, that the backends do not see."""
+    check_tensors((name,), (value,))
     if value.dtype not in (torch.int32, torch.int64):
         raise RuntimeError(f"{name}: expected dtype int32 or int64, got {str(value.dtype).replace('torch.', '')}")
     if value.shape != (batch,):
@@ -133,6 +168,12 @@ def named_sinks(sinks, s_aux, learnable_sink):
     return one_of_names(("sinks", "s_aux", "learnable_sink"), (sinks, s_aux, learnable_sink))
 
 
+def name_of_sinks(sinks, s_aux, learnable_sink):
+    """The first of their names that is given."""
+    given = (("sinks", sinks), ("s_aux", s_aux), ("learnable_sink", learnable_sink))
+    return next((name for name, value in given if value is not None), "sinks")
+
+
 def one_of_names(names, values):
     """The one tensor that is given by any of the names of one argument; None stands for none."""
     given = [(name, value) for name, value in zip(names, values) if value is not None]
@@ -148,8 +189,11 @@ def scaling(q, q_descale, k_descale, v_descale, v_descale_axis, out_dtype):
     """What 8-bit tensors bring, as the last fields of the operators' records; () where nothing is given."""
     if q_descale is k_descale is v_descale is v_descale_axis is out_dtype is None:
         return ()
-    if v_descale_axis not in (None, "channel"):
-        raise RuntimeError(f"v_descale_axis: expected None or 'channel', got {shown(v_descale_axis)}")
+    if v_descale_axis is not None:
+        if not isinstance(v_descale_axis, str) or v_descale_axis != "channel":
+            raise RuntimeError(f"v_descale_axis: expected None or 'channel', got {shown(v_descale_axis)}")
+        if v_descale is None:
+            raise RuntimeError("v_descale_axis: expected None without v_descale, got 'channel'")
     if out_dtype is not None and not isinstance(out_dtype, torch.dtype):
         raise TypeError(f"out_dtype: expected a torch.dtype, got {shown(out_dtype)}")
     given = (("q_descale", q_descale), ("k_descale", k_descale), ("v_descale", v_descale))
@@ -168,25 +212,61 @@ def _descale(name, q, value):
     if isinstance(value, Tensor):
         check_constant(name, value)
     elif value is not None:
-        value = torch.full((), number(name, value), dtype=_FLOAT32, device=q.device)
+        value = torch.full((), float32(name, value), dtype=_FLOAT32, device=q.device)
     return value
 
 
-def written_descales(scaling, k_cache, v_cache):
-    """(scaling, (k, v)) of a call that appends: descales of each row of a cache apart, for they are written."""
+def cache_descales(scaling, axes, caches, new):
+    """(scaling, (k, v)) of a call over a cache: descales of each row apart where an append of `new` writes them.
+
+    axes: what descales of K and of V are of, where their shapes may be those of pages and of rows: "page", "row", None.
+    """
     if not scaling:
+        for name, axis in zip("kv", axes):
+            _check_descale_axis(name, axis, None, None)
         return scaling, (None, None)
     q_descale, k_descale, v_descale, v_per_channel, out_dtype = scaling
-    k_tokens = v_tokens = None
-    if _is_of_rows(k_descale, k_cache):
-        k_descale, k_tokens = None, k_descale
-    if _is_of_rows(v_descale, v_cache) and not v_per_channel:
-        v_descale, v_tokens = None, v_descale
-    return (q_descale, k_descale, v_descale, v_per_channel, out_dtype), (k_tokens, v_tokens)
+    k_descale, k_written = _written_apart("k", axes[0], k_descale, caches[0], new)
+    v_descale, v_written = _written_apart("v", axes[1], v_descale, caches[1], None if v_per_channel else new)
+    return (q_descale, k_descale, v_descale, v_per_channel, out_dtype), (k_written, v_written)
 
 
-def _is_of_rows(descale, cache):
-    return descale is not None and descale.dim() == 3 and descale.shape == cache.shape[:3]
+def _written_apart(name, axis, descale, cache, new):
+    """(descale, None), or (None, descale) where an append of `new` writes it."""
+    _check_descale_axis(name, axis, descale, cache)
+    if new is not None and _is_written(name, axis, descale, cache, new):
+        return None, descale
+    return descale, None
+
+
+def _check_descale_axis(name, axis, descale, cache):
+    if axis is None:
+        return
+    if not isinstance(axis, str) or axis not in ("page", "row"):
+        known = "None, 'page' or 'row'" if name == "k" else "None, 'channel', 'page' or 'row'"
+        raise RuntimeError(f"{name}_descale_axis: expected {known}, got {shown(axis)}")
+    if descale is None:
+        raise RuntimeError(f"{name}_descale_axis: expected None without {name}_descale, got {axis!r}")
+    if cache.dim() == 4:
+        shape = [cache.shape[0], cache.shape[1] if axis == "row" else 1, cache.shape[2]]
+        if list(descale.shape) != shape:
+            raise RuntimeError(
+                f"{name}_descale: expected shape {shape} with {name}_descale_axis={axis!r}, got {list(descale.shape)}"
+            )
+
+
+def _is_written(name, axis, descale, cache, new):
+    """Whether the descale is one of each row, which an append computes and writes."""
+    if descale is None or descale.dim() != 3 or descale.shape != cache.shape[:3] or axis == "page":
+        return False
+    if axis is None and cache.shape[1] == 1:
+        if new.dtype in EIGHT_BIT:
+            return False  # nothing is to be written: one of the page
+        raise RuntimeError(
+            f"{name}_descale: expected {name}_descale_axis='row', for descales that an append writes, or 'page', for "
+            "fixed ones, where pages have one row and both have one shape, got None"
+        )
+    return True
 
 
 def padded(tensors, head_dim):
@@ -219,11 +299,16 @@ def integer(name, value, least=None, expected="an int"):
     if type(value) is not int and not isinstance(value, torch.SymInt):
         try:
             value = operator.index(value)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, RuntimeError):
             raise TypeError(f"{name}: expected {expected}, got {shown(value)}") from None
-    if not _BELOW < value < _BEYOND:
+    if type(value) is int and not _is_compiling():
+        within, enough = _BELOW < value < _BEYOND, least is None or value >= least
+    else:
+        within = conditions.may_hold(value > _BELOW) and conditions.may_hold(value < _BEYOND)
+        enough = least is None or conditions.holds(value >= least)
+    if not within:
         raise RuntimeError(f"{name}: expected {expected} of at most 64 bits, got {value}")
-    if least is not None and value < least:
+    if not enough:
         raise RuntimeError(f"{name}: expected a value >= {least}, got {value}")
     return value
 
@@ -236,7 +321,7 @@ def number(name, value):
     """value as a float."""
     if type(value) is float:
         return value
-    if isinstance(value, Tensor) and value.numel() == 1:
+    if isinstance(value, Tensor) and value.numel() == 1 and not (value.is_complex() or value.is_meta):
         _reject_gradient(name, value)
         return float(value)
     if value is not None and not isinstance(value, (str, bytes, Tensor)):
@@ -245,6 +330,14 @@ def number(name, value):
         except (TypeError, ValueError, OverflowError):
             pass
     raise TypeError(f"{name}: expected a number, got {shown(value)}")
+
+
+def float32(name, value):
+    """value as a float that float32 holds: one that is too large for it is an error, infinity is not."""
+    value = number(name, value)
+    if _LARGEST < abs(value) < math.inf:
+        raise RuntimeError(f"{name}: expected a number of at most {_LARGEST:g}, got {value}")
+    return value
 
 
 def flag(name, value):
@@ -259,6 +352,14 @@ def flag(name, value):
     raise TypeError(f"{name}: expected a bool, got {shown(value)}")
 
 
+def device(name, value):
+    """value as a torch.device."""
+    try:
+        return torch.device(value)
+    except (TypeError, RuntimeError, ValueError, OverflowError):
+        raise TypeError(f"{name}: expected a device or its name, got {shown(value)}") from None
+
+
 def scale(softmax_scale, head_dim):
     return head_dim**-0.5 if softmax_scale is None else number("softmax_scale", softmax_scale)
 
@@ -269,13 +370,14 @@ def window(window_size):
     if type(pair) is not tuple and not isinstance(pair, (str, bytes, dict)):
         try:
             pair = tuple(pair.tolist() if isinstance(pair, Tensor) else pair)
-        except TypeError:
+        except (TypeError, NotImplementedError):  # of a tensor on meta
             pair = None
     if type(pair) is not tuple or len(pair) != 2:
         raise TypeError(f"window_size: expected a pair (left, right), got {shown(window_size)}")
     left, right = pair
-    if type(left) is int and type(right) is int and _BELOW < left < _BEYOND and _BELOW < right < _BEYOND:
-        return pair
+    if type(left) is int and type(right) is int and not _is_compiling():
+        if _BELOW < left < _BEYOND and _BELOW < right < _BEYOND:
+            return pair
     try:
         return integer("window_size", left), integer("window_size", right)
     except (TypeError, RuntimeError):
@@ -284,9 +386,15 @@ def window(window_size):
 
 
 def normal_window(causal, window_size):
-    """(left, right) with the causal mask in it and -1 for unbounded: equal for equal masks."""
-    left, right = window(window_size)
-    return max(left, -1), 0 if causal else max(right, -1)
+    """(left, right) with the causal mask in it and -1 for unbounded, which 2^31 - 1 is too, as in the backends."""
+    left, right = map(_side, window(window_size))
+    return left, 0 if causal else right
+
+
+def _side(width):
+    if type(width) is not int:  # symbolic: without a guard
+        return max(width, -1)
+    return width if 0 <= width < _UNBOUNDED else -1
 
 
 def max_seqlens(inputs, sequences, exact):
@@ -322,7 +430,7 @@ def cache_lengths(cache_seqlens, q, k_cache, k, block_table):
     length = integer("cache_seqlens", cache_seqlens, expected=_AN_INT_OR_TENSOR)
     capacity = k_cache.shape[1] if block_table is None else block_table.shape[1] * k_cache.shape[1]
     new = 0 if k is None else k.shape[1]
-    if not -1 <= length <= capacity - new:
+    if not (conditions.holds(length >= -1) and conditions.holds(length <= capacity - new)):
         raise RuntimeError(
             f"cache_seqlens: expected cache length plus {new} new rows of at most {capacity}, got {length} + {new}"
         )

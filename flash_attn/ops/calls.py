@@ -7,9 +7,10 @@ import torch
 
 from flash_attn import backends
 from flash_attn.eight_bit import result_dtype
-from flash_attn.ops import context, scaled
+from flash_attn.ops import context, outputs, scaled
 from flash_attn.ops.attention_args import AttentionArgs, AttentionBackwardArgs, KvCacheArgs, KvCachePlanArgs
 
+_KVCACHE_WRITTEN = ("out", "k_cache", "v_cache", "k_descale", "v_descale")
 _BLOCK = 128  # S_dmask and softmax_d are padded to multiples of this many rows and columns
 
 
@@ -28,7 +29,11 @@ def unpack(q, k, v):
 
 def rows_contiguous(x):
     """x with a contiguous last dimension, copied if it has to be."""
-    return x if x.is_contiguous() or x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
+    return x if has_contiguous_rows(x) else x.contiguous()
+
+
+def has_contiguous_rows(x):
+    return x.is_contiguous() or x.stride(-1) == 1 or x.shape[-1] <= 1
 
 
 def _index(name, x):
@@ -49,31 +54,61 @@ def _to_int32(name, x):
     return x.clamp(limits.min, limits.max).to(torch.int32)
 
 
-def forward(args: AttentionArgs, backend=None):
-    """Attention forward -> (out, lse, S_dmask, rng_state), and max_logit if wanted."""
+def forward(args: AttentionArgs, backend=None, out=None):
+    """Attention forward -> (out, lse, S_dmask, rng_state), and max_logit if wanted.
+
+    out: for the result, if given. A call with 8-bit tensors may leave it as it is and return another tensor.
+    """
     backend = backend or backends.of(args.q)
     if not args.is_scaled():
-        return _forward(args, backend, {})
+        return _forward(args, backend, {}, out)
     if not args.q.is_cpu:
         return scaled.forward(
-            args, lambda: _forward_fp8(args, backend), lambda operands, scaling: _forward(operands, backend, scaling)
+            args,
+            lambda: _forward_fp8(args, backend),
+            # Without scaling the operands are copies, and the result is converted.
+            lambda operands, scaling: _forward(operands, backend, scaling, out if scaling else None),
         )
     scaled.check_unpacked(args)
-    return _forward(args, backend, args.scaling())
+    return _forward(args, backend, args.scaling(), out)
 
 
-def _forward(args: AttentionArgs, backend, scaling):
-    """scaling: what calls with 8-bit tensors have beside the others, by name."""
+def forward_into(args: AttentionArgs, out, inputs):
+    """`forward` with its result in out. inputs: (q, k, v) as the caller gave them, without padding."""
+    *_, v = inputs
+    is_padded = args.v.shape[-1:] != v.shape[-1:]
+    if is_padded or args.is_scaled() or _has_copies(args, inputs):
+        outputs.check_result(out, args.q, v, args.out_dtype, {**args._asdict(), **dict(zip("qkv", inputs))})
+    context.check_writable(("out",), (out,))
+    result, *others = forward(args, out=None if is_padded else out)
+    if result is out:
+        context.written((out,))
+    else:
+        out.copy_(result[..., : out.shape[-1]])
+    return (out, *others)
+
+
+def _has_copies(args: AttentionArgs, inputs):
+    """Whether the backend gets copies of what the caller gave, and so cannot see what shares memory with them."""
+    index = (args.cu_seqlens_q, args.cu_seqlens_k, args.seqused_k, args.leftpad_k, args.block_table)
+    return (
+        any(x is not given or not has_contiguous_rows(x) for x, given in zip((args.q, args.k, args.v), inputs))
+        or any(x is not None and not (x.dtype is torch.int32 and x.is_contiguous()) for x in index)
+    )  # fmt: skip
+
+
+def _forward(args: AttentionArgs, backend, scaling, out=None):
+    """scaling: what calls with 8-bit tensors have beside the others, by name. out: written and returned."""
     q, k, v = map(rows_contiguous, unpack(args.q, args.k, args.v))
     if args.cu_seqlens_q is None:
         result = backend.fwd(
-            q, k, v, None, args.alibi_slopes, args.dropout_p, args.softmax_scale, args.causal, args.window_left,
+            q, k, v, out, args.alibi_slopes, args.dropout_p, args.softmax_scale, args.causal, args.window_left,
             args.window_right, args.softcap, args.return_softmax, None, args.return_max_logit,
             args.batch_invariant, **args.named(), **scaling,
         )  # fmt: skip
     else:
         result = backend.varlen_fwd(
-            q, k, v, None, _index("cu_seqlens_q", args.cu_seqlens_q), _index("cu_seqlens_k", args.cu_seqlens_k),
+            q, k, v, out, _index("cu_seqlens_q", args.cu_seqlens_q), _index("cu_seqlens_k", args.cu_seqlens_k),
             _index("seqused_k", args.seqused_k), _index("leftpad_k", args.leftpad_k),
             _index("block_table", args.block_table), args.alibi_slopes, args.max_seqlen_q, args.max_seqlen_k,
             args.dropout_p, args.softmax_scale, False, args.causal, args.window_left, args.window_right, args.softcap,
@@ -95,17 +130,6 @@ def _forward_fp8(args: AttentionArgs, backend):
     )  # fmt: skip
 
 
-def copied(out, result):
-    """result in the given out, which a kernel could not write; None: result."""
-    if out is None:
-        return result
-    if out.shape != result.shape:
-        raise RuntimeError(f"out: expected shape {list(result.shape)}, got {list(out.shape)}")
-    if out.dtype != result.dtype:
-        raise RuntimeError(f"out: expected the dtype of q ({result.dtype}), got {out.dtype}")
-    return out.copy_(result)
-
-
 def forward_in_use(
     q, k, v, rows, cu_seqlens_k, seqused_k=None, leftpad_k=None, block_table=None, alibi_slopes=None,
     max_seqlen_q=None, max_seqlen_k=None, *, scores, dropout_p=0.0, batch_invariant=False, sinks=None, scaling=None,
@@ -116,27 +140,20 @@ def forward_in_use(
     scores: (softmax_scale, causal, window_left, window_right, softcap). scaling: those of SCALING that a call with
     8-bit tensors has, by name. out: written and returned, packed. A maximum that is None is the most that there can be.
     """
-    straight = out is not None and rows.order is None and not scaling
     most_keys = k.shape[0] if block_table is None else block_table.shape[1] * k.shape[1]
-    softmax_scale, *mask = scores
-    queries, max_seqlen_q, max_seqlen_k = rows.gather(q), max_seqlen_q or q.shape[0], max_seqlen_k or most_keys
-    if scaling:
-        args = AttentionArgs(
-            queries, k, v, rows.cu_seqlens, cu_seqlens_k, seqused_k, leftpad_k, block_table, alibi_slopes, sinks,
-            max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, *mask, False, False, False, batch_invariant,
-            sm_margin=sm_margin, **scaling,
-        )  # fmt: skip
+    args = AttentionArgs(
+        rows.gather(q), k, v, rows.cu_seqlens, cu_seqlens_k, seqused_k, leftpad_k, block_table, alibi_slopes, sinks,
+        max_seqlen_q or q.shape[0], max_seqlen_k or most_keys, dropout_p, *scores, False, False, False, batch_invariant,
+        sm_margin=sm_margin, **(scaling or {}),
+    )  # fmt: skip
+    if out is None:
         result, lse = forward(args)[:2]
-    else:
-        result, lse = backends.of(q).varlen_fwd(
-            *map(rows_contiguous, (queries, k, v)), out if straight else None,
-            _index("cu_seqlens_q", rows.cu_seqlens), _index("cu_seqlens_k", cu_seqlens_k),
-            _index("seqused_k", seqused_k), _index("leftpad_k", leftpad_k), _index("block_table", block_table),
-            alibi_slopes, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, False, *mask, False, None, 0, False,
-            batch_invariant, sinks=sinks, sm_margin=sm_margin,
-        )[:2]  # fmt: skip
-    result, lse = rows.scatter(result), rows.scatter(lse, 1)
-    return result if straight else copied(out, result), lse
+        return rows.scatter(result), rows.scatter(lse, 1)
+    if rows.order is None:
+        return forward_into(args, out, (q, k, v))[:2]
+    outputs.check_result(out, q, v, args.out_dtype, {**args._asdict(), "q": q})
+    result, lse = forward(args)[:2]
+    return out.copy_(rows.scatter(result)), rows.scatter(lse, 1)
 
 
 def forward_fake(args: AttentionArgs):
@@ -181,6 +198,10 @@ def backward_fake(args: AttentionBackwardArgs):
 
 def backward_into(args: AttentionBackwardArgs, dq, dk, dv):
     """Attention backward into the given dq, dk, dv of any strides (None: allocated and dropped) -> softmax_d."""
+    tensors = (args.dout, args.q, args.k, args.v, args.out, dq, dk, dv)
+    if not all(x is None or has_contiguous_rows(x) for x in tensors):  # the backend gets copies
+        read = {**args._asdict(), "lse": None, "softmax_lse": args.lse}
+        outputs.check_apart({"dq": dq, "dk": dk, "dv": dv}, read)
     return _backward_into(args, dq, dk, dv)[3]
 
 
@@ -238,7 +259,9 @@ def kvcache_forward(args: KvCacheArgs, backend=None):
         k, v = rows_contiguous(k), rows_contiguous(v)
         overwritten = (args.out, args.k_cache, args.v_cache, args.k_token_descale, args.v_token_descale)
     if overwritten:
-        context.check_writable(("out", "k_cache", "v_cache", "k_descale", "v_descale"), overwritten)
+        context.check_writable(_KVCACHE_WRITTEN, overwritten)
+        if not (has_contiguous_rows(args.q) and k is args.k and v is args.v):
+            outputs.check_apart_from_copied(zip(_KVCACHE_WRITTEN, overwritten), {"q": args.q, "k": args.k, "v": args.v})
     backend, scaling = backend or backends.of(args.q), {}
     if args.is_scaled():
         scaling = args.scaling() if args.q.is_cpu else scaled.kvcache_arguments(args)

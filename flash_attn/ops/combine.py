@@ -7,8 +7,8 @@ d out / d out_i = w_i, d out / d lse_i = w_i (out_i - out) and d lse / d lse_i =
 import torch
 
 from flash_attn import backends
-from flash_attn.ops import arguments, context
-from flash_attn.ops.calls import rows_contiguous
+from flash_attn.ops import arguments, context, outputs
+from flash_attn.ops.calls import has_contiguous_rows, rows_contiguous
 
 _SCHEMA = "(Tensor out_partial, Tensor lse_partial, ScalarType? out_dtype) -> (Tensor, Tensor)"
 _OUT_SCHEMA = "(Tensor out_partial, Tensor lse_partial, Tensor(a!) out) -> Tensor"
@@ -21,6 +21,8 @@ def combine(out_partial, lse_partial, out, out_dtype):
     if differentiating and out is not None:
         raise RuntimeError("out: expected None where gradients are recorded, got a tensor (use torch.no_grad())")
     transformed = context.transformed()
+    if out is not None:
+        context.reject_batched("flash_attn_combine with out", ("out_partial", "lse_partial", "out"), (*tensors, out))
     if needs_dispatch or (transformed and out is not None):
         return _combine_op(*tensors, out_dtype) if out is None else (out, _combine_out_op(*tensors, out))
     if differentiating or transformed:
@@ -32,6 +34,8 @@ def _call(out_partial, lse_partial, out, out_dtype):
     given = out
     if given is not None:
         context.check_writable(("out",), (given,))
+        if not has_contiguous_rows(out_partial):
+            outputs.check_apart({"out": given}, {"out_partial": out_partial})
     if out is None and out_dtype is not None:
         out = torch.empty(out_partial.shape[1:], dtype=out_dtype, device=out_partial.device)
     out, lse = backends.of(out_partial, "out_partial").combine(rows_contiguous(out_partial), lse_partial, out)
@@ -90,6 +94,11 @@ class _Combine(torch.autograd.Function):
     forward = staticmethod(_new)
     setup_context = staticmethod(_setup_context)
     backward = staticmethod(_backward)
+    jvp = staticmethod(context.no_jvp)
+
+    @staticmethod
+    def vmap(info, in_dims, *args):
+        return context.by_sample(_Combine, info, in_dims, args)
 
 
 def _register(name, schema, function, fake, mutates=()):

@@ -44,6 +44,11 @@ def survey(names, tensors):
     return needs_dispatch, requires_grad and torch.is_grad_enabled()
 
 
+def records_gradients(*tensors):
+    """Whether gradients are recorded of one of these (some None)."""
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
 def _a_mode_watches():
     """Whether a function mode is active that is not a default device, which only redirects factory functions."""
     return any(not isinstance(mode, DeviceContext) for mode in torch.overrides._get_current_function_mode_stack())
@@ -70,10 +75,65 @@ def reject_tangents(names, tensors):
             raise NotImplementedError(f"{name}: expected a tensor without forward-mode tangent, got one: {_NO_JVP}")
 
 
+def no_jvp(ctx, *tangents):
+    """The jvp of every autograd.Function here: tangents of an outer transform, as in torch.func.hessian."""
+    raise NotImplementedError(f"flash_attn: expected inputs without forward-mode tangents, got some: {_NO_JVP}")
+
+
 def reject_forward_mode(operator):
     """Raise NotImplementedError within forward-mode differentiation: an operator's implementation sees no tangents."""
     if forward_ad._current_level >= 0:
         raise NotImplementedError(f"{operator}: expected a call outside of forward-mode differentiation: {_NO_JVP}")
+
+
+def reject_transforms(function):
+    """Raise NotImplementedError within a torch.func transform, for a function that has no rule for any."""
+    if transformed():
+        raise NotImplementedError(f"{function}: expected a call outside of torch.func transforms, got one within")
+
+
+def reject_batched(function, names, tensors):
+    """Raise NotImplementedError for one (some are no tensors) that torch.vmap has added a dimension to."""
+    if not transformed():
+        return
+    for name, x in zip(names, tensors):
+        while isinstance(x, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(x):
+            if torch._C._functorch.is_batchedtensor(x):
+                raise NotImplementedError(
+                    f"{name}: expected a tensor without a dimension of torch.vmap, got one with it: "
+                    f"{function} has no batching rule"
+                )
+            x = torch._C._functorch.get_unwrapped(x)
+
+
+def reject_batched_gradients(*gradients):
+    """Raise NotImplementedError for one (some None) of a batch of backwards that autograd runs as one."""
+    for gradient in gradients:
+        if type(gradient) is Tensor and not _has_memory(gradient):
+            raise NotImplementedError(
+                "flash_attn: expected the gradients of one backward, got a batch of them (is_grads_batched=True, "
+                "jacobian(vectorize=True)): torch.func.jacrev takes batches"
+            )
+
+
+def _has_memory(x):
+    try:
+        x.data_ptr()  # the cheapest way to ask
+    except RuntimeError:
+        return x.layout is not torch.strided
+    return True
+
+
+def by_sample(function, info, in_dims, args):
+    """What the vmap of an autograd.Function returns if it applies the function to each sample in turn."""
+    if info.batch_size == 0:
+        raise NotImplementedError("torch.vmap: expected at least one sample for attention, got 0")
+    samples = [
+        function.apply(*(x if dim is None else x.select(dim, i) for x, dim in zip(args, in_dims)))
+        for i in range(info.batch_size)
+    ]
+    results = tuple(torch.stack(parts) for parts in zip(*samples))
+    return results, (0,) * len(results)
 
 
 def check_writable(names, tensors):
@@ -86,6 +146,22 @@ def check_writable(names, tensors):
                 f"{names[i]}: expected a tensor that may be written in place, got one made in inference mode, "
                 "outside of it"
             )
+
+
+def check_savable(names, tensors):
+    """Raise RuntimeError for one (some None) that autograd will not save for a backward."""
+    if _is_compiling():
+        return
+    for name, x in zip(names, tensors):
+        if x is not None and x.is_inference():
+            raise RuntimeError(
+                f"{name}: expected a tensor that a backward may read, got one made in inference mode (clone it)"
+            )
+
+
+def savable(x):
+    """x, or a copy where autograd will not save it for it was made in inference mode. None passes."""
+    return x if x is None or _is_compiling() or not x.is_inference() else x.clone()
 
 
 def check_distinct(name, x):

@@ -7,7 +7,7 @@ so nothing here depends on them. Eager calls on plain tensors skip the dispatche
 
 import torch
 
-from flash_attn.ops import calls, context
+from flash_attn.ops import calls, context, outputs
 from flash_attn.ops.attention_args import (
     ATTENTION_INPUTS,
     BACKWARD_INPUTS,
@@ -35,8 +35,22 @@ def attention(args: AttentionArgs):
     if context.transformed():
         return _TransformedAttention.apply(*args)
     if differentiating:
+        context.check_savable(ATTENTION_INPUTS, (args.q, args.k, args.v))
         return _Attention.apply(args, *inputs)
     return calls.forward(args)
+
+
+def attention_into(args: AttentionArgs, out, inputs):
+    """`attention` with its result in out; without gradients. inputs: (q, k, v) as the caller gave them."""
+    given = args.differentiable()
+    outputs.reject_gradients(out, *given)
+    needs_dispatch = context.survey((*ATTENTION_INPUTS, "out"), (*given, out))[0]
+    if not needs_dispatch and not context.transformed():
+        return calls.forward_into(args, out, inputs)
+    *_, v = inputs
+    outputs.check_result(out, args.q, v, args.out_dtype, {})
+    result, *others = attention(args)
+    return (out.copy_(result[..., : out.shape[-1]]), *others)
 
 
 def kvcache_attention(args: KvCacheArgs):
@@ -49,6 +63,10 @@ def kvcache_attention(args: KvCacheArgs):
         if appends and not torch.compiler.is_compiling():
             context.overwrite("k_cache", args.k_cache)
             context.overwrite("v_cache", args.v_cache)
+    if context.transformed():
+        context.reject_batched("flash_attn_with_kvcache", args._fields, args)
+        if differentiating:
+            raise NotImplementedError("flash_attn_with_kvcache: expected no torch.func gradient, got one: no backward")
     if differentiating or needs_dispatch or context.transformed():
         new_out, lse = (_kvcache_append_op if appends else _kvcache_op)(*args)
         return (new_out if out is None else out), lse
@@ -57,6 +75,7 @@ def kvcache_attention(args: KvCacheArgs):
 
 def update_kvcache_plan(args: KvCachePlanArgs):
     """`calls.kvcache_plan` in place."""
+    context.reject_batched("KvCachePlan", args._fields, args)
     if context.survey(("cache_seqlens",), (args.cache_seqlens,))[0]:
         _kvcache_plan_op(*args)
     else:
@@ -67,7 +86,7 @@ def _save(ctx, args, output):
     """What the backward needs of a forward."""
     out, lse, dmask, rng_state, *max_logit = output
     tensors, ctx.options = saved_for_backward(args, out, lse, rng_state)
-    ctx.save_for_backward(*tensors)
+    ctx.save_for_backward(*map(context.savable, tensors))
     ctx.forward_only = args.forward_only()
     ctx.mark_non_differentiable(dmask, rng_state, *max_logit)
     ctx.set_materialize_grads(False)
@@ -94,6 +113,7 @@ def attention_backward(args: AttentionBackwardArgs):
         return _backward_op(*args)
     if torch.is_grad_enabled():
         return _AttentionBackward.apply(*args)
+    context.reject_batched_gradients(args.dout, args.dlse)
     return calls.backward(args)
 
 
@@ -129,10 +149,23 @@ class _TransformedAttention(torch.autograd.Function):
 
     setup_context = staticmethod(_setup_context)
     backward = staticmethod(_backward)
+    jvp = staticmethod(context.no_jvp)
+
+    @staticmethod
+    def vmap(info, in_dims, *args):
+        dropout_p = AttentionArgs(*args).dropout_p
+        if dropout_p > 0 and info.randomness != "different":
+            raise RuntimeError(
+                f"dropout_p: expected 0 under torch.vmap(randomness={info.randomness!r}), got {dropout_p} "
+                "(randomness='different' draws a mask for each sample)"
+            )
+        return context.by_sample(_TransformedAttention, info, in_dims, args)
 
 
 class _AttentionBackward(torch.autograd.Function):
     """The backward under create_graph: gradients that cannot be differentiated once more."""
+
+    jvp = staticmethod(context.no_jvp)
 
     @staticmethod
     def forward(*args):
@@ -145,6 +178,10 @@ class _AttentionBackward(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads):
         _reject_double_backward(ctx, *grads)
+
+    @staticmethod
+    def vmap(info, in_dims, *args):
+        return context.by_sample(_AttentionBackward, info, in_dims, args)
 
 
 def _reject_double_backward(ctx, *grads):

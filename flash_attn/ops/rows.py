@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import torch
 
+from flash_attn.ops import arguments
+
 
 def equal_steps(batch, step, device):
     """cu_seqlens (batch + 1) of sequences of one length."""
@@ -27,6 +29,13 @@ def unpack(q, cu_seqlens, out, lse):
     return out.unflatten(0, q.shape[:2]), lse.unflatten(1, q.shape[:2]).transpose(0, 1).contiguous()
 
 
+def sequence_of_rows(cu_seqlens, rows):
+    """The sequence of each of the packed rows, any one for those of none; nothing waits for the GPU."""
+    bounds = cu_seqlens.clamp(0, rows).cummax(0).values[1:]
+    index = torch.arange(rows, dtype=bounds.dtype, device=bounds.device)
+    return torch.searchsorted(bounds, index, right=True).clamp(max=max(bounds.shape[0] - 1, 0))
+
+
 def length_of_each(length, cu_seqlens):
     """Lengths (batch,) where one int may stand for all; None passes."""
     if length is None or isinstance(length, torch.Tensor):
@@ -38,13 +47,19 @@ class RowsInUse:
     """The rows in use of packed sequences, put before all others.
 
     cu_seqlens: (batch + 1,), of any contents: the running maximum counts, within the rows that exist.
-    seqused: None (all), or (batch,) integers: how many of the first rows of each sequence are in use, at most its
+    seqused: None (all), or int32 or int64 (batch,): how many of the first rows of each sequence are in use, at most its
     length. Results of rows that are not in use come out as those of rows that belong to no sequence.
     """
 
-    def __init__(self, cu_seqlens, seqused, total):
+    def __init__(self, cu_seqlens, seqused, x, side="q"):
+        """x: the packed tensor. side: q or k, as in the names of both arguments, which no backend sees unchanged."""
         self.cu_seqlens, self.order = cu_seqlens, None
-        if seqused is None or total == 0 or cu_seqlens.shape[0] == 1:
+        if seqused is None:
+            return
+        total = x.shape[0]
+        batch = arguments.check_cu_seqlens(f"cu_seqlens_{side}", cu_seqlens, x.device)
+        arguments.check_lengths(f"seqused_{side}", seqused, batch, x.device)
+        if total == 0 or batch == 0:
             return
         bounds = cu_seqlens.clamp(0, total).cummax(0).values
         lengths = torch.minimum(seqused.clamp(min=0), bounds.diff())

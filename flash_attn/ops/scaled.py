@@ -9,6 +9,7 @@ import torch
 from flash_attn import eight_bit
 from flash_attn.ops import arguments
 from flash_attn.ops.attention_args import AttentionArgs, KvCacheArgs
+from flash_attn.ops.rows import sequence_of_rows
 
 
 def check_unpacked(args: AttentionArgs):
@@ -64,7 +65,7 @@ def forward(args: AttentionArgs, attend_fp8, attend):
     over_codes = reads_codes(args)
     if over_codes and q.dtype not in eight_bit.EIGHT_BIT:
         return attend(args.without_scaling(q, k, v), _of_codes(args))
-    sequence = _sequence_of_rows(args.cu_seqlens_q, q.shape[0]) if varlen else None
+    sequence = sequence_of_rows(args.cu_seqlens_q, q.shape[0]) if varlen else None
     if over_codes:
         of_codes = _of_codes(args)
         if eight_bit.can_join(args.q_descale, args.k_descale, k.shape[-2]):
@@ -125,10 +126,3 @@ def _check_shapes(args: AttentionArgs):
     heads, heads_k = q.shape[-2], k.shape[-2]
     if heads % heads_k != 0 if heads_k > 0 else heads != 0:
         raise RuntimeError(f"q: expected a head count divisible by the K/V head count {heads_k}, got {heads}")
-
-
-def _sequence_of_rows(cu_seqlens, rows):
-    """The sequence of each of the packed rows, any one for those of none; nothing waits for the GPU."""
-    bounds = cu_seqlens.clamp(0, rows).cummax(0).values[1:]
-    index = torch.arange(rows, dtype=bounds.dtype, device=bounds.device)
-    return torch.searchsorted(bounds, index, right=True).clamp(max=max(bounds.shape[0] - 1, 0))

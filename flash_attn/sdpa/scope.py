@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from functools import cache
 from threading import Lock
 
@@ -16,20 +15,21 @@ from torch.autograd import forward_ad
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from flash_attn.flash_attn_interface import flash_attn_func
-from flash_attn.ops import context
+from flash_attn.ops import arguments, context
+from flash_attn.scoped import Scoped
 
 _TENSOR_TYPES = (Tensor, torch.nn.Parameter)
 _DTYPES = (torch.float16, torch.bfloat16)
 _MAX_HEAD_DIM = 256
 
-_scope_devices: ContextVar[tuple[str, ...] | None] = ContextVar("flash_attn.sdpa.devices", default=None)
+_scope = Scoped("flash_attn.sdpa.devices")
 _lock = Lock()
-_open_scopes: list[tuple[str, ...]] = []  # devices of all threads' scopes
+_open_scopes = 0  # of all threads
 _original = _installed = None  # SDPA of torch.nn.functional before the first open scope, and what stands there since
 
 
 @contextmanager
-def use(devices: Sequence[str] = ("cuda",)) -> Iterator[None]:
+def use(devices: str | Sequence[str] = ("cuda",)) -> Iterator[None]:
     """Compute `torch.nn.functional.scaled_dot_product_attention` by these kernels within a `with` block.
 
     Calls that they serve come here, all others go to PyTorch as before. Served: query, key and value of four
@@ -37,50 +37,48 @@ def use(devices: Sequence[str] = ("cuda",)) -> Iterator[None]:
     `torch.nn.attention.bias` is served too), of plain tensors outside of torch.func transforms. is_causal is aligned to
     the top left corner, as PyTorch's, whatever the lengths.
 
-    The scope is that of the thread or asyncio task; while one is open anywhere, checkpoints recomputed in a backward
-    belong to it. It reaches callers that look the function up in torch.nn.functional at each call, as transformers,
-    diffusers and torch.nn.MultiheadAttention do. Enter it outside of compiled functions.
+    The scope is that of the thread or asyncio task; while one is open anywhere, checkpoints that a backward on a GPU
+    recomputes belong to it. It reaches callers that look the function up in torch.nn.functional at each call, as
+    transformers, diffusers and torch.nn.MultiheadAttention do. Enter it outside of compiled functions.
 
     Arguments:
-        devices: types of the devices whose tensors come here, of "cuda" and "cpu".
+        devices: type of the devices whose tensors come here, "cuda" or "cpu", or several of them.
     """
-    devices = tuple(devices)
-    unknown = [device for device in devices if device not in ("cuda", "cpu")]
-    if unknown:
-        raise RuntimeError(f"devices: expected cuda or cpu, got {', '.join(map(str, unknown))}")
-    _install(devices)
-    token = _scope_devices.set(devices)
+    devices = _device_types(devices)
+    _install()
+    _scope.enter(devices)
     try:
         yield
     finally:
-        _scope_devices.reset(token)
-        _uninstall(devices)
+        _scope.leave(devices)
+        _uninstall()
 
 
-def _install(devices):
-    global _original, _installed
+def _device_types(devices):
+    types = (devices,) if isinstance(devices, str) else devices
+    if not isinstance(types, (tuple, list, set, frozenset)) or not all(isinstance(x, str) for x in types):
+        raise TypeError(f"devices: expected 'cuda', 'cpu' or several of them, got {arguments.shown(devices)}")
+    unknown = [device for device in types if device not in ("cuda", "cpu")]
+    if unknown:
+        raise RuntimeError(f"devices: expected 'cuda', 'cpu' or several of them, got {', '.join(map(repr, unknown))}")
+    return tuple(types)
+
+
+def _install():
+    global _original, _installed, _open_scopes
     with _lock:
-        _open_scopes.append(devices)
+        _open_scopes += 1
         if F.scaled_dot_product_attention is not _installed:  # also where another package has put its own over ours
             _original = F.scaled_dot_product_attention
             F.scaled_dot_product_attention = _installed = _replacement(_original)
 
 
-def _uninstall(devices):
+def _uninstall():
+    global _open_scopes
     with _lock:
-        _open_scopes.remove(devices)
+        _open_scopes -= 1
         if not _open_scopes and F.scaled_dot_product_attention is _installed:
             F.scaled_dot_product_attention = _original
-
-
-@torch.compiler.assume_constant_result
-def _active_devices():
-    devices = _scope_devices.get()
-    if devices is not None:
-        return devices
-    # The threads of a backward, which recompute checkpoints, have no context variables: any thread's scope counts.
-    in_backward = torch._C._current_graph_task_id() != -1
-    return next(iter(_open_scopes[-1:] if in_backward else ()), ())
 
 
 @cache
@@ -90,7 +88,7 @@ def _replacement(original):
     def scaled_dot_product_attention(
         query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False
     ):
-        devices = _active_devices()
+        devices = _scope.value
         if devices:
             inputs = _served_inputs(devices, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
             if inputs is not None:

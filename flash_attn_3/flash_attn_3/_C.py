@@ -9,7 +9,7 @@ import torch
 
 from flash_attn import flash_attn_combine
 from flash_attn.eight_bit import result_dtype
-from flash_attn.ops import calls
+from flash_attn.ops import arguments, calls
 from flash_attn.ops.lse import mark_masked_rows
 from flash_attn_3 import _checks
 from flash_attn_3._backward import backward
@@ -92,11 +92,40 @@ def _fwd_combine_fake(out_partial, lse_partial, out=None, out_dtype=None):
     return out, lse_partial.new_empty(lse_partial.shape[1:])
 
 
-def _get_scheduler_metadata(*args, **_):
-    """Nothing has to be scheduled ahead of a call: an empty tensor, which every function here ignores."""
-    seqused_k = args[8]
-    _checks.reject_unsupported(attention_chunk=args[19] if len(args) > 19 else 0)
+def scheduler_metadata(
+    batch_size, max_seqlen_q, max_seqlen_k, num_heads, num_heads_k, headdim, headdim_v, qkv_dtype, seqused_k,
+    cu_seqlens_q=None, cu_seqlens_k=None, cu_seqlens_k_new=None, seqused_q=None, leftpad_k=None, page_size=None,
+    max_seqlen_k_new=0, is_causal=False, window_size_left=-1, window_size_right=-1, attention_chunk=0,
+    has_softcap=False, num_splits=0, pack_gqa=None, sm_margin=0,
+):  # fmt: skip
+    """Nothing has to be scheduled before a call: an empty tensor, which every function here ignores."""
+    _checks.reject_unsupported(attention_chunk=attention_chunk)
+    _checks.unused(num_splits, pack_gqa)
+    arguments.sm_margin(sm_margin)
+    _checks.sizes(batch_size, max_seqlen_q, max_seqlen_k, num_heads, num_heads_k, headdim, headdim_v, page_size)
+    arguments.integer("max_seqlen_k_new", max_seqlen_k_new, least=0)
+    if not isinstance(qkv_dtype, torch.dtype):
+        raise TypeError(f"qkv_dtype: expected a torch.dtype, got {arguments.shown(qkv_dtype)}")
+    for name, value in (("is_causal", is_causal), ("has_softcap", has_softcap)):
+        arguments.flag(name, value)
+    arguments.check_tensors(("seqused_k",), (seqused_k,))
+    vectors = {"seqused_k": seqused_k, "seqused_q": seqused_q, "leftpad_k": leftpad_k}
+    bounds = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "cu_seqlens_k_new": cu_seqlens_k_new}
+    for given, length in ((vectors, batch_size), (bounds, batch_size + 1)):
+        for name, value in given.items():
+            if value is not None:
+                arguments.check_lengths(name, value, length, seqused_k.device)
     return seqused_k.new_empty(0, dtype=torch.int32)
+
+
+def on_one_device(fake, names):
+    """`fake` of the arguments of these names, of tensors that are all on meta or none."""
+
+    def checked(*args, **kwargs):
+        _checks.reject_meta((*names[: len(args)], *kwargs), (*args, *kwargs.values()))
+        return fake(*args, **kwargs)
+
+    return checked
 
 
 _library = torch.library.Library("flash_attn_3", "DEF")
@@ -105,10 +134,11 @@ _library = torch.library.Library("flash_attn_3", "DEF")
 def _register(name, function, fake):
     _library.define(name + _SCHEMAS[name])
     _library.impl(name, function, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"flash_attn_3::{name}", fake, lib=_library)
+    names = [x.name for x in getattr(torch.ops.flash_attn_3, name).default._schema.arguments]
+    torch.library.register_fake(f"flash_attn_3::{name}", on_one_device(fake, names), lib=_library)
 
 
 _register("fwd", _fwd, fwd_fake)
 _register("bwd", _bwd, _bwd_fake)
 _register("fwd_combine", _fwd_combine, _fwd_combine_fake)
-_register("get_scheduler_metadata", _get_scheduler_metadata, _get_scheduler_metadata)
+_register("get_scheduler_metadata", scheduler_metadata, scheduler_metadata)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 
 from flash_attn.batch_invariance import is_batch_invariant
-from flash_attn.ops import arguments, calls, context
+from flash_attn.ops import arguments, calls, context, outputs
 from flash_attn.ops.attention_args import AttentionBackwardArgs
 from flash_attn.ops.rows import RowsInUse, pack
+from flash_attn_3 import _checks
 
 
 def backward(
@@ -17,12 +18,16 @@ def backward(
 ):  # fmt: skip
     """softmax_d of `torch.ops.flash_attn_3.bwd`, which writes dq, dk and dv; None: computed and dropped."""
     context.reject_forward_mode("flash_attn_3.bwd")
+    _checks.unused(max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
+    arguments.check_tensors(("dout", "q", "k", "v", "out", "softmax_lse"), (dout, q, k, v, out, softmax_lse))
+    arguments.check_optional_tensors(("dq", "dk", "dv"), (dq, dk, dv))
     score = (softmax_scale, causal, window_size_left, window_size_right, softcap)
     options = (*score, deterministic, sm_margin)
     args = _arguments(dout, None, q, k, v, out, softmax_lse, cu_seqlens_q, cu_seqlens_k, *options)
-    args, restore = _packed(args, seqused_q, seqused_k)
-    if restore is None:
+    if _is_one_form(args, seqused_q, seqused_k):
         return calls.backward_into(args, dq, dk, dv)
+    _check(args, seqused_q, seqused_k, dq, dk, dv)
+    args, restore = _packed(args, seqused_q, seqused_k)
     grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (args.q, args.k, args.v)]
     softmax_d = calls.backward_into(args, *grads)
     for target, grad in zip((dq, dk, dv), restore(grads)):
@@ -38,9 +43,11 @@ def gradients(dout, dlse, q, k, v, out, softmax_lse, cu_seqlens_q, cu_seqlens_k,
     """
     no_dropout = torch.empty(2, dtype=torch.int64, device=q.device)
     args = _arguments(dout, dlse, q, k, v, out, softmax_lse, cu_seqlens_q, cu_seqlens_k, *options)
-    args, restore = _packed(args._replace(rng_state=no_dropout), seqused_q, seqused_k)
-    grads = torch.ops.flash_attn_core.bwd(*args)
-    return grads if restore is None else restore(grads)
+    args = args._replace(rng_state=no_dropout)
+    if _is_one_form(args, seqused_q, seqused_k):
+        return torch.ops.flash_attn_core.bwd(*args)
+    args, restore = _packed(args, seqused_q, seqused_k)
+    return restore(torch.ops.flash_attn_core.bwd(*args))
 
 
 def _arguments(
@@ -56,16 +63,34 @@ def _arguments(
     )  # fmt: skip
 
 
-def _packed(args, seqused_q, seqused_k):
-    """(args, restore) with both sides packed, rows in use first; restore: the gradients in the shapes of q, k and v.
+def _is_one_form(args, seqused_q, seqused_k):
+    """Whether both sides are batches, or both are packed with all rows in use: nothing has to be rearranged."""
+    return (args.cu_seqlens_q is None) == (args.cu_seqlens_k is None) and seqused_q is None and seqused_k is None
 
-    restore is None where nothing has to be rearranged.
-    """
-    one_form = (args.cu_seqlens_q is None) == (args.cu_seqlens_k is None)
-    if one_form and seqused_q is None and seqused_k is None:
-        return args, None
+
+def _check(args, seqused_q, seqused_k, dq, dk, dv):
+    """What the backend sees copies of, or not at all."""
+    q, k, v, out_shape = args.q, args.k, args.v, (*args.q.shape[:-1], *args.v.shape[-1:])
+    arguments.check_optional_tensors(("seqused_q", "seqused_k"), (seqused_q, seqused_k))
+    _checks.packed(q, k, v, args.cu_seqlens_q, args.cu_seqlens_k)
+    rows = (q.shape[0], q.shape[2], q.shape[1]) if args.cu_seqlens_q is None else (q.shape[1], q.shape[0])
+    of_q = {"dout": (args.dout, out_shape), "out": (args.out, out_shape)}
+    for name, (x, shape) in {**of_q, "softmax_lse": (args.lse, rows)}.items():
+        _checks.on_device_of_q(name, x, q)
+        if x.shape != shape:
+            raise RuntimeError(f"{name}: expected shape {list(shape)}, got {list(x.shape)}")
+    wanted = {"dq": (dq, q), "dk": (dk, k), "dv": (dv, v)}
+    for name, (given, like) in wanted.items():
+        if given is not None:
+            outputs.check(name, given, like.shape, q, q.dtype)
+    read = {**args._asdict(), "lse": None, "softmax_lse": args.lse, "seqused_q": seqused_q, "seqused_k": seqused_k}
+    outputs.check_apart({name: given for name, (given, _) in wanted.items()}, read)
+
+
+def _packed(args, seqused_q, seqused_k):
+    """(args, restore) with both sides packed, rows in use first; restore: the gradients in the shapes of q, k and v."""
     (q, cu_q), (k, cu_k) = pack(args.q, args.cu_seqlens_q), pack(args.k, args.cu_seqlens_k)
-    rows_q, rows_k = RowsInUse(cu_q, seqused_q, q.shape[0]), RowsInUse(cu_k, seqused_k, k.shape[0])
+    rows_q, rows_k = RowsInUse(cu_q, seqused_q, q), RowsInUse(cu_k, seqused_k, k, "k")
 
     def queries(x):
         return rows_q.gather(pack(x, args.cu_seqlens_q)[0])

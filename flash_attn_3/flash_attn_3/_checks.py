@@ -1,8 +1,36 @@
-"""Arguments of FlashAttention-3 that flash_attn has nothing for, and those that a combination excludes."""
+"""Checks of what FlashAttention-3's calls have beside the arguments of flash_attn's functions, which check the rest."""
 
 from __future__ import annotations
 
-from flash_attn.eight_bit import EIGHT_BIT
+import re
+
+import torch
+from torch import Tensor
+
+from flash_attn.eight_bit import E4M3, EIGHT_BIT, named
+from flash_attn.ops import arguments
+
+_HALF = (torch.float16, torch.bfloat16)
+ERRORS = (RuntimeError, TypeError, NotImplementedError)
+
+
+def renamed(error, names):
+    """The error for the caller, who knows flash_attn's arguments by other names: {flash_attn's: the caller's}."""
+    text = str(error)
+    if type(error) not in ERRORS or not re.match(r"\w+: expected ", text):
+        return error
+    return type(error)(re.sub(r"\w+", lambda word: names.get(word[0], word[0]), text))
+
+
+def unused(num_splits=0, pack_gqa=None, scheduler_metadata=None, max_seqlen_q=None, max_seqlen_k=None):
+    """num_splits, of any sign. The others have no effect, but must be what they are said to be."""
+    if pack_gqa is not None:
+        arguments.flag("pack_gqa", pack_gqa)
+    arguments.check_optional_tensors(("scheduler_metadata",), (scheduler_metadata,))
+    for name, value in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
+        if value is not None:
+            arguments.integer(name, value, least=0)
+    return num_splits if type(num_splits) is int else arguments.integer("num_splits", num_splits)
 
 
 def reject_unsupported(qv=None, attention_chunk=0, cu_seqlens_k_new=None, seqlens_rotary=None):
@@ -11,22 +39,40 @@ def reject_unsupported(qv=None, attention_chunk=0, cu_seqlens_k_new=None, seqlen
     for name, value in tensors.items():
         if value is not None:
             raise NotImplementedError(f"{name}: expected None, got a tensor: it is not supported")
-    if attention_chunk:
+    if arguments.integer("attention_chunk", attention_chunk) != 0:
         raise NotImplementedError(f"attention_chunk: expected 0, got {attention_chunk}: it is not supported")
 
 
 def scaling(q, k, v, q_descale, k_descale, v_descale, out=None):
     """The arguments of flash_attn for 8-bit tensors; none where all are wider, whose descales have no effect."""
     given = {"q_descale": (q, q_descale), "k_descale": (k, k_descale), "v_descale": (v, v_descale)}
+    for name, (_, descale) in given.items():
+        if descale is not None and not isinstance(descale, Tensor):
+            arguments.number(name, descale)
     if all(x.dtype not in EIGHT_BIT for x, _ in given.values()):
         return {}
     descales = {name: descale if x.dtype in EIGHT_BIT else None for name, (x, descale) in given.items()}
-    return {**descales, "out_dtype": None if out is None else out.dtype}
+    return {**descales, "out_dtype": None if out is None else _out_dtype(out, q)}
+
+
+def _out_dtype(out, q):
+    """The dtype of the result, which out decides where q has 8 bits."""
+    arguments.check_tensors(("out",), (out,))
+    if q.dtype is E4M3 and out.dtype not in _HALF:
+        raise RuntimeError(f"out: expected dtype float16 or bfloat16, got {named(out.dtype)}")
+    if q.dtype not in EIGHT_BIT and out.dtype != q.dtype:
+        raise RuntimeError(f"out: expected the dtype of q ({named(q.dtype)}), got {named(out.dtype)}")
+    return out.dtype
 
 
 def scaling_values(scaling):
     """The same in the order in which flash_attn's functions pass it on, with v_descale_axis."""
     return (*(scaling.get(name) for name in ("q_descale", "k_descale", "v_descale")), None, scaling.get("out_dtype"))
+
+
+def named_options(scaling, sm_margin, out=None, sinks=None):
+    """What `attend` takes by name."""
+    return {"scaling": (*scaling_values(scaling), "exact"), "sm_margin": sm_margin, "out": out, "sinks": sinks}
 
 
 def reject_training(q, k, v):
@@ -40,3 +86,55 @@ def reject_beside(reason, **arguments):
     for name, value in arguments.items():
         if value is not None:
             raise NotImplementedError(f"{name}: expected None {reason}, got a tensor: it is not supported")
+
+
+def packed(q, k, v, cu_seqlens_q=None, cu_seqlens_k=None):
+    """Shapes that rows are rearranged by before flash_attn sees them: batches, or packed where cu_seqlens are given."""
+    given = (("cu_seqlens_q", cu_seqlens_q, k, cu_seqlens_k), ("cu_seqlens_k", cu_seqlens_k, q, cu_seqlens_q))
+    for name, x, cu_seqlens in (("q", q, cu_seqlens_q), ("k", k, cu_seqlens_k), ("v", v, cu_seqlens_k)):
+        dense = cu_seqlens is None
+        arguments.check_rank(name, x, "batch, seqlen, heads, head_dim" if dense else "total, heads, head_dim")
+        on_device_of_q(name, x, q)
+    if v.shape[:-1] != k.shape[:-1]:
+        raise RuntimeError(f"v: expected shape {[*k.shape[:-1], v.shape[-1]]}, got {list(v.shape)}")
+    for name, cu_seqlens, other, other_cu in given:
+        if cu_seqlens is not None:
+            arguments.check_tensors((name,), (cu_seqlens,))
+            if other_cu is None:  # a batch
+                arguments.check_lengths(name, cu_seqlens, other.shape[0] + 1, q.device)
+
+
+def split_heads(qkv, num_heads_q):
+    """(q, k, v), views of qkv (batch, seqlen, num_heads_q + 2 * nheads_k, head_dim)."""
+    count = arguments.integer("num_heads_q", num_heads_q, expected="an int for qkv of 4 dimensions")
+    others = qkv.shape[2] - count
+    if count < 0 or others < 0 or others % 2:
+        raise RuntimeError(f"num_heads_q: expected qkv's {qkv.shape[2]} heads less twice those of k, got {count}")
+    return qkv.split([count, others // 2, others // 2], dim=2)
+
+
+def sizes(batch_size, max_seqlen_q, max_seqlen_k, num_heads, num_heads_k, headdim, headdim_v, page_size):
+    """Sizes that no tensor tells."""
+    least = {"batch_size": (batch_size, 0), "max_seqlen_q": (max_seqlen_q, 0), "max_seqlen_k": (max_seqlen_k, 0),
+             "num_heads": (num_heads, 1), "num_heads_k": (num_heads_k, 1), "headdim": (headdim, 1),
+             "headdim_v": (headdim_v, 1), "page_size": (1 if page_size is None else page_size, 1)}  # fmt: skip
+    for name, (value, smallest) in least.items():
+        arguments.integer(name, value, least=smallest)
+    if num_heads % num_heads_k:
+        raise RuntimeError(
+            f"num_heads: expected a head count divisible by the K/V head count {num_heads_k}, got {num_heads}"
+        )  # fmt: skip
+
+
+def reject_meta(names, values):
+    """Raise RuntimeError for a meta tensor among others, for which torch calls the fake: its result has no contents."""
+    given = [(name, x) for name, x in zip(names, values) if isinstance(x, Tensor)]
+    for name, x in given:
+        if x.is_meta != given[0][1].is_meta:
+            first, device = given[0][0], given[0][1].device
+            raise RuntimeError(f"{name}: expected a tensor on {first}'s device ({device}), got one on {x.device}")
+
+
+def on_device_of_q(name, x, q):
+    if x.device != q.device:
+        raise RuntimeError(f"{name}: expected a tensor on q's device ({q.device}), got one on {x.device}")

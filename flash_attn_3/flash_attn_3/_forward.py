@@ -1,4 +1,4 @@
-"""FlashAttention-3's one forward over all forms of q, k and v, straight to the backend of the device.
+"""FlashAttention-3's one forward over all forms of q, k and v, by the functions of flash_attn, which check and compute.
 
 It has one function where flash_attn has three: rows of a batch or packed, for queries and keys apart, keys of the call
 or of a cache, in pages or not. `forward` takes its arguments in its order and picks the function.
@@ -6,77 +6,93 @@ or of a cache, in pages or not. `forward` takes its arguments in its order and p
 
 from __future__ import annotations
 
-import torch
+import functools
 
-from flash_attn import backends
-from flash_attn.batch_invariance import is_batch_invariant
+import torch
+from torch import Tensor
+
 from flash_attn.inference import attend_over_cache
-from flash_attn.ops import arguments, calls, context
-from flash_attn.ops.attention_args import AttentionArgs
-from flash_attn.ops.calls import _index, copied, forward_in_use, rows_contiguous
+from flash_attn.ops import arguments, context, outputs
+from flash_attn.ops.attend import attend, attend_rows_in_use
+from flash_attn.ops.attention_args import DENSE, Sequences
 from flash_attn.ops.lse import mark_masked_rows
-from flash_attn.ops.rows import RowsInUse, equal_steps, pack, unpack
+from flash_attn.ops.rows import equal_steps, pack, sequence_of_rows, unpack
 from flash_attn_3 import _checks
 
+_NAMES = {  # flash_attn's name of an argument over a cache: the operator's
+    "k_cache": "k", "v_cache": "v", "k": "k_new", "v": "v_new", "cache_seqlens": "seqused_k",
+    "block_table": "page_table", "cache_batch_idx": "kv_batch_idx", "cache_leftpad": "leftpad_k",
+    "rotary_interleaved": "is_rotary_interleaved",
+}  # fmt: skip
 
+
+def without_autograd(function):
+    """`function` as the body of an operator: its tensors are computed with as they are."""
+
+    @functools.wraps(function)
+    def call(q, *args, **kwargs):
+        with torch.no_grad():
+            if q.device.type == "meta" or not torch.is_autocast_enabled(q.device.type):
+                return function(q, *args, **kwargs)
+            with torch.autocast(q.device.type, enabled=False):
+                return function(q, *args, **kwargs)
+
+    return call
+
+
+@without_autograd
 def forward(
     q, k, v, k_new=None, v_new=None, qv=None, out=None, cu_seqlens_q=None, cu_seqlens_k=None, cu_seqlens_k_new=None,
     seqused_q=None, seqused_k=None, max_seqlen_q=None, max_seqlen_k=None, page_table=None, kv_batch_idx=None,
     leftpad_k=None, rotary_cos=None, rotary_sin=None, seqlens_rotary=None, q_descale=None, k_descale=None,
     v_descale=None, softmax_scale=None, causal=False, window_size_left=-1, window_size_right=-1, attention_chunk=0,
-    softcap=0.0, rotary_interleaved=False, scheduler_metadata=None, num_splits=0, pack_gqa=None, sm_margin=0, *,
-    sinks=None,
+    softcap=0.0, rotary_interleaved=False, scheduler_metadata=None, num_splits=0, pack_gqa=None, sm_margin=0,
 ):  # fmt: skip
-    """(out, softmax_lse) of `torch.ops.flash_attn_3.fwd`; sinks: float32 (nheads,) or None.
+    """(out, softmax_lse) of `torch.ops.flash_attn_3.fwd`.
 
     LSE is (batch, nheads, seqlen_q), with cu_seqlens_q (nheads, total_q), and -inf in fully masked rows.
     """
     context.reject_forward_mode("flash_attn_3.fwd")
     _checks.reject_unsupported(qv, attention_chunk, cu_seqlens_k_new, seqlens_rotary)
+    arguments.check_tensors(("q", "k", "v"), (q, k, v))
+    num_splits = _checks.unused(num_splits, pack_gqa, scheduler_metadata, max_seqlen_q, max_seqlen_k)
     scaling = _checks.scaling(q, k, v, q_descale, k_descale, v_descale, out)
-    sm_margin = arguments.sm_margin(sm_margin)
-    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-    score = (scale, causal, window_size_left, window_size_right, softcap)
-    if out is not None:
-        context.check_writable(("out",), (out,))
-    own_rows = _indices(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_q=seqused_q)
-    cache = _indices(seqused_k=seqused_k, page_table=page_table, kv_batch_idx=kv_batch_idx, leftpad_k=leftpad_k)
-    new = {"k": k_new, "v": v_new, "rotary_cos": rotary_cos, "rotary_sin": rotary_sin}
-    appends, in_batches, some_masked = not _all_none(new), _all_none(own_rows), True
+    score = (softmax_scale, causal, (window_size_left, window_size_right), softcap)
+    own_rows = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_q": seqused_q}
+    appends = not _all_none(k_new, v_new, rotary_cos, rotary_sin)
     if appends:
         _checks.reject_beside("with new keys or rotary embedding", **own_rows)
-    if appends or (in_batches and not _all_none(cache) and v.shape[-1] == q.shape[-1]):
-        result, lse = _over_cache(q, k, v, **new, **cache, out=out, score=score, sinks=sinks, scaling=scaling,
-                                  rotary_interleaved=rotary_interleaved, num_splits=num_splits,
-                                  sm_margin=sm_margin)  # fmt: skip
-    elif in_batches and _all_none(cache) and not scaling:
-        result, lse = backends.of(q).fwd(
-            rows_contiguous(q), rows_contiguous(k), rows_contiguous(v), out, None, 0.0, *score, False, None,
-            False, is_batch_invariant(), sinks=sinks, sm_margin=sm_margin,
-        )[:2]  # fmt: skip
-        some_masked = _some_row_is_masked(q.shape[1], k.shape[1], causal, window_size_right)
-    elif in_batches and _all_none(cache):
-        args = AttentionArgs(
-            q, k, v, *[None] * 6, sinks, 0, 0, 0.0, *score, False, False, False, is_batch_invariant(),
-            sm_margin=sm_margin, **scaling,
+    of_cache = not _all_none(seqused_k, page_table, kv_batch_idx, leftpad_k)
+    options = {"scaling": scaling, "sm_margin": sm_margin, "out": out}
+    if appends or (of_cache and _all_none(*own_rows.values()) and v.shape[-1:] == q.shape[-1:]):
+        new = (k_new, v_new, rotary_cos, rotary_sin)
+        where = (seqused_k, kv_batch_idx, leftpad_k, page_table)
+        result, lse = over_cache(
+            q, k, v, *new, *where, *score, rotary_interleaved, num_splits, names=_NAMES, **options
         )  # fmt: skip
-        result, lse = calls.forward(args)[:2]
-        result = copied(out, result)
+    elif cu_seqlens_k is not None:
+        _checks.reject_beside("with cu_seqlens_k", page_table=page_table, kv_batch_idx=kv_batch_idx)
+        lengths = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, leftpad_k, max_seqlen_q, max_seqlen_k)
+        result, lse = _packed(q, k, v, *lengths, *score, **options)
+    elif of_cache or not _all_none(*own_rows.values()):
+        where = (seqused_k, kv_batch_idx, leftpad_k, page_table)
+        result, lse = packed_over_cache(
+            q, k, v, *where, cu_seqlens_q, seqused_q, *score, names={}, **options
+        )  # fmt: skip
     else:
-        result, lse = _packed(q, k, v, **own_rows, **cache, out=out, score=score, sinks=sinks, scaling=scaling,
-                              sm_margin=sm_margin)  # fmt: skip
-    if out is not None:
-        context.written((out,))
-    return result, mark_masked_rows(lse) if some_masked else lse
+        result, lse, _ = attend((q, k, v), DENSE, *_options(score), **_checks.named_options(**options))
+        if not _some_row_is_masked(q.shape[1], k.shape[1], causal, window_size_right):
+            return result, lse
+    return result, mark_masked_rows(lse)
 
 
-def _indices(**tensors):
-    """Index tensors as the backends want them."""
-    return {name: _index(name, x) for name, x in tensors.items()}
+def _all_none(*values):
+    return all(x is None for x in values)
 
 
-def _all_none(values):
-    return all(x is None for x in values.values())
+def _options(score):
+    """Those of `attend` from dropout_p on, with the LSE."""
+    return (0.0, *score, None, False, True)
 
 
 def _some_row_is_masked(seqlen_q, seqlen_k, causal, right):
@@ -85,63 +101,136 @@ def _some_row_is_masked(seqlen_q, seqlen_k, causal, right):
     return seqlen_k == 0 or ((causal or right >= 0) and beyond_first)
 
 
-def _over_cache(
-    q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, seqused_k, page_table, kv_batch_idx, leftpad_k, out, score,
-    sinks, scaling, rotary_interleaved, num_splits, sm_margin,
+def _packed(
+    q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, leftpad_k, max_seqlen_q, max_seqlen_k, softmax_scale,
+    causal, window_size, softcap, scaling, sm_margin, out,
 ):  # fmt: skip
-    if scaling:
-        scale, causal, *window, softcap = score
+    """(out, lse) of queries, packed or in a batch, over packed keys."""
+    _checks.packed(q, k, v, cu_seqlens_q, cu_seqlens_k)
+    rows, cu_rows = pack(q, cu_seqlens_q)
+    sequences = Sequences(
+        cu_rows, cu_seqlens_k, rows.shape[0] if max_seqlen_q is None else max_seqlen_q,
+        k.shape[0] if max_seqlen_k is None else max_seqlen_k, seqused_k, leftpad_k,
+    )  # fmt: skip
+    score = (softmax_scale, causal, window_size, softcap)
+    return _of_rows(q, k, v, rows, cu_seqlens_q, seqused_q, sequences, score, scaling, sm_margin, out)
+
+
+def _of_rows(q, k, v, rows, cu_seqlens_q, seqused_q, sequences, score, scaling, sm_margin, out, sinks=None):
+    """(out, lse) in the form of q, of which rows are packed."""
+    packed_out = out if cu_seqlens_q is not None else None
+    if out is not None and packed_out is None:
+        outputs.reject_gradients(out, q, k, v, sinks)
+        read = {"q": q, "k": k, "v": v, "seqused_q": seqused_q, "sinks": sinks, **sequences._asdict()}
+        outputs.check_result(out, q, v, scaling.get("out_dtype"), read)
+    named = _checks.named_options(scaling, sm_margin, packed_out, sinks)
+    result, lse, _ = attend_rows_in_use(seqused_q, (rows, k, v), sequences, *_options(score), **named)
+    result, lse = unpack(q, cu_seqlens_q, result, lse)
+    return (result if out is None or packed_out is not None else out.copy_(result)), lse
+
+
+def over_cache(
+    q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, block_table,
+    softmax_scale, causal, window_size, softcap, rotary_interleaved, num_splits, *, scaling, sm_margin, out, names,
+    sinks=None,
+):  # fmt: skip
+    """(out, lse) of `flash_attn.flash_attn_with_kvcache`. names: the caller's, see `_checks.renamed`."""
+    try:
         return attend_over_cache(
-            q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, seqused_k, kv_batch_idx, leftpad_k, page_table, scale,
-            causal, window, softcap, rotary_interleaved, None, max(num_splits, 0), True, out, None, False, "fa2", sinks,
-            _checks.scaling_values(scaling), sm_margin,
+            q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad,
+            block_table, softmax_scale, causal, window_size, softcap, rotary_interleaved, None, max(num_splits, 0),
+            True, out, None, False, "fa2", sinks, _checks.scaling_values(scaling), sm_margin,
         )  # fmt: skip
-    arguments.check_cache("k", k_cache)  # a copy would not receive the new keys
-    arguments.check_cache("v", v_cache)
-    q, k, v, rotary_cos, rotary_sin = (
-        x if x is None else rows_contiguous(x) for x in (q, k, v, rotary_cos, rotary_sin)
+    except _checks.ERRORS as error:
+        raise _checks.renamed(error, names) from None
+
+
+def packed_over_cache(*args, names, **named):
+    """(out, lse) of packed queries, or of those of a batch, over a cache of pages or of rows, of any V head dim.
+
+    A sequence takes no part where it takes none in `flash_attn.flash_attn_with_kvcache`: its length is -1 or does not
+    fit, or its row of the cache does not exist. names: the caller's, see `_checks.renamed`.
+    """
+    try:
+        return _packed_over_cache(*args, **named)
+    except _checks.ERRORS as error:
+        raise _checks.renamed(error, {"block_table": "page_table", **names}) from None
+
+
+def _packed_over_cache(
+    q, k, v, seqused_k, kv_batch_idx, leftpad_k, page_table, cu_seqlens_q, seqused_q, softmax_scale, causal,
+    window_size, softcap, *, scaling, sm_margin, out, sinks=None,
+):  # fmt: skip
+    _check_cache(q, k, v, kv_batch_idx, page_table, cu_seqlens_q)
+    rows, cu_rows = pack(q, cu_seqlens_q)
+    batch = arguments.check_cu_seqlens("cu_seqlens_q", cu_rows, q.device)
+    page_table = _pages(k, page_table, kv_batch_idx, batch)
+    capacity = page_table.shape[1] * k.shape[1]
+    lengths, absent = _lengths(seqused_k, cu_rows[1:], k, page_table)
+    if kv_batch_idx is not None and not kv_batch_idx.is_cpu:  # there the backend rejects rows that do not exist
+        missing = (kv_batch_idx < 0) | (kv_batch_idx >= k.shape[0])
+        absent = missing if absent is None else absent | missing
+        lengths = torch.full_like(cu_rows[1:], capacity) if lengths is None else lengths
+    if absent is not None:
+        lengths = lengths.masked_fill(absent, 0)
+        if out is not None:  # which may be memory of the lengths that are copied here
+            arguments.check_tensors(("out",), (out,))
+            outputs.check_apart({"out": out}, {"seqused_k": seqused_k})
+    sequences = Sequences(
+        cu_rows, equal_steps(batch, capacity, q.device), rows.shape[0], capacity, lengths, leftpad_k, page_table
     )  # fmt: skip
-    if k is not None:
-        context.check_writable(("k", "v"), (k_cache, v_cache))
-    result, lse = backends.of(q).fwd_kvcache(
-        q, k_cache, v_cache, k, v, seqused_k, rotary_cos, rotary_sin, kv_batch_idx, leftpad_k, page_table, None, out,
-        *score, rotary_interleaved, max(num_splits, 0), None, is_batch_invariant(), sinks=sinks, sm_margin=sm_margin,
-    )  # fmt: skip
-    if k is not None:
-        context.written((k_cache, v_cache))
+    score = (softmax_scale, causal, window_size, softcap)
+    result, lse = _of_rows(q, k, v, rows, cu_seqlens_q, seqused_q, sequences, score, scaling, sm_margin, out, sinks)
+    if sinks is not None and absent is not None and batch > 0:  # a request that takes no part has no sink
+        rows_absent = absent[sequence_of_rows(cu_rows, rows.shape[0])]
+        rows_absent = rows_absent if cu_seqlens_q is not None else rows_absent.view(batch, 1, -1)
+        lse = lse.masked_fill(rows_absent, float("inf"))
     return result, lse
 
 
-def _packed(
-    q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table, kv_batch_idx, leftpad_k, out, score, sinks,
-    scaling, sm_margin,
-):  # fmt: skip
-    """Attention of packed queries over packed keys, or over those of a cache as pages."""
-    packed_q, cu_rows = pack(q, cu_seqlens_q)
-    in_use = RowsInUse(cu_rows, seqused_q, packed_q.shape[0])
-    if cu_seqlens_k is not None:
-        _checks.reject_beside("with cu_seqlens_k", page_table=page_table, kv_batch_idx=kv_batch_idx)
-    else:
-        page_table, cu_seqlens_k = as_pages(k, page_table, kv_batch_idx, in_use.cu_seqlens)
-    packed_out = None if cu_seqlens_q is None else out
-    result, lse = forward_in_use(
-        packed_q, k, v, in_use, cu_seqlens_k, seqused_k, leftpad_k, page_table, scores=score,
-        batch_invariant=is_batch_invariant(), sinks=sinks, scaling=scaling, out=packed_out,
-        sm_margin=sm_margin,
+def _check_cache(q, k, v, kv_batch_idx, page_table, cu_seqlens_q):
+    """What `flash_attn.flash_attn_with_kvcache` checks of a cache and its place, and attention over pages does not."""
+    arguments.check_optional_tensors(
+        ("cu_seqlens_q", "kv_batch_idx", "page_table"), (cu_seqlens_q, kv_batch_idx, page_table)
     )  # fmt: skip
-    result, lse = unpack(q, cu_seqlens_q, result, lse)
-    return result if packed_out is not None else copied(out, result), lse
+    arguments.check_rank("q", q, "batch, seqlen, heads, head_dim" if cu_seqlens_q is None else "total, heads, head_dim")
+    for name, cache in (("k", k), ("v", v)):
+        axes = "batch, seqlen" if page_table is None else "blocks, page_size"
+        arguments.check_rank(name, cache, f"{axes}, heads, head_dim")
+        _checks.on_device_of_q(name, cache, q)
+        arguments.check_cache(name, cache)  # a copy of a cache is never what is meant
+    if v.shape[:-1] != k.shape[:-1]:
+        raise RuntimeError(f"v: expected shape {[*k.shape[:-1], v.shape[-1]]}, got {list(v.shape)}")
 
 
-def as_pages(k, page_table, kv_batch_idx, cu_seqlens_q):
-    """(page_table, cu_seqlens_k) for a cache: rows of a batch are pages too, of the whole length.
-
-    cu_seqlens_k says that all rows are in use; where seqused_k is given it is not read for pages.
-    """
-    batch = cu_seqlens_q.shape[0] - 1
-    if page_table is None:
-        rows = torch.arange(batch, dtype=torch.int32, device=k.device) if kv_batch_idx is None else kv_batch_idx
-        page_table = rows.unsqueeze(1)
-    else:
+def _pages(k, page_table, kv_batch_idx, batch):
+    """The pages of each sequence: rows of a cache are pages too, of the whole length."""
+    if page_table is not None:
         _checks.reject_beside("with page_table", kv_batch_idx=kv_batch_idx)
-    return page_table, equal_steps(batch, page_table.shape[1] * k.shape[1], k.device)
+        arguments.check_rank("page_table", page_table, "batch, max_pages")
+        return page_table
+    if kv_batch_idx is not None:
+        arguments.check_lengths("kv_batch_idx", kv_batch_idx, batch, k.device)
+        return kv_batch_idx.unsqueeze(1)
+    if k.shape[0] != batch:
+        raise RuntimeError(f"k: expected batch size {batch} (that of q) without kv_batch_idx, got {k.shape[0]}")
+    return torch.arange(batch, dtype=torch.int32, device=k.device).unsqueeze(1)
+
+
+def _lengths(seqused_k, like, k, page_table):
+    """(lengths (batch,), which of them take no part (batch,)), each None for all and none.
+
+    A length that does not fit is an error where the host sees it: an int, a CPU tensor.
+    """
+    if seqused_k is None:
+        return None, None
+    capacity = page_table.shape[1] * k.shape[1]
+    if isinstance(seqused_k, Tensor):
+        arguments.check_lengths("seqused_k", seqused_k, like.shape[0], like.device)
+        if seqused_k.is_cpu and not context.survey(("seqused_k",), (seqused_k,))[0]:
+            for length in seqused_k.tolist():
+                if not -1 <= length <= capacity:
+                    raise RuntimeError(f"seqused_k: expected lengths from -1 to {capacity}, got {length}")
+    else:
+        seqused_k = arguments.cache_lengths(seqused_k, like, k, None, page_table)
+    return seqused_k, (seqused_k < 0) | (seqused_k > capacity)

@@ -67,8 +67,7 @@ def _flash_attn_forward(
     return out, lse, _C.no_scratch(lse), _C.no_scratch(lse)
 
 
-@_flash_attn_forward.register_fake
-def _(*args, **options):
+def _forward_fake(*args, **options):
     return _C.fwd_fake(*args, **{name: value for name, value in options.items() if name == "cu_seqlens_q"})
 
 
@@ -77,6 +76,8 @@ _LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")
 _OPTIONS = ("softmax_scale", "causal", "window_size_left", "window_size_right", "softcap")
 _FORWARD_ONLY = ("page_table", "kv_batch_idx", "leftpad_k")
 _PARAMETERS = tuple(inspect.signature(_flash_attn_forward._init_fn).parameters)
+
+_flash_attn_forward.register_fake(_C.on_one_device(_forward_fake, _PARAMETERS))
 
 
 def _setup_context(ctx, inputs, output):
@@ -134,6 +135,12 @@ def _flash_attn_backward(
     )  # fmt: skip
 
 
-@_flash_attn_backward.register_fake
-def _(dout, q, k, v, out, softmax_lse, cu_seqlens_q=None, cu_seqlens_k=None, sequed_q=None, sequed_k=None, *_, **__):
+def _backward_fake(
+    dout, q, k, v, out, softmax_lse, cu_seqlens_q=None, cu_seqlens_k=None, sequed_q=None, sequed_k=None, *_, **__
+):
     return _C.softmax_d_fake(q, cu_seqlens_q, cu_seqlens_k, sequed_q, sequed_k)
+
+
+_flash_attn_backward.register_fake(
+    _C.on_one_device(_backward_fake, tuple(inspect.signature(_flash_attn_backward._init_fn).parameters))
+)

@@ -11,16 +11,22 @@ import torch
 
 from flash_attn import (
     KvCachePlan,
+    dropout_mask,
     flash_attn_combine,
     flash_attn_func,
     flash_attn_kvpacked_func,
     flash_attn_qkvpacked_func,
     flash_attn_varlen_func,
+    flash_attn_varlen_qkvpacked_func,
     flash_attn_with_kvcache,
+    sdpa,
 )
+from flash_attn.bert_padding import index_first_axis, index_put_first_axis, pad_input
+from flash_attn.fp8 import flash_attn_straight_through_func, quantize, quantize_qkv
 from flash_attn.layers.rotary import RotaryEmbedding, apply_rotary_emb, apply_rotary_emb_kv_, apply_rotary_emb_qkv_
+from flash_attn.modules.mha import CrossAttention, SelfAttention
 from flash_attn.ops.triton.cross_entropy import cross_entropy_loss
-from flash_attn.ops.triton.layer_norm import layer_norm_fn
+from flash_attn.ops.triton.layer_norm import layer_norm_fn, layer_norm_linear_fn
 from flash_attn.ops.triton.rotary import apply_rotary
 
 BATCH, ROWS, HEADS, HEAD_DIM, CAPACITY = 2, 5, 2, 16, 24
@@ -35,6 +41,11 @@ def ints(device, *values, dtype=torch.int32):
     return torch.tensor(values, dtype=dtype, device=device)
 
 
+def sdpa_scope(devices):
+    with sdpa.use(devices):
+        pass
+
+
 def good_arguments(device):
     """name -> (function, arguments that it accepts)."""
     x, packed = randn(device, BATCH, ROWS, HEADS, HEAD_DIM), randn(device, BATCH * ROWS, HEADS, HEAD_DIM)
@@ -45,6 +56,8 @@ def good_arguments(device):
     qkv = randn(device, BATCH, ROWS, 3, HEADS, HEAD_DIM)
     logits, labels = torch.randn(6, 11, device=device), torch.randint(11, (6,), device=device)
     sizes = {"seqlen_q": ROWS, "nheads": HEADS, "nheads_k": HEADS, "head_dim": HEAD_DIM, "seqlen_cache": CAPACITY}
+    mask_sizes = {"batch_size": BATCH, "nheads": HEADS, "seqlen_q": ROWS, "seqlen_k": ROWS}
+    rows = ints(device, 1, 3)
     rotary = {"x": x.clone(), "cos": cos, "sin": sin}
     varlen = {"q": packed, "k": packed, "v": packed, "cu_seqlens_q": cu, "cu_seqlens_k": cu}
     parts = {"out_partial": randn(device, 3, BATCH, ROWS, HEADS, HEAD_DIM),
@@ -55,6 +68,18 @@ def good_arguments(device):
         "kv": (flash_attn_kvpacked_func, {"q": x, "kv": qkv[:, :, 1:]}),
         "varlen": (flash_attn_varlen_func, {**varlen, "max_seqlen_q": 6, "max_seqlen_k": 6}),
         "cache": (flash_attn_with_kvcache, {"q": x, **caches, "k": x, "v": x, "cache_seqlens": lengths}),
+        "varlen qkv": (
+            flash_attn_varlen_qkvpacked_func,
+            {"qkv": qkv.flatten(0, 1), "cu_seqlens": cu, "max_seqlen": 6},
+        ),
+        "fp8": (flash_attn_func, dict.fromkeys("qkv", x.to(torch.float8_e4m3fn))),
+        "mask": (dropout_mask, {"rng_state": ints(device, 0, 0, dtype=torch.int64), "dropout_p": 0.5, **mask_sizes}),
+        "quantize": (quantize, {"x": x}),
+        "quantize qkv": (quantize_qkv, dict.fromkeys("qkv", x)),
+        "sdpa": (sdpa_scope, {"devices": device}),
+        "rows": (index_first_axis, {"input": packed, "indices": rows}),
+        "put rows": (index_put_first_axis, {"values": packed[:2], "indices": rows, "first_axis_dim": 10}),
+        "pad": (pad_input, {"hidden_states": packed[:2], "indices": rows, "batch": BATCH, "seqlen": ROWS}),
         "combine": (flash_attn_combine, parts),
         "plan": (KvCachePlan, {"cache_seqlens": lengths, **sizes}),
         "rotary": (apply_rotary_emb, rotary),
@@ -63,7 +88,20 @@ def good_arguments(device):
         "rotary kv": (apply_rotary_emb_kv_, {"kv": qkv[:, :, 1:], "cos": cos, "sin": sin}),
         "rotary module": (RotaryEmbedding(HEAD_DIM, device=device), {"qkv": qkv}),
         "norm": (layer_norm_fn, {"x": x, "weight": torch.ones(HEAD_DIM, device=device), "bias": None}),
+        "norm linear": (
+            layer_norm_linear_fn,
+            {
+                "x": x,
+                "norm_weight": torch.ones(HEAD_DIM, device=device),
+                "norm_bias": None,
+                "linear_weight": randn(device, 8, HEAD_DIM),
+                "linear_bias": None,
+            },
+        ),
         "loss": (cross_entropy_loss, {"logits": logits, "labels": labels}),
+        "straight through": (flash_attn_straight_through_func, dict.fromkeys("qkv", x)),
+        "self": (SelfAttention(), {"qkv": qkv}),
+        "cross": (CrossAttention(), {"q": x, "kv": qkv[:, :, 1:]}),
     }
 
 
@@ -108,6 +146,30 @@ def floating(device, good):
     return good.float()
 
 
+def eight_bit_float(device, good):
+    return good.float().to(torch.float8_e5m2)
+
+
+def eight_bit_int(device, good):
+    return good.to(torch.int8)
+
+
+def first_of_batch(device, good):
+    return good[:1]
+
+
+def first_number(device, good):
+    return good.flatten()[0]
+
+
+def one_more(device, good):
+    return torch.ones(HEADS + 1, device=device)
+
+
+def window_on_meta(device, good):
+    return torch.empty(2, dtype=torch.int64, device="meta")
+
+
 def short(device, good):
     return good.short()
 
@@ -132,9 +194,14 @@ NOT_AN_INT = "expected an int, got "
 NOT_INTEGRAL = "expected an int or an integer tensor, got "
 NOT_CONSTANT = "expected a value that requires no gradient, for it gets none"
 ON_META = "expected (a tensor on .*|a (CPU|CUDA) tensor), got one on meta$"
-NOT_FLOATING = "expected a floating point tensor, got a tensor of dtype int32 and shape "
+NOT_FLOATING = (
+    "expected a floating point tensor of at least 16 bits, got a tensor of dtype (int32|float8_e5m2) and shape "
+)
+NOT_WIDE = "expected a floating point dtype of at least 16 bits, got "
+NOT_A_PROBABILITY = r"expected a value in \[0, 1\), got "
 
 ATTENTION = "dense, qkv, kv, varlen"
+PROBABILITIES = const(1.0, -0.5, float("nan"))
 SIZES = "seqlen_q nheads nheads_k head_dim seqlen_cache seqlen_new"
 
 # functions | arguments | bad values | error | message after the name of the argument
@@ -179,13 +246,33 @@ TABLE = (
     ("dense, varlen, cache", "q", [integral], RuntimeError, "expected dtype .*, got int32$"),
     ("cache", "cache_seqlens", [floating, short], RuntimeError, "expected dtype int32, got (float32|int16)$"),
     ("varlen", "cu_seqlens_k", [floating, short], RuntimeError, "expected dtype int32, got (float32|int16)$"),
-    ("rotary, raw rotary", "x cos sin", [integral], RuntimeError, NOT_FLOATING),
-    ("rotary qkv", "qkv", [integral], RuntimeError, NOT_FLOATING),
-    ("rotary kv", "kv", [integral], RuntimeError, NOT_FLOATING),
+    ("rotary, raw rotary", "x cos sin", [integral, eight_bit_float], RuntimeError, NOT_FLOATING),
+    ("rotary qkv", "qkv", [integral, eight_bit_float], RuntimeError, NOT_FLOATING),
+    ("rotary kv", "kv", [integral, eight_bit_float], RuntimeError, NOT_FLOATING),
+    ("norm", "x", [integral, eight_bit_float], RuntimeError, NOT_FLOATING),
+    ("loss", "logits", [integral, eight_bit_float], RuntimeError, NOT_FLOATING),
+    ("quantize", "x", [integral, eight_bit_int, eight_bit_float], RuntimeError, NOT_WIDE),
+    ("quantize qkv", "q k v", [integral, eight_bit_int, eight_bit_float], RuntimeError, NOT_WIDE),
+    ("quantize qkv", "k v", [first_of_batch], RuntimeError, r"expected shape \[2, 5, 2, 16\], got \[1, 5, 2, 16\]$"),
+    ("quantize qkv", "k v", [meta], RuntimeError, "expected a tensor on q's device .*, got one on meta$"),
+    # the public function's name where the backends have another
+    ("qkv, varlen qkv", "qkv", [integral], RuntimeError, "expected dtype .*, got int32$"),
+    ("qkv, varlen qkv", "qkv", [meta], RuntimeError, "expected a tensor on cuda or cpu, got one on meta$"),
+    ("varlen qkv", "cu_seqlens", [*NONE, *NO_TENSORS], TypeError, NOT_A_TENSOR),
+    ("varlen qkv", "cu_seqlens", [meta], RuntimeError, ON_META),
+    ("varlen qkv", "max_seqlen", [*NONE, *NO_INTS], TypeError, NOT_INTEGRAL),
+    ("kv", "kv", [integral], RuntimeError, r"its k\): expected the dtype of q \(float16\), got int32$"),
+    ("dense, kv, varlen, cache", "s_aux learnable_sink", [one_more], RuntimeError, r"expected shape \[2\], got \[3\]$"),
     ("combine, norm", "out_dtype", const("x", float, 3), TypeError, "expected a torch.dtype or None, got "),
     ("dense, varlen, cache", "q", [without_head_dim], RuntimeError, "expected a head dim of at least 1, got 0$"),
     ("qkv", "qkv", [without_head_dim], RuntimeError, "expected a head dim of at least 1, got 0$"),
     # numbers
+    (f"{ATTENTION}, mask", "dropout_p", PROBABILITIES, RuntimeError, NOT_A_PROBABILITY),
+    ("mask", "dropout_p", [*NONE, *NO_NUMBERS], TypeError, NOT_A_NUMBER),
+    ("fp8", "q_descale k_descale v_descale", const(1e39, -1e39), RuntimeError, "expected a number of at most 3.4"),
+    ("dense, fp8, cache", "v_descale_axis", const("channel"), RuntimeError, "expected None without v_descale, got 'ch"),
+    ("dense, fp8", "v_descale_axis", const("row", 3, np.ones(2)), RuntimeError, "expected None or 'channel'"),
+    ("cache", "v_descale_axis", const("col", 3, np.ones(2)), RuntimeError, "expected None, 'channel', 'page' or 'row'"),
     (ATTENTION, "dropout_p softcap", [*NONE, *NO_NUMBERS], TypeError, NOT_A_NUMBER),
     (f"{ATTENTION}, cache", "softmax_scale", NO_NUMBERS, TypeError, NOT_A_NUMBER),
     ("cache", "softcap", [*NONE, *NO_NUMBERS], TypeError, NOT_A_NUMBER),
@@ -197,6 +284,9 @@ TABLE = (
     (f"{ATTENTION}, cache", "alibi_slopes", LEARNED_SLOPES, RuntimeError, NOT_CONSTANT),
     ("rotary, rotary qkv, rotary kv", "cos sin", [trainable], RuntimeError, NOT_CONSTANT),
     # flags
+    (ATTENTION, "return_attn_probs return_max_logit", NO_FLAGS, TypeError, NOT_A_FLAG),
+    ("cache", "return_softmax_lse", NO_FLAGS, TypeError, NOT_A_FLAG),
+    ("norm", "prenorm residual_in_fp32 return_dropout_mask", NO_FLAGS, TypeError, NOT_A_FLAG),
     (ATTENTION, "causal deterministic", NO_FLAGS, TypeError, NOT_A_FLAG),
     ("cache", "causal rotary_interleaved batch_invariant", NO_FLAGS, TypeError, NOT_A_FLAG),
     ("plan", "causal batch_invariant", NO_FLAGS, TypeError, NOT_A_FLAG),
@@ -204,7 +294,8 @@ TABLE = (
     ("norm", "is_rms_norm zero_centered_weight", NO_FLAGS, TypeError, NOT_A_FLAG),
     ("loss", "inplace_backward", NO_FLAGS, TypeError, NOT_A_FLAG),
     # ints
-    (f"{ATTENTION}, cache, plan", "window_size", [*const(None, 4, (1, 2, 3), (1,), "ab", {1: 2, 3: 4}), *tensors(3)],
+    (f"{ATTENTION}, cache, plan", "window_size",
+     [*const(None, 4, (1, 2, 3), (1,), "ab", {1: 2, 3: 4}), *tensors(3), window_on_meta],
      TypeError, r"expected a pair \(left, right\), got "),
     (f"{ATTENTION}, cache, plan", "window_size",
      [*const((None, 0), (2.5, 0), (0, "x"), [0, None], np.ones(2), (2**70, 0)), *tensors([1.0, 2.0])],
@@ -228,6 +319,32 @@ TABLE = (
     ("rotary module", "seqlen_offset", [*NONE, *NO_INTS], TypeError, NOT_INTEGRAL),
     ("rotary module", "max_seqlen", NO_INTS, TypeError, NOT_AN_INT),
     ("loss", "ignore_index", [*NONE, *NO_INTS], TypeError, NOT_AN_INT),
+    ("mask", "batch_size nheads seqlen_q seqlen_k", [*NONE, *NO_INTS], TypeError, NOT_AN_INT),
+    ("mask", "batch_size nheads seqlen_q seqlen_k", const(-1), RuntimeError, "expected a value >= 0, got -1$"),
+    ("mask", "rng_state", [*NONE, *NO_TENSORS], TypeError, NOT_A_TENSOR),
+    ("mask", "rng_state", [meta], RuntimeError, "expected a tensor with values, got one on meta$"),
+    ("mask", "device", const("x", 2.5, [1]), TypeError, "expected a device or its name, got "),
+    # others
+    ("sdpa", "devices", const(None, 3, [3], torch.device("cpu")), TypeError, "expected 'cuda', 'cpu' or several"),
+    ("sdpa", "devices", const("tpu", ("cuda:0",)), RuntimeError, "expected 'cuda', 'cpu' or several of them, got '"),
+    ("rows", "input indices", [*NONE, *NO_TENSORS], TypeError, NOT_A_TENSOR),
+    ("put rows", "values indices", [*NONE, *NO_TENSORS], TypeError, NOT_A_TENSOR),
+    ("pad", "hidden_states indices", [*NONE, *NO_TENSORS], TypeError, NOT_A_TENSOR),
+    ("rows, put rows, pad", "indices", [floating], RuntimeError, r"expected int32 or int64 of shape \(m,\), got "),
+    ("put rows, pad", "indices", [first_of_batch], RuntimeError, "expected one for each row of values, "),
+    ("pad", "batch seqlen", [*NONE, *NO_INTS], TypeError, NOT_AN_INT),
+    ("norm linear", "linear_weight", [*NONE, *NO_TENSORS], TypeError, NOT_A_TENSOR),
+    ("norm linear", "norm_weight norm_bias linear_bias", NO_TENSORS, TypeError, NOT_A_TENSOR),
+    ("norm linear", "norm_weight linear_weight linear_bias", [one_more], RuntimeError, "expected shape "),
+    ("straight through", "return_attn_probs", NO_FLAGS, TypeError, NOT_A_FLAG),
+    ("rotary module", "qkv", [first_number], RuntimeError, r"expected 4 or 5 dimensions \(batch, seqlen, "),
+    ("self", "qkv", [*NONE, *NO_TENSORS], TypeError, NOT_A_TENSOR),
+    ("cross", "q kv", [*NONE, *NO_TENSORS], TypeError, NOT_A_TENSOR),
+    ("self", "qkv", [first_number], RuntimeError, r"expected shape \(batch, seqlen, 3, nheads, head_dim\), got \[\]$"),
+    ("cross", "q kv", [first_number], RuntimeError, r"expected shape \(.*\), got \[\]$"),
+    ("self, cross", "key_padding_mask", NO_TENSORS, TypeError, NOT_A_TENSOR),
+    ("self, cross", "key_padding_mask", [one_more], RuntimeError, r"expected bool of shape \[2, 5\], got "),
+    ("pad", "batch seqlen", const(-1), RuntimeError, "expected a value >= 0, got -1$"),
 )  # fmt: skip
 
 CALLS = [
@@ -246,17 +363,29 @@ def test_bad_argument_is_named(device, function, name, makers, error, message):
     for make in makers:
         with pytest.raises(error) as caught:
             call(**{**good, name: make(device, good.get(name))})
-        assert re.match(f"{name}: {message}", str(caught.value).splitlines()[0]), str(caught.value)
+        assert re.match(rf"{name}(: | \(){message}", str(caught.value).splitlines()[0]), str(caught.value)
     assert all(torch.equal(x, y) for x, y in zip(held, before))
 
 
 def test_meta_tensors_alone(device):
-    """There is no backend for them; a packed one counts as q."""
+    """There is no backend for them."""
     x = torch.empty(BATCH, ROWS, 3, HEADS, HEAD_DIM, device="meta")
     for dtype in (torch.float16, torch.float32):
-        for call in (lambda x: flash_attn_qkvpacked_func(x), lambda x: flash_attn_func(*x.unbind(2))):
-            with pytest.raises(RuntimeError, match="^q: expected a tensor on cuda or cpu, got one on meta$"):
+        for name, call in (("qkv", flash_attn_qkvpacked_func), ("q", lambda x: flash_attn_func(*x.unbind(2)))):
+            with pytest.raises(RuntimeError, match=f"^{name}: expected a tensor on cuda or cpu, got one on meta$"):
                 call(x.to(dtype))
+
+
+def test_windows_without_end_are_equal_for_a_plan(device):
+    """2^31 - 1 and more is unbounded to the kernels."""
+    call, good = good_arguments(device)["cache"]
+    sizes = {"nheads": HEADS, "nheads_k": HEADS, "head_dim": HEAD_DIM, "seqlen_cache": CAPACITY, "seqlen_new": ROWS}
+    plan = KvCachePlan(good["cache_seqlens"], ROWS, **sizes)
+    expected = call(**good)
+    for window in ((2**31 - 1, 2**31 - 1), (-1, 2**40), (-7, -1)):
+        assert torch.equal(call(**good, plan=plan, window_size=window), expected)
+    with pytest.raises(RuntimeError, match=r"^plan: expected one made for the window \(9, -1\), got one for "):
+        call(**good, plan=plan, window_size=(9, -1))
 
 
 INDICES = {

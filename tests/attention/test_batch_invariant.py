@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import os
 import runpy
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from cases import pairwise
 
 import flash_attn
@@ -436,6 +440,143 @@ def test_the_switch_under_compile(device, modes):
             modes.clear()
             function(*tensors).sum().backward()
             assert modes == [("fwd", enabled), ("bwd", enabled)]
+
+
+def in_thread(function):
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(function).result(60)
+
+
+def test_blocks_of_two_threads_do_not_mix(device, modes):
+    """They overlap, in both orders of their ends; a third thread is in none of them."""
+    steps = threading.Barrier(2, timeout=60)
+    inside = threading.Event()
+
+    def block(ends_first):
+        with set_batch_invariant(True):
+            steps.wait()
+            if ends_first:
+                inside.wait(60)
+            seen = is_batch_invariant(), in_thread(is_batch_invariant)
+        inside.set()
+        steps.wait()
+        return (*seen, is_batch_invariant())
+
+    for order in ((True, False), (False, True)):
+        inside.clear()
+        with ThreadPoolExecutor(2) as pool:
+            assert [*pool.map(block, order)] == [(True, False, False)] * 2
+        assert not is_batch_invariant()
+
+
+def test_blocks_are_never_seen_by_other_threads(device, modes):
+    """Nor between the call of `set_batch_invariant` and the begin of its block; a block of False hides nothing."""
+    ended = threading.Event()
+
+    def blocks(enabled):
+        while not ended.is_set():
+            with set_batch_invariant(enabled):
+                assert is_batch_invariant() is enabled
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for enabled in (True, False):
+            set_batch_invariant(not enabled)
+            ended.clear()
+            with ThreadPoolExecutor(1) as pool:
+                other = pool.submit(blocks, enabled)
+                seen = {is_batch_invariant() for _ in range(20000)}
+                ended.set()
+                other.result(60)
+            assert seen == {not enabled}
+    finally:
+        sys.setswitchinterval(interval)
+
+
+def test_one_object_is_entered_many_times(device, modes):
+    for kept in (True, False):
+        mode = set_batch_invariant(kept)
+        set_batch_invariant(not kept)
+        for _ in range(2):
+            with mode:
+                assert is_batch_invariant() is kept
+                with mode, set_batch_invariant(not kept), mode:
+                    assert is_batch_invariant() is kept
+                assert is_batch_invariant() is kept
+            assert is_batch_invariant() is not kept
+
+
+def test_calls_hold_for_all_threads(device, modes):
+    """Those that run already too, but in their blocks. An object that is kept is one of its thread's."""
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(is_batch_invariant).result(60) is False
+        pool.submit(set_batch_invariant(False).__enter__).result(60)
+        set_batch_invariant(True)
+        assert is_batch_invariant() and in_thread(is_batch_invariant)
+        assert pool.submit(is_batch_invariant).result(60) is False
+        in_thread(lambda: set_batch_invariant(False) and None)
+        assert not is_batch_invariant()
+        pool.submit(set_batch_invariant(False).__exit__).result(60)
+    mode = set_batch_invariant(True)
+    assert is_batch_invariant() and not in_thread(is_batch_invariant)
+    with mode:
+        pass
+    assert not is_batch_invariant()
+    mode = set_batch_invariant(True)
+    del mode
+    assert in_thread(is_batch_invariant)
+
+
+def test_tasks_have_their_own_blocks(device, modes):
+    async def task(enabled, first):
+        await asyncio.sleep(0.0 if first else 0.01)
+        with set_batch_invariant(enabled):
+            await asyncio.sleep(0.02)  # the other one is in its block, which ends later
+            seen = is_batch_invariant(), await asyncio.create_task(asyncio.to_thread(is_batch_invariant))
+        await asyncio.sleep(0.02)
+        return (*seen, is_batch_invariant())
+
+    async def both():
+        return await asyncio.gather(task(True, True), task(False, False), asyncio.to_thread(is_batch_invariant))
+
+    assert asyncio.run(both()) == [(True, True, False), (False, False, False), False]
+
+
+def test_compiled_code_sees_the_block_of_its_thread(device, modes):
+    tensors = inputs(device)
+    torch._dynamo.reset()
+    function = torch.compile(lambda *x: flash_attn_func(*x, causal=True), backend="aot_eager", fullgraph=True)
+
+    def call():
+        modes.clear()
+        function(*tensors)
+        return [mode for _, mode in modes]
+
+    for _ in range(2):
+        with set_batch_invariant(True):
+            assert call() == [True]
+            assert in_thread(call) == [False]
+        assert call() == [False]
+
+    async def task(enabled):
+        with set_batch_invariant(enabled):
+            await asyncio.sleep(0.01)
+            return call()
+
+    async def both():
+        return await asyncio.gather(task(True), task(False))
+
+    assert asyncio.run(both()) == [[True], [False]]
+
+
+@pytest.mark.parametrize("use_reentrant", (False, True))
+def test_checkpoints_are_recomputed_in_the_block(device, modes, use_reentrant):
+    q, k, v = inputs(device, grad=True)
+    with set_batch_invariant(True):
+        out = torch.utils.checkpoint.checkpoint(flash_attn_func, q, k, v, use_reentrant=use_reentrant)
+        out.sum().backward()
+    assert modes == [("fwd", True), ("fwd", True), ("bwd", True)]
 
 
 def test_plans_follow_the_switch(device, modes):

@@ -237,5 +237,5 @@ def test_bad_arguments_are_named():
     with pytest.raises(RuntimeError, match=r"^rng_state: expected an int64 tensor of shape \[2\], got int64 \[3\]$"):
         dropout_mask(torch.zeros(3, dtype=torch.int64), 0.5, 1, 1, 2, 2)
     for p in (-0.1, 1.0, math.nan):
-        with pytest.raises(RuntimeError, match=r"^p_dropout: expected a value in \[0, 1\), got "):
+        with pytest.raises(RuntimeError, match=r"^dropout_p: expected a value in \[0, 1\), got "):
             dropout_mask(state(0), p, 1, 1, 2, 2)

@@ -166,7 +166,7 @@ def test_head_counts(device):
 @pytest.mark.parametrize("p,text", [(1.0, "1"), (-0.5, "-0.5"), (1.5, "1.5"), (float("nan"), "nan")])
 def test_dropout_probability(device, p, text):
     """1.0 may print as 1 or 1.0."""
-    pattern = re.escape("p_dropout: expected a value in [0, 1), got ") + re.escape(text) + r"(\.0)?$"
+    pattern = re.escape("dropout_p: expected a value in [0, 1), got ") + re.escape(text) + r"(\.0)?$"
     for call in (
         lambda: backend_forward(**dense(device), p=p),
         lambda: flash_attn_func(**dense(device), dropout_p=p),

@@ -6,6 +6,7 @@ What the plans of CUDA kernels say is in test_explain.py.
 from __future__ import annotations
 
 import re
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -361,3 +362,22 @@ def test_a_cache_on_the_cpu():
     invariant = plan(batch_invariant=True)
     assert (invariant["kernel"], invariant["block_m"], invariant["block_n"]) == ("by_row", 1, 256)
     assert invariant["num_work_tiles"] == 3
+
+
+def test_other_threads_compute_while_one_explains(monkeypatch):
+    """The mode that explains is that of a thread, and ends with the call, whose error it may be."""
+    q = random(1, 5, 2, 16)
+    expected = flash_attn.flash_attn_func(q, q, q)
+    found = []
+    forward_plan = explanation._plan
+
+    def plan_while_another_computes(*given):
+        with ThreadPoolExecutor(1) as pool:
+            found.append(pool.submit(flash_attn.flash_attn_func, q, q, q).result(60))
+        return forward_plan(*given)
+
+    monkeypatch.setattr(explanation, "_plan", plan_while_another_computes)
+    flash_attn.explain(q, q, q)
+    with pytest.raises(RuntimeError):
+        flash_attn.explain(q, q, q[:, :, :1])
+    assert found and all(torch.equal(out, expected) for out in (*found, flash_attn.flash_attn_func(q, q, q)))

@@ -175,6 +175,52 @@ def test_powers_of_two_are_exact_in_half_precision(device, half):
     assert torch.equal(fp8.quantize(torch.full((1, 1, 1, 1), 448.0), power_of_two=True)[1], torch.tensor(1.0))
 
 
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def of_any_size(dtype, device):
+    """(1, 4, heads, 16), each head with one order of magnitude, from the largest finite values to the smallest."""
+    limits = torch.finfo(torch.float32 if dtype is torch.float64 else dtype)
+    sizes = [limits.max * part for part in (1.0, 0.97, 0.95, 0.9, 0.51)] + [1.0, limits.tiny, limits.tiny * limits.eps]
+    x = torch.rand(1, 4, len(sizes), 16, dtype=torch.float64, device=device) * 2 - 1
+    x[:, 0, :, 0], x[:, 1, :, 1] = 1.0, -1.0
+    return (x * torch.tensor(sizes, dtype=torch.float64, device=device)[:, None]).to(dtype)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_powers_of_two_of_values_of_any_size(device, dtype, format):
+    """codes * descale is finite in x's dtype; within the bound, or the largest multiple of descale that is finite."""
+    x = of_any_size(dtype, device)
+    codes, descale = fp8.quantize(x, "head", format, power_of_two=True)
+    scale = descale[:, None, :, None]
+    value = eight_bit.decode(codes, scale, dtype)
+    largest = min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)
+    assert (value.double().abs() <= largest).all()
+    step = scale.double() * 0.5
+    if format is E4M3:
+        step = torch.maximum(value.double().abs() * 2.0**-4, scale.double() * 2.0**-10)
+    next_value = value.double().abs() + 2 * step
+    assert (((value.double() - x.double()).abs() <= step) | (next_value > largest)).all()
+
+
+@pytest.mark.parametrize("rotate", (False, True))
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_quantize_qkv_of_values_of_any_size(device, dtype, rotate):
+    x = of_any_size(dtype, device)
+    result = fp8.quantize_qkv(x, x.abs(), -x, rotate=rotate)
+    for name in ("q", "k", "v", "q_descale", "k_descale", "v_descale"):
+        assert torch.isfinite(getattr(result, name).float()).all(), name
+    if dtype is torch.float16:
+        assert torch.isfinite(result.lse_shift).all()
+    exact = x.abs().double().mean(1, keepdim=True)
+    smooth = x.abs().double() - exact if not rotate else fp8.hadamard(x.abs().double() - exact)
+    value = dequantized(result.k, result.k_descale)
+    largest = smooth.abs().amax((1, 3), keepdim=True).clamp(min=2.0**-120)
+    fits = largest < torch.finfo(torch.float32).max  # rotated ones may not
+    assert ((value - smooth).abs() <= largest * 2.0**-4).logical_or(~fits).all()
+
+
 def test_half_and_double_inputs(device):
     x = torch.randn(2, 6, 4, 16, device=device)
     for wide, same in ((x.half(), x.half().float()), (x.bfloat16(), x.bfloat16().float()), (x.double(), x)):
@@ -256,10 +302,10 @@ def test_smoothing_is_exact_but_for_rounding(device):
 
 
 @pytest.mark.parametrize("shapes,message", [
-    (((1, 4, 3, 8), (1, 4, 2, 8), (1, 4, 2, 8)), "q: expected heads that those of k divide"),
+    (((1, 4, 3, 8), (1, 4, 2, 8), (1, 4, 2, 8)), "q: expected a head count divisible by that of k .2., got 3"),
     (((1, 4, 2, 8), (4, 2, 8), (1, 4, 2, 8)), "k: expected 4 dimensions"),
     (((1, 4, 2, 8), (1, 4, 2, 8), (4, 2, 8)), "v: expected 4 dimensions"),
-    (((4, 8), (4, 8), (4, 8)), "x: expected 3 or 4 dimensions"),
+    (((4, 8), (4, 8), (4, 8)), "q: expected 3 or 4 dimensions"),
 ])  # fmt: skip
 def test_bad_shapes_are_named(shapes, message):
     with pytest.raises(RuntimeError, match=f"^{message}"):

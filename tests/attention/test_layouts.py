@@ -6,9 +6,11 @@ import pytest
 import torch
 from cases import Case
 from harness import backend_forward, backend_varlen_forward, check_forward, check_public_call, make_problem, run
+from public_calls import CALLS, Inputs
 from reference import assert_accurate, attention
+from torch.utils._pytree import tree_leaves
 
-from flash_attn import flash_attn_func, flash_attn_varlen_func
+from flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 
 DTYPE = torch.bfloat16
 NAN = float("nan")
@@ -300,3 +302,35 @@ def test_large_dense_problem_in_one_go(device):
     problem = make_problem(Case(1, 16384, 16384, 1, 1, 64, "bfloat16", causal=True), device)
     out, lse, _ = run(problem)
     check_forward(problem, out, lse)
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("none", ("batch", "rows"))
+def test_strides_of_tensors_without_elements_do_not_matter(device, name, none):
+    """Those that is_contiguous() calls contiguous whatever they are, a last stride of 2 among them."""
+    results = []
+    for spread in (False, True):
+        torch.manual_seed(3)
+        results.append(tree_leaves(CALLS[name](Inputs(device, spread=spread, **{none: 0}))))
+    assert len(results[0]) == len(results[1])
+    for ours, expected in zip(*results):
+        if isinstance(ours, torch.Tensor):
+            torch.testing.assert_close(ours, expected, rtol=0, atol=0, equal_nan=True)
+        else:
+            assert ours == expected
+
+
+def test_strides_of_no_keys_do_not_matter(device):
+    """Queries over none: out 0 and gradients 0, as over contiguous ones."""
+    q = torch.randn(2, 5, 4, 32, device=device, dtype=DTYPE, requires_grad=True)
+    rows = q.detach().flatten(0, 1).requires_grad_()
+    cu_q, cu_k = (torch.tensor(x, dtype=torch.int32, device=device) for x in ([0, 5, 10], [0, 0, 0]))
+    k, v = (torch.empty(2, 0, 2, 64, device=device, dtype=DTYPE)[..., ::2].requires_grad_() for _ in "kv")
+    packed_k, packed_v = (x.detach()[0].requires_grad_() for x in (k, v))
+    for out, inputs in (
+        (flash_attn_func(q, k, v), (q, k, v)),
+        (flash_attn_varlen_func(rows, packed_k, packed_v, cu_q, cu_k, 5, 0), (rows, packed_k, packed_v)),
+    ):
+        grads = torch.autograd.grad(out, inputs, torch.ones_like(out))
+        assert not out.any() and not grads[0].any() and [x.shape for x in grads] == [x.shape for x in inputs]
+    assert not flash_attn_with_kvcache(q.detach(), k.detach(), v.detach(), causal=True).any()

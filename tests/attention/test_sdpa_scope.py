@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -262,7 +263,10 @@ def test_devices(device):
         with flash_attn.sdpa.use(("cpu",)):
             assert served(device, sdpa, *inputs)[1] == (device == "cpu")
         assert served(device, sdpa, *inputs)[1] == (device == "cuda")
-    with pytest.raises(RuntimeError, match="devices: expected cuda or cpu, got tpu"), flash_attn.sdpa.use(("tpu",)):
+    with (
+        pytest.raises(RuntimeError, match="devices: expected .cuda., .cpu. or several of them, got .tpu."),
+        flash_attn.sdpa.use(("tpu",)),
+    ):
         pass
     assert F.scaled_dot_product_attention is ORIGINAL
 
@@ -289,6 +293,24 @@ def test_other_threads_are_outside(device):
     thread.join(60)
     assert results == {"before": False, "inside": True}
     assert F.scaled_dot_product_attention is ORIGINAL
+
+
+def test_compiled_code_of_two_threads(device):
+    """Compiled in a scope, it goes to torch in a thread that is in none, and the other way round."""
+    torch.compiler.reset()
+    inputs = [x.detach() for x in make(device)]
+    compiled = torch.compile(lambda q, k, v: sdpa(q, k, v), backend="eager", fullgraph=True)
+
+    def call():
+        return served(device, compiled, *inputs)[1]
+
+    with flash_attn.sdpa.use(BOTH):
+        found = [call()]
+        for _ in range(2):
+            with ThreadPoolExecutor(1) as pool:
+                found.append(pool.submit(call).result(60))
+            found.append(call())
+    assert found == [True, False, True, False, True]
 
 
 def test_tasks_have_their_own(device):

@@ -1,4 +1,5 @@
-"""Whoever looks on at a call gets to see it: torch.jit.trace, forward-mode differentiation, modes of torch."""
+"""Whoever looks on at a call gets to see it: torch.jit.trace, torch.func transforms, forward-mode differentiation,
+inference mode, modes of torch."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from torch.autograd import forward_ad
 
 from flash_attn import (
     KvCachePlan,
+    explain,
     flash_attn_combine,
     flash_attn_func,
     flash_attn_qkvpacked_func,
@@ -17,6 +19,7 @@ from flash_attn import (
     flash_attn_with_kvcache,
 )
 from flash_attn import flash_attn_interface as interface
+from flash_attn.fp8 import flash_attn_straight_through_func
 from flash_attn.layers.rotary import apply_rotary_emb, apply_rotary_emb_qkv_
 from flash_attn.ops import library
 from flash_attn.ops.triton.cross_entropy import cross_entropy_loss
@@ -211,6 +214,155 @@ def test_forward_mode_of_the_layers_is_right(device, name):
     (gradient,) = torch.autograd.grad(call(leaf), leaf, weight)
     torch.testing.assert_close((tangent * weight).sum(), (gradient * direction).sum(), rtol=1e-3, atol=1e-2)
     torch.testing.assert_close(torch.func.jvp(call, (x,), (direction,))[1], tangent)
+
+
+# ---- torch.func, batches of backwards ----
+
+
+def batched_calls(device):
+    """name -> (function of one tensor, a batch of tensors for torch.vmap)."""
+    cu, lse = ints(device, 0, 4, 9), torch.randn(3, 2, 4, HEADS, device=device)
+    slopes = torch.rand(2, HEADS, device=device)
+    return {
+        "dense": (lambda q: flash_attn_func(q, q, q, causal=True, alibi_slopes=slopes), heads(device, 3, 2, 5)),
+        "packed": (flash_attn_qkvpacked_func, randn(device, 3, 2, 5, 3, HEADS, HEAD_DIM)),
+        "varlen": (lambda q: flash_attn_varlen_func(q, q, q, cu, cu, 5, 5), heads(device, 3, 9)),
+        "combine": (lambda p: flash_attn_combine(p, lse)[0], heads(device, 2, 3, 2, 4)),
+    }
+
+
+def close(device):
+    return {"rtol": 1e-3, "atol": 1e-5 if device == "cpu" else 1e-2}
+
+
+@pytest.mark.parametrize("name", batched_calls("cpu"))
+def test_vmap_is_a_loop_over_samples(device, name):
+    """Of values and of gradients of each sample."""
+    function, batch = batched_calls(device)[name]
+
+    def gradient(x):
+        return torch.func.grad(lambda x: function(x).square().sum())(x)
+
+    for call in (function, gradient):
+        expected = torch.stack([call(x) for x in batch])
+        torch.testing.assert_close(torch.vmap(call)(batch), expected, **close(device))
+        torch.testing.assert_close(torch.vmap(torch.vmap(call))(batch[None])[0], expected, **close(device))
+
+
+def test_vmap_gives_each_sample_its_gradient_of_sinks(device):
+    q, sinks = heads(device, 3, 2, 5), torch.randn(HEADS, device=device)
+
+    def gradient(q):
+        return torch.func.grad(lambda sinks: flash_attn_func(q, q, q, sinks=sinks).square().sum())(sinks)
+
+    expected = torch.stack([gradient(x) for x in q])
+    torch.testing.assert_close(torch.vmap(gradient)(q), expected, **close(device))
+
+
+def test_jacobian(device):
+    q = heads(device, 1, 3)
+    jacobian = torch.func.jacrev(lambda q: flash_attn_func(q, q, q))(q)
+    expected = torch.autograd.functional.jacobian(lambda q: flash_attn_func(q, q, q), q)
+    torch.testing.assert_close(jacobian, expected, **close(device))
+
+
+def batch_of_backwards(function, x):
+    leaf = x.clone().requires_grad_()
+    out = function(leaf)
+    return torch.autograd.grad(out, leaf, out.new_ones(3, *out.shape), is_grads_batched=True)
+
+
+def calls_without_a_rule(device):
+    """name -> (call, the beginning of its error)."""
+    x, cache, lengths = heads(device, 2, 5).half(), heads(device, 2, CAPACITY).half(), ints(device, 3, 5)
+    plan = KvCachePlan(lengths, 5, HEADS, HEADS, HEAD_DIM, CAPACITY)
+    logits, labels = torch.randn(6, 40, device=device), torch.randint(40, (6,), device=device)
+    cos, sin = torch.randn(2, CAPACITY, HEAD_DIM // 2, device=device)
+
+    def loss(logits):
+        return cross_entropy_loss(logits, labels)[0].sum()
+
+    def over_cache(q, lengths=lengths):
+        return flash_attn_with_kvcache(q, cache, cache, cache_seqlens=lengths)
+
+    def over_planned(lengths):
+        plan.update(lengths)
+        return lengths
+
+    def attention(q):
+        return flash_attn_func(q, q, q)
+
+    def straight(q):
+        return flash_attn_straight_through_func(q, q, q)
+
+    def dropped(q):
+        return flash_attn_func(q, q, q, 0.5)
+
+    vmap, grad = torch.vmap, torch.func.grad
+    outside = "expected a call outside of torch.func transforms"
+    batch = "flash_attn: expected the gradients of one backward, got a batch"
+    return {
+        "cache query": (lambda: vmap(over_cache)(x[None]), "q: expected a tensor without a dimension of torch.vmap"),
+        "cache lengths": (lambda: vmap(lambda n: over_cache(x, n))(lengths[None]), "cache_seqlens: expected a tensor"),
+        "cache gradient": (lambda: grad(lambda q: over_cache(q).sum())(x), "flash_attn_with_kvcache: expected no"),
+        "plan": (lambda: vmap(over_planned)(lengths[None]), "cache_seqlens: expected a tensor without a dimension"),
+        "explain": (lambda: vmap(lambda q: explain(q, q, q) and q)(x[None]), f"explain: {outside}"),
+        "straight through": (lambda: vmap(straight)(x[None]), f"flash_attn_straight_through_func: {outside}"),
+        "loss": (lambda: grad(loss)(logits), f"cross_entropy_loss: {outside}"),
+        "hessian": (lambda: torch.func.hessian(lambda q: attention(q).sum())(x), "flash_attn: expected inputs without"),
+        "no samples": (lambda: vmap(attention)(x[None][:0]), "torch.vmap: expected at least one sample"),
+        "batch of backwards": (lambda: batch_of_backwards(attention, x), batch),
+        "straight through, batch of backwards": (lambda: batch_of_backwards(straight, x), batch),
+        "rotary, batch of backwards": (lambda: batch_of_backwards(lambda x: apply_rotary_emb(x, cos, sin), x), batch),
+        "dropout": (lambda: vmap(dropped)(x[None]), r"dropout_p: expected 0 under torch.vmap\(randomness='error'\)"),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", calls_without_a_rule("cpu"))
+def test_what_has_no_rule_is_refused_by_name(device, name):
+    call, message = calls_without_a_rule(device)[name]
+    with pytest.raises((NotImplementedError, RuntimeError), match=f"^{message}"):
+        call()
+
+
+def test_vmap_draws_a_dropout_mask_for_each_sample(device):
+    q = heads(device, 5).expand(3, 2, -1, -1, -1)
+    out = torch.vmap(lambda q: flash_attn_func(q, q, q, 0.5), randomness="different")(q)
+    assert out.isfinite().all() and not torch.equal(out[0], out[1])
+
+
+# ---- inference mode, compiled code ----
+
+
+def test_lengths_and_slopes_made_in_inference_mode(device):
+    """A backward saves copies of them; q, k and v have to be cloned by the caller, as for torch's operations."""
+    with torch.inference_mode():
+        made = ints(device, 0, 4, 9), torch.rand(HEADS, device=device), torch.randn(HEADS, device=device)
+        keys = heads(device, 9)
+
+    def gradient(cu, slopes, sinks, k):
+        q = x.clone().requires_grad_()
+        out = flash_attn_varlen_func(q, q if k is None else k, q, cu, cu, 5, 5, alibi_slopes=slopes, sinks=sinks)
+        return torch.autograd.grad(out.square().sum(), q)[0]
+
+    x = heads(device, 9)
+    torch.testing.assert_close(gradient(*made, None), gradient(*(y.clone() for y in made), None), **close(device))
+    with pytest.raises(RuntimeError, match="^k: expected a tensor that a backward may read, got one made in inf"):
+        gradient(*made, keys)
+    logits = torch.randn(6, 40, device=device, requires_grad=True)
+    with torch.inference_mode():
+        labels = torch.randint(40, (6,), device=device)
+    assert torch.autograd.grad(cross_entropy_loss(logits, labels)[0].sum(), logits)[0].isfinite().all()
+
+
+def test_a_plan_is_made_outside_of_compiled_code(device):
+    q, cache, lengths = heads(device, 2, 5), heads(device, 2, CAPACITY), ints(device, 3, 5)
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="KvCachePlan: expected to be made outside of compiled"):
+        torch.compile(decode_with_plan, backend="eager", fullgraph=True)(q, cache, lengths)
+    torch._dynamo.reset()
+    out = torch.compile(decode_with_plan, backend="eager")(q, cache, lengths)  # leaves compiled code for it
+    assert torch.equal(out, decode_with_plan(q, cache, lengths))
 
 
 def test_function_modes_see_the_operator(device):

@@ -1,6 +1,8 @@
 """Context parallelism at its ends: fewer tokens than ranks, errors that only some ranks would see, buffers alive."""
 
+import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -9,7 +11,16 @@ from cp_harness import check_result, make_plan, run_local, self_attention
 from cp_kernel_harness import half
 
 from flash_attn import flash_attn_func, flash_attn_varlen_func
-from flash_attn.context_parallel import CpPlan, LocalGroup, compute, flash_attn_cp_func, function, moves
+from flash_attn.context_parallel import (
+    CpCache,
+    CpPlan,
+    LocalGroup,
+    call,
+    compute,
+    flash_attn_cp_func,
+    flash_attn_cp_kvcache,
+    moves,
+)
 from flash_attn.context_parallel.local_group import LocalRank
 from flash_attn.context_parallel.schedule import METHODS
 
@@ -99,7 +110,7 @@ def raises_on_all(tokens, call, message, size=3):
 WRONG_EVERYWHERE = [
     ({"softcap": -1.0}, "softcap: expected a value >= 0"),
     ({"softmax_scale": float("inf")}, "softmax_scale: expected a finite value"),
-    ({"dropout_p": float("nan")}, r"p_dropout: expected a value in \[0, 1\)"),
+    ({"dropout_p": float("nan")}, r"dropout_p: expected a value in \[0, 1\)"),
     ({"sinks": torch.ones(2, dtype=torch.int32)}, "sinks: expected float32"),
     ({"lse_convention": "fa4"}, "lse_convention: expected one of"),
 ]
@@ -208,8 +219,8 @@ def test_a_ring_holds_two_ranks_keys(device, ranks, monkeypatch):
 def test_a_known_call_is_not_checked_again_and_others_are(device, monkeypatch):
     """What follows a call that was accepted: the same one, others, bad ones, another one on one of the ranks."""
     requests = []
-    request = function.request
-    monkeypatch.setattr(function, "request", lambda *given: requests.append(given) or request(*given))
+    request = call.request
+    monkeypatch.setattr(call, "request", lambda *given: requests.append(given) or request(*given))
 
     def run(rank):
         plan = CpPlan.dense(20, group=rank, check="calls")
@@ -254,3 +265,159 @@ def test_rows_that_a_part_lacks_may_hold_anything(device, kind, monkeypatch):
     problem, weights = self_attention(Case(batch, rows, rows, 2, 2, 16, "bfloat16", causal=True, kind=kind), device)
     check_result(problem, weights, run_local(problem, weights, 3, method="ring"))
     assert made
+
+
+# ---- errors, orders and threads of some ranks ----
+
+SECONDS = 30.0  # for which a rank waits for another: a test fails and does not hang
+
+
+def told_by(error, message):
+    """What the ranks other than 1 are told of its error."""
+    return rf"got errors on ranks \[1\] \(rank 1: {error.__name__}: {message}"
+
+
+def raise_on_all(call, error, message, size=2):
+    """call(rank, is_bad) raises the error on rank 1, and on the others what they are told of it."""
+
+    def run(rank):
+        is_bad = rank.rank == 1
+        with pytest.raises(error if is_bad else RuntimeError, match=message if is_bad else told_by(error, message)):
+            call(rank, is_bad)
+        return CpPlan.dense(4, group=rank).cu_seqlens  # all are at the same place again
+
+    assert LocalGroup(size, SECONDS).run(run) == [(0, 4)] * size
+
+
+def mesh_and_group(rank, is_bad):
+    CpPlan.dense(8, mesh=rank.mesh(1, 2), group=rank if is_bad else None)
+
+
+NO_COMMUNICATOR = [
+    (lambda rank, is_bad: CpPlan.dense(8, group=rank, copies="x" if is_bad else False), TypeError, "copies: expected"),
+    (lambda rank, is_bad: CpPlan.dense(8, group="x" if is_bad else rank), RuntimeError, "group: expected"),
+    (mesh_and_group, TypeError, "group: expected None"),
+    (lambda rank, is_bad: CpPlan.dense(8, group=rank, mesh="x" if is_bad else None), TypeError, "group: expected None"),
+    (lambda rank, is_bad: CpCache(mesh="x") if is_bad else CpCache(group=rank), NotImplementedError, "mesh: expected"),
+]
+
+
+@pytest.mark.parametrize("call, error, message", NO_COMMUNICATOR, ids=range(len(NO_COMMUNICATOR)))
+def test_errors_of_group_and_mesh_raise_on_all_ranks(call, error, message):
+    """They are found before the rank has a communicator to tell them by."""
+    raise_on_all(call, error, message)
+
+
+def test_a_call_without_its_plan_raises_on_all_ranks():
+    q = torch.randn(1, 4, 2, 8)
+
+    def function(rank, is_bad):
+        plan = CpPlan.dense(8, group=rank)
+        flash_attn_cp_func(q, q, q, plan=None if is_bad else plan)
+
+    def cache(rank, is_bad):
+        shards = CpCache(group=rank)
+        flash_attn_cp_kvcache(q, q, q, 2, shards=3 if is_bad else shards)
+
+    raise_on_all(function, TypeError, "plan: expected a CpPlan, got None")
+    raise_on_all(cache, TypeError, "shards: expected a CpCache, got 3")
+
+
+@pytest.mark.parametrize("check", ["calls", "plan"])
+@pytest.mark.parametrize("method", ["all_gather", "ulysses"])
+def test_backwards_in_different_orders_raise_on_all_ranks(check, method):
+    """Of calls of one kind, whose messages have the same shapes: once of one plan, once of two that are equal."""
+
+    def run(rank):
+        torch.manual_seed(rank.rank)
+        first, second = (CpPlan.dense(8, group=rank, method=method, check=check) for _ in range(2))
+        q = torch.randn(1, first.num_tokens, 2, 8, dtype=torch.float64)
+        for plans in ((first, first), (first, second)):
+            leaves = [[(scale * q).requires_grad_() for _ in range(3)] for scale in (1.0, 2.0)]
+            outs = [flash_attn_cp_func(*own, plan=plan) for own, plan in zip(leaves, plans)]
+            with pytest.raises(RuntimeError, match=r"flash_attn_cp_func: expected the same .* ranks \[1\]"):
+                outs[rank.rank].sum().backward()
+        return True
+
+    assert LocalGroup(2, SECONDS).run(run) == [True] * 2
+
+
+def test_backwards_of_unshard_are_compared():
+    def run(rank):
+        plan = CpPlan.dense(8, group=rank)
+        leaves = [torch.zeros(plan.num_tokens, requires_grad=True) for _ in range(2)]
+        wholes = [plan.unshard(x, 0) for x in leaves]
+        with pytest.raises(RuntimeError, match=r"unshard: expected the same .* ranks \[1\]"):
+            wholes[rank.rank].sum().backward()
+        wholes[0].sum().backward()
+        return leaves[0].grad.tolist()
+
+    assert LocalGroup(2, SECONDS).run(run) == [[2.0] * 4] * 2
+
+
+def test_a_backward_whose_inputs_were_written_raises_on_all_ranks():
+    def backward(rank, is_bad):
+        plan = CpPlan.dense(8, group=rank)
+        q = torch.randn(1, plan.num_tokens, 2, 8)
+        x = torch.randn_like(q).requires_grad_()
+        out = flash_attn_cp_func(x, q, q, plan=plan)
+        if is_bad:
+            q.zero_()
+        out.sum().backward()
+
+    raise_on_all(backward, RuntimeError, "one of the variables needed for gradient computation has been modified")
+
+
+def in_thread(function):
+    """The result of a function in a thread, or its error."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(function).result(SECONDS)
+
+
+@pytest.mark.parametrize("check", ["calls", "plan", "none"])
+def test_a_plan_is_of_the_thread_that_made_it(check):
+    """Two threads whose calls ranks may take in different orders; backwards may run in threads of autograd's."""
+
+    def run(rank):
+        plan, shards = CpPlan.dense(8, group=rank, check=check), CpCache(group=rank, check=check)
+        q = torch.randn(1, plan.num_tokens, 2, 8, requires_grad=True)
+        calls = (
+            lambda: flash_attn_cp_func(q, q, q, plan=plan),
+            lambda: plan.unshard(q, 1),
+            lambda: flash_attn_cp_kvcache(q, q, q, 2, shards=shards),
+        )
+        for own_call, name in zip(calls, ("plan", "plan", "shards")):
+            expected = own_call()
+            with pytest.raises(RuntimeError, match=f"^{name}: expected calls from the thread that made it"):
+                in_thread(own_call)
+            torch.testing.assert_close(own_call(), expected)
+        return True
+
+    assert LocalGroup(2, SECONDS).run(run) == [True] * 2
+
+
+def test_a_call_of_another_thread_raises_on_all_ranks():
+    def call(rank, is_bad):
+        plan = CpPlan.dense(8, group=rank)
+        q = torch.randn(1, plan.num_tokens, 2, 8)
+
+        def attend():
+            return flash_attn_cp_func(q, q, q, plan=plan)
+
+        in_thread(attend) if is_bad else attend()
+
+    raise_on_all(call, RuntimeError, "plan: expected calls from the thread that made it")
+
+
+def test_ranks_wait_no_longer_than_the_timeout():
+    """Of a LocalGroup, for a rank that does something else."""
+
+    def run(rank):
+        if rank.rank == 0:
+            with pytest.raises(RuntimeError, match="rank 1 of the LocalGroup has sent no ints for 0.2 seconds"):
+                rank.all_gather_ints([1])
+        ended.wait(SECONDS) if rank.rank else ended.set()
+        return True
+
+    ended = threading.Event()
+    assert LocalGroup(2, 0.2).run(run) == [True] * 2

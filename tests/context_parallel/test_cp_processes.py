@@ -35,7 +35,7 @@ def test_meshes_bits_and_caches(device, size):
 
 
 def test_compiled_code(device):
-    run(device, 2, (cp_workers.compiled,), on_both=True)
+    run(device, 2, (cp_workers.compiled,), (cp_workers.backward_orders,), on_both=True)
 
 
 @pytest.mark.devices("cuda")

@@ -342,10 +342,37 @@ void check_format() {
   }
 }
 
+float from_bits(uint32_t bits) {
+  float value;
+  std::memcpy(&value, &bits, 4);
+  return value;
+}
+
+// Codes times the power that K takes are exact in fp16; what is left for queries is at most 1, up to 2^7.
+void check_key_power() {
+  for (uint32_t exponent = 0; exponent < 256; ++exponent) {
+    for (uint32_t mantissa : {0u, 1u, 0x400000u, 0x7fffffu}) {
+      const uint32_t descale = exponent << 23 | mantissa, power = key_power(descale);
+      for (uint32_t code = 0; code < 256; ++code) {
+        for (double value : {e4m3_value(code), static_cast<double>(static_cast<int8_t>(code))}) {
+          const double product = value * from_bits(power);
+          check::that(std::isnan(value) || half_value(half_bits(product)) == product, "a code", exponent, code);
+        }
+      }
+      check::that(from_bits(power) * from_bits(reciprocal_power(power)) == 1, "a reciprocal", exponent);
+      if (exponent == 0 || exponent == 255) continue;
+      const double rest = static_cast<double>(from_bits(descale)) / from_bits(power), given = from_bits(descale);
+      check::that((rest < 1) == (given < 128), "queries keep their range", exponent, mantissa);
+      check::that(rest >= 0.5 || given < 0x1p-16, "queries keep their bits", exponent, mantissa);
+    }
+  }
+}
+
 }  // namespace
 
 int main() {
   check_conversions();
+  check_key_power();
   check_encoding();
   check_swizzle<64>();
   check_swizzle<128>();

@@ -152,6 +152,45 @@ def test_rows_that_are_codes_already_are_copied(device, shape):
     check(problem, out, lse, *descales)
 
 
+@pytest.mark.parametrize("axis", ("row", "page", None))
+@pytest.mark.parametrize("page_size", (0, 1, 2, 16))
+def test_descales_of_rows_and_of_pages(device, page_size, axis):
+    """An append writes those of rows alone. In pages of one row, where shapes are alike, the call says which."""
+    case = KvCase(lengths=(40, 0, 91), seqlen_q=2, seqlen_new=2, dtype="float16", causal=True, page_size=page_size)
+    for shape in ("page", "token"):
+        problem, *descales = eight_bit_problem(case, device, INT8, shape)
+        alike, fits = page_size == 1, axis in (None, {"page": "page", "token": "row"}[shape])
+        before = [x.clone() for x in (*descales, problem.k_cache, problem.v_cache)]
+        axes = {"k_descale_axis": axis, "v_descale_axis": axis}
+        if not fits and not alike:
+            with pytest.raises(RuntimeError, match=f"^k_descale: expected shape .* with k_descale_axis='{axis}', got"):
+                call(problem, device, *descales, **axes)
+        elif alike and axis is None:
+            with pytest.raises(RuntimeError, match="^k_descale: expected k_descale_axis='row'"):
+                call(problem, device, *descales, **axes)
+        else:
+            out, lse = call(problem, device, *descales, **axes)
+            check(problem, out, lse, *descales)
+            writes = (axis or {"page": "page", "token": "row"}[shape]) == "row"
+            assert all(torch.equal(x, y) != writes for x, y in zip(descales, before))
+            continue
+        assert all(map(torch.equal, (*descales, problem.k_cache, problem.v_cache), before))
+
+
+def test_axes_of_descales_are_checked(device):
+    q, k, v = dense(device)
+    ones = torch.ones(2, 9, 2, device=device)
+    for name, axis, descale, message in (
+        ("k", "channel", ones, "k_descale_axis: expected None, 'page' or 'row', got 'channel'"),
+        ("v", 3, ones, "v_descale_axis: expected None, 'channel', 'page' or 'row', got 3"),
+        ("k", "row", None, "k_descale_axis: expected None without k_descale, got 'row'"),
+        ("v", "page", ones, r"v_descale: expected shape \[2, 1, 2\] with"),
+    ):
+        given = {f"{name}_descale_axis": axis, f"{name}_descale": descale}
+        with pytest.raises(RuntimeError, match=f"^{message}"):
+            decode(flash_attn_with_kvcache, device, q, k, v, cache_seqlens=4, **given)
+
+
 @pytest.mark.parametrize("stored", FORMATS)
 def test_one_cache_is_quantised_once(device, stored):
     """One tensor as both caches receives equal rows, if one descale makes codes of them."""

@@ -7,9 +7,10 @@ import dataclasses
 import pytest
 import torch
 from fp8_cache_harness import FORMATS, SHAPES, call, check, eight_bit_problem, scale
-from fp8_harness import E4M3, INT8, PLAIN, decode, dequantized, relative_rmse
+from fp8_harness import E4M3, INT8, LSE, PLAIN, WIDE_P, decode, dequantized, lse_error, relative_rmse
 from harness import captured
 from kvcache_harness import KvCase, make_problem, plan_for, rotated_queries, run
+from reference import attention
 
 import flash_attn
 from flash_attn import flash_attn_with_kvcache
@@ -109,6 +110,29 @@ def test_powers_of_two_are_exact(device, family):
         assert torch.equal(ours[0], out) and torch.equal(ours[1], lse)
     else:  # descales multiply scores and sums there
         assert relative_rmse(ours[0], out) < 2e-3 and (ours[1] - lse)[lse.isfinite()].abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("stored", FORMATS)
+@pytest.mark.parametrize("k_descale", (1e-8, 1e-6, 1e-4, 1.0, 1e3))
+@pytest.mark.parametrize("seqlen_q,through", ((70, "cache"), (70, "dense"), (1, "cache")))
+def test_descales_of_k_of_any_size(device, stored, k_descale, seqlen_q, through):
+    """bf16 queries become fp16 on a GPU: products with k_descale are beyond its range, or below its normal numbers."""
+    heads_k, head_dim, keys = 2, 64, 300
+    v, k = ((torch.randn(2, keys, heads_k, head_dim, device=device) * 30).round().clamp(-127, 127) for _ in "vk")
+    k, v = k.to(stored), v.to(stored)
+    descale = torch.tensor([[1.0, 0.7], [0.3, 0.9]], device=device) * k_descale
+    exact = (k.double() * descale[:, None, :, None].double(), v.double() * 0.02)
+    for magnitude in (1e-3, 1.0, 1e3):
+        q = (torch.randn(2, seqlen_q, 4, head_dim, device=device) * magnitude).bfloat16()
+        softmax_scale = min(0.5 / (magnitude * k_descale * 30 * head_dim**0.5), 1e6)  # scores are below 1
+        options = {"softmax_scale": softmax_scale, "causal": True, "k_descale": descale, "v_descale": 0.02}
+        if through == "cache":
+            out, lse = decode(flash_attn_with_kvcache, device, q, k, v, return_softmax_lse=True, **options)
+        else:
+            out, lse, _ = flash_attn.flash_attn_func(q, k, v, return_attn_probs=True, **options)
+        expected = attention(q, *exact, causal=True, scale=softmax_scale)
+        assert relative_rmse(out, expected.out) <= WIDE_P, magnitude
+        assert lse_error(lse, expected.lse) <= LSE, magnitude
 
 
 @pytest.mark.parametrize("stored,out_dtype", ((E4M3, None), (E4M3, torch.float16)))

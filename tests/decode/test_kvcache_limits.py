@@ -58,9 +58,9 @@ def test_windows_wider_than_32_bits_are_unbounded(device, window):
     [
         ((1, 4, 2, 64, -1), "seqlen_cache: expected a size in .0, 2.31., got -1"),
         ((-3, 4, 2, 64, 96), "seqlen_q: expected a size in .0, 2.31., got -3"),
-        ((1, 2**31, 2, 64, 96), "heads: expected a size in .0, 2.31., got 2147483648"),
-        ((1, 4, 2**31, 64, 96), "heads_k: expected a size in .0, 2.31., got 2147483648"),
-        ((1, 4, 3, 64, 96), "heads: expected a head count divisible by the K/V head count 3, got 4"),
+        ((1, 2**31, 2, 64, 96), "nheads: expected a size in .0, 2.31., got 2147483648"),
+        ((1, 4, 2**31, 64, 96), "nheads_k: expected a size in .0, 2.31., got 2147483648"),
+        ((1, 4, 3, 64, 96), "nheads: expected a head count divisible by the K/V head count 3, got 4"),
         ((1, 4, 2, 0, 96), "head_dim: expected a value from 1 to 256, got 0"),
         ((1, 4, 2, 257, 96), "head_dim: expected a value from 1 to 256, got 257"),
         ((2**29, 4, 2, 64, 96), "seqlen_q: expected at most 1073741823 rows for each K/V head, got 1073741824"),

@@ -1,7 +1,7 @@
 """flash_attn.integrations.sglang: the functions as SGLang 0.5.23 calls them, and the backend that it registers.
 
-The signatures and calls were read in that release: sglang/kernels/ops/attention/flash_attention.py and
-sglang/srt/layers/attention/flashattention_backend.py. The registry is imposed by stand-ins for these modules.
+The calls are those of sglang/srt/layers/attention/flashattention_backend.py in that release. Here stand-ins for its
+modules impose the registry; test_server_packages.py does the same in SGLang itself.
 """
 
 from __future__ import annotations
@@ -11,11 +11,22 @@ import types
 
 import pytest
 import torch
-from serving_harness import HEAD_DIM, HEADS, HEADS_K, LENGTHS_K, LENGTHS_Q, PAGE, keywords, make_batch, tolerance
+from serving_harness import (
+    HEAD_DIM,
+    HEADS,
+    HEADS_K,
+    LENGTHS_K,
+    LENGTHS_Q,
+    PAGE,
+    keywords,
+    make_8_bit_batch,
+    make_batch,
+    tolerance,
+)
 from signatures import plain_signature
 
 import flash_attn
-from flash_attn.integrations import sglang
+from flash_attn.integrations import serving, sglang
 
 DESCALES = "q_descale=None, k_descale=None, v_descale=None"
 MODS = "score_mod=None, aux_tensors=None, sfq=None, sfk=None, sfv=None, rel_bias=None, rel_bias_prep_cache=None"
@@ -135,7 +146,29 @@ def test_varlen(device, paged):
     torch.testing.assert_close(lse[:, kept], expected_lse, **tolerance(device))
 
 
-REJECTED = ("qv", "k_descale", "score_mod", "mask_mod", "sfq", "rel_bias")
+@pytest.mark.parametrize("without_scales", (False, True))
+def test_eight_bits(device, without_scales):
+    """kv_cache_dtype="fp8_e4m3": q converted as it is, scales where the checkpoint has some; both functions."""
+    codes, descales, values = make_8_bit_batch(device)
+    if without_scales:
+        codes, descales = codes._replace(k=codes.v), {}
+        v = values.v / torch.tensor([0.0625, 0.5], dtype=torch.float64).unsqueeze(-1)
+        values = values._replace(q=values.q / 0.25, k=v, v=v)
+    scale = 0.02 if without_scales else HEAD_DIM**-0.5
+    expected, expected_lse = values.by_sequence(causal=True, softmax_scale=scale)
+    given = torch.empty_like(codes.q, dtype=torch.bfloat16)
+    out, lse, *_ = call(codes, out=given, return_softmax_lse=True, softmax_scale=scale, **descales)
+    packed = sglang.flash_attn_varlen_func(
+        codes.q, codes.k, codes.v, codes.cu_q, None, seqused_k=codes.lengths, page_table=codes.table, causal=True,
+        softmax_scale=scale, **descales,
+    )  # fmt: skip
+    assert out is given
+    torch.testing.assert_close(out.cpu().double(), expected, atol=2e-2, rtol=2e-2)
+    torch.testing.assert_close(lse.cpu(), expected_lse, atol=1e-2, rtol=1e-3)
+    torch.testing.assert_close(packed, out)
+
+
+REJECTED = ("qv", "score_mod", "mask_mod", "sfq", "rel_bias")
 
 
 @pytest.mark.parametrize("name", REJECTED)
@@ -154,8 +187,12 @@ def test_numbers_and_dtypes_that_are_not_served(device):
         call(batch, attention_chunk=64)
     with pytest.raises(NotImplementedError, match="^only_qv: expected None, got bool"):
         call(batch, only_qv=True)
-    with pytest.raises(NotImplementedError, match="^v_cache: expected float16 or bfloat16, got float8_e5m2"):
-        call(batch, v_cache=batch.v.to(torch.float8_e5m2))
+    with pytest.raises(NotImplementedError, match="^ver: expected 3, got 4"):
+        call(batch, ver=4)
+    with pytest.raises(NotImplementedError, match="^k_cache: expected float8_e4m3fn or int8, got float8_e5m2"):
+        call(batch, k_cache=batch.k.to(torch.float8_e5m2))
+    with pytest.raises(NotImplementedError, match="^v_cache: expected the dtype of k_cache"):
+        call(batch, k_cache=batch.k.to(torch.float8_e4m3fn))
 
 
 # ---- how SGLang finds it ----
@@ -168,44 +205,68 @@ def sglang_stand_in(monkeypatch):
     registry.ATTENTION_BACKENDS = {}
 
     def register_attention_backend(name):
-        return lambda function: registry.ATTENTION_BACKENDS.setdefault(name, function)
+        return lambda function: registry.ATTENTION_BACKENDS.update({name: function})
+
+    def theirs(**options):
+        return "theirs"
 
     class FlashAttentionBackend:
         def __init__(self, runner, fa_impl_ver=3):
             self.runner = runner
-            self.flash_attn_with_kvcache = self.flash_attn_varlen_func = "theirs"
-            self._get_scheduler_metadata = "theirs"
+            self.flash_attn_with_kvcache = self.flash_attn_varlen_func = theirs
+            self._get_scheduler_metadata = theirs
 
         def forward(self, **options):
             return backend.flash_attn_with_kvcache(**options)
 
     registry.register_attention_backend = register_attention_backend
-    server.ATTENTION_BACKEND_CHOICES = ["fa3"]
-    server.add_attention_backend_choices = server.ATTENTION_BACKEND_CHOICES.extend
+    for listed, add in sglang._CHOICES.items():
+        setattr(server, listed, ["fa3"])
+        setattr(server, add, getattr(server, listed).extend)
+    listed, add = sglang._CHUNKED_PREFIX
+    setattr(server, listed, ["fa3"])
+    setattr(server, add, getattr(server, listed).append)
     backend.FlashAttentionBackend = FlashAttentionBackend
-    backend.flash_attn_with_kvcache = backend.flash_attn_varlen_func = None
+    backend.flash_attn_with_kvcache = backend.flash_attn_varlen_func = theirs
     layers = "sglang.srt.layers.attention"
     for name in ("sglang", "sglang.srt", "sglang.srt.layers", layers):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     monkeypatch.setitem(sys.modules, f"{layers}.attention_registry", registry)
     monkeypatch.setitem(sys.modules, f"{layers}.flashattention_backend", backend)
     monkeypatch.setitem(sys.modules, "sglang.srt.server_args", server)
-    return registry, server, backend
+    return registry, server
 
 
-def test_the_backend(device, sglang_stand_in):
-    registry, server, _ = sglang_stand_in
-    sglang.register()
-    sglang.register()
-    assert server.ATTENTION_BACKEND_CHOICES == ["fa3", "fa_native"]
-    made = registry.ATTENTION_BACKENDS["fa_native"]("runner")
+@pytest.mark.parametrize("name", ("fa_native", "fa3"))
+def test_the_backend(device, sglang_stand_in, name, caplog):
+    registry, server = sglang_stand_in
+    register = sglang.replace_fa3 if name == "fa3" else sglang.register
+    assert register() and register()
+    expected = ["fa3"] if name == "fa3" else ["fa3", "fa_native"]
+    assert all(getattr(server, listed) == expected for listed in (*sglang._CHOICES, sglang._CHUNKED_PREFIX[0]))
     batch = make_batch(device)
-    assert made.runner == "runner" and made._get_scheduler_metadata is None
-    assert made.flash_attn_varlen_func is sglang.flash_attn_varlen_func
-    assert torch.equal(call(batch, made.forward), call(batch))
+    for _ in range(2):  # of a model and of its draft
+        made = registry.ATTENTION_BACKENDS[name]("runner")
+        assert made.runner == "runner" and made._get_scheduler_metadata is None
+        assert torch.equal(call(batch, made.forward), call(batch))
+    serving.warn_once.cache_clear()
+    for options in ({"qv": batch.q}, {"ver": 4}, {"qv": batch.q}):
+        assert call(batch, made.forward, **options) == "theirs"
+    assert len(caplog.records) == 2 and "qv: expected None, got Tensor" in caplog.records[0].getMessage()
+    k = batch.keys(batch.k, 0)[0]
+    cu = torch.tensor([0, k.shape[0]], dtype=torch.int32, device=device)
+    packed = keywords(q=k, k=k, v=k, cu_seqlens_q=cu, cu_seqlens_k=cu)
+    assert torch.equal(made.flash_attn_varlen_func(**packed), sglang.flash_attn_varlen_func(**packed))
+    assert made.flash_attn_varlen_func(**packed, score_mod=len) == "theirs"
 
 
-def test_without_sglang(monkeypatch):
-    monkeypatch.setitem(sys.modules, "sglang", None)
-    with pytest.raises(ImportError):
-        sglang.register()
+@pytest.mark.parametrize("missing", ("sglang", "list"))
+def test_what_is_missing_is_said_once(sglang_stand_in, monkeypatch, missing, caplog):
+    if missing == "sglang":
+        monkeypatch.setitem(sys.modules, "sglang.srt.server_args", None)
+    else:
+        monkeypatch.delattr(sglang_stand_in[1], "add_draft_attention_backend_choices")
+    serving.warn_once.cache_clear()
+    assert not sglang.register() and not sglang.register()
+    (record,) = caplog.records
+    assert record.levelname == "WARNING" and "fa_native is not registered" in record.getMessage()

@@ -1,7 +1,7 @@
 """flash_attn.integrations.vllm: the function as vLLM 0.33.0 calls it, and the way it comes to be called.
 
-The signatures and the calls were read in that release: vllm/vllm_flash_attn/flash_attn_interface.py and
-vllm/v1/attention/backends/flash_attn.py. The look-up is imposed by stand-ins for these modules.
+The calls are those of vllm/v1/attention/backends/flash_attn.py in that release. Here stand-ins for its modules impose
+the look-up; test_server_packages.py does the same in vLLM itself.
 """
 
 from __future__ import annotations
@@ -12,11 +12,21 @@ import sys
 
 import pytest
 import torch
-from serving_harness import HEAD_DIM, HEADS, HEADS_K, LENGTHS_K, LENGTHS_Q, keywords, make_batch, tolerance
+from serving_harness import (
+    HEAD_DIM,
+    HEADS,
+    HEADS_K,
+    LENGTHS_K,
+    LENGTHS_Q,
+    keywords,
+    make_8_bit_batch,
+    make_batch,
+    tolerance,
+)
 from signatures import plain_signature
 
 from flash_attn import flash_attn_varlen_func
-from flash_attn.integrations import vllm
+from flash_attn.integrations import serving, vllm
 
 PUBLISHED = (
     "(q, k, v, max_seqlen_q, cu_seqlens_q, max_seqlen_k, cu_seqlens_k=None, seqused_k=None, q_v=None, dropout_p=0.0, "
@@ -26,17 +36,10 @@ PUBLISHED = (
     "cp_world_size=1, cp_rank=0, cp_tot_seqused_k=None, mask_mod=None, block_sparse_tensors=None, aux_tensors=None, "
     "aux_tensor_leading_dims=None, dynamic_causal=None, gather_kv_indices=None, gather_kv_valid_length=None)"
 )
-PUBLISHED_METADATA = (
-    "(batch_size, max_seqlen_q, max_seqlen_k, num_heads_q, num_heads_kv, headdim, cache_seqlens, "
-    "qkv_dtype=torch.bfloat16, headdim_v=None, cu_seqlens_q=None, cu_seqlens_k_new=None, cache_leftpad=None, "
-    "page_size=None, max_seqlen_k_new=0, causal=False, window_size=(-1, -1), has_softcap=False, num_splits=0, "
-    "pack_gqa=None, sm_margin=0)"
-)
 
 
-def test_signatures():
+def test_signature():
     assert plain_signature(vllm.flash_attn_varlen_func) == PUBLISHED
-    assert plain_signature(vllm.get_scheduler_metadata) == PUBLISHED_METADATA
 
 
 def call(batch, function=vllm.flash_attn_varlen_func, **options):
@@ -123,28 +126,44 @@ def test_what_is_not_served_is_named(device, name):
         call(make_batch(device), **{name: torch.zeros(1, device=device)})
 
 
-def test_8_bit_and_context_parallel_are_named(device):
+def test_other_calls_that_are_not_served(device):
     batch = make_batch(device)
-    with pytest.raises(NotImplementedError, match="^k: expected float16 or bfloat16, got float8_e4m3fn"):
-        call(batch, k=batch.k.to(torch.float8_e4m3fn))
     with pytest.raises(NotImplementedError, match="^cp_world_size: expected None, got int"):
         call(batch, cp_world_size=2)
     with pytest.raises(ValueError, match="^cu_seqlens_k: expected a tensor where k is packed, got None"):
         call(batch, k=batch.k.flatten(0, 1), v=batch.v.flatten(0, 1), block_table=None)
 
 
-def test_scheduler_metadata(device):
-    """An empty tensor fits into the buffer that vLLM keeps for a captured graph."""
-    lengths = torch.ones(3, dtype=torch.int32, device=device)
-    metadata = vllm.get_scheduler_metadata(
-        batch_size=3, max_seqlen_q=1, max_seqlen_k=9, num_heads_q=4, num_heads_kv=2, headdim=32, cache_seqlens=lengths,
-        qkv_dtype=torch.bfloat16, cu_seqlens_q=None, page_size=16, causal=True, window_size=(-1, -1), num_splits=0,
-    )  # fmt: skip
-    kept = torch.ones(13, dtype=torch.int32, device=device)
-    n = metadata.shape[0]
-    kept[:n], kept[n:] = metadata, 0
-    assert metadata.dtype == torch.int32 and (kept[n:] == 0).all()
-    call(make_batch(device), scheduler_metadata=kept[:n])
+# ---- 8 bits ----
+
+
+@pytest.mark.parametrize("options", ({}, {"window_size": [9, 0], "softcap": 2.0}, {"num_splits": 1}))
+@pytest.mark.parametrize("wide_queries", (False, True))
+def test_eight_bits(device, options, wide_queries):
+    """vLLM's kv_cache_dtype="fp8": e4m3 q, k and v, of one scale each or one a head; or q as it was."""
+    codes, descales, values = make_8_bit_batch(device, wide_queries)
+    sinks = torch.linspace(-1, 2, HEADS, device=device)
+    dtype = codes.q.dtype if wide_queries else torch.bfloat16
+    given = torch.full_like(codes.q, 7.0, dtype=dtype)
+    (out, lse), _ = call(codes, out=given, s_aux=sinks, return_softmax_lse=True, **descales, **options)
+    theirs = {name: value for name, value in options.items() if name != "num_splits"}
+    expected, expected_lse = values.by_sequence(sinks.cpu(), causal=True, **theirs)
+    assert out is given
+    torch.testing.assert_close(out.cpu().double(), expected, atol=2e-2, rtol=2e-2)
+    torch.testing.assert_close(lse.cpu(), expected_lse, atol=1e-2, rtol=1e-3)
+
+
+def test_8_bit_tensors_that_are_not_served(device):
+    codes, descales, _ = make_8_bit_batch(device)
+    for name, options, expected in (
+        ("k", {"k": codes.k.view(torch.float8_e5m2)}, "the dtype of q .float8_e4m3fn., got float8_e5m2"),
+        ("v", {"v": codes.v.float()}, "the dtype of k .float8_e4m3fn., got float32"),
+        ("v", {"v": codes.v[..., :16]}, "the head dim of q .32. in 8 bits, got 16"),
+    ):
+        with pytest.raises(NotImplementedError, match=f"^{name}: expected {expected}"):
+            call(codes, **{"out": None, **descales, **options})
+    with pytest.raises(RuntimeError, match="^out: expected dtype float16 or bfloat16, got float32"):
+        call(codes, **descales, out=torch.empty_like(codes.q, dtype=torch.float32))
 
 
 @pytest.mark.devices("cuda")
@@ -169,72 +188,69 @@ def flash_attn_varlen_func(**options):
     calls.append(options)
     return "theirs"
 def get_scheduler_metadata(**options):
-    return None
+    return "their metadata"
 """
 MODULES = {
     "vllm/__init__.py": "",
     "vllm/vllm_flash_attn/flash_attn_interface.py": SOURCE,
     "vllm/vllm_flash_attn/__init__.py": "from vllm.vllm_flash_attn.flash_attn_interface import "
     "flash_attn_varlen_func, get_scheduler_metadata",
-    "vllm/v1/__init__.py": "",
-    "vllm/v1/attention/__init__.py": "",
-    "vllm/v1/attention/backends/__init__.py": "",
-    "vllm/v1/attention/backends/fa_utils.py": "from vllm.vllm_flash_attn import flash_attn_varlen_func, "
-    "get_scheduler_metadata",
-    "vllm/v1/attention/backends/flash_attn.py": "from vllm.v1.attention.backends.fa_utils import "
-    "flash_attn_varlen_func, get_scheduler_metadata\n"
+    "vllm/backend.py": "from vllm.vllm_flash_attn import flash_attn_varlen_func, get_scheduler_metadata\n"
     "def forward(**options):\n    return flash_attn_varlen_func(**options)",
 }
-ENTRY_POINT = "[vllm.general_plugins]\nfa_native = flash_attn.integrations.vllm:register\n"
 
 
 @pytest.fixture
 def vllm_stand_in(tmp_path, monkeypatch):
-    """Modules that import from each other as vLLM's do, and a distribution that names the plugin."""
+    """Modules that import from each other as vLLM's do."""
     for name, text in MODULES.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text + "\n", encoding="utf-8")
-    info = tmp_path / "my_plugin-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: my-plugin\nVersion: 1.0\n", encoding="utf-8")
-    (info / "entry_points.txt").write_text(ENTRY_POINT, encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path))
     for name in [name for name in sys.modules if name.split(".")[0] == "vllm"]:
         monkeypatch.delitem(sys.modules, name)
-    yield
+    yield tmp_path
     for name in [name for name in sys.modules if name.split(".")[0] == "vllm"]:
         del sys.modules[name]
 
 
-def load_plugins():
-    """vllm.plugins.load_general_plugins."""
-    from importlib.metadata import entry_points
-
-    for plugin in [p for p in entry_points(group="vllm.general_plugins") if p.name == "fa_native"]:
-        plugin.load()()
-
-
-@pytest.mark.skipif(sys.version_info < (3, 10), reason="entry_points(group=...) needs Python 3.10")
 @pytest.mark.parametrize("backend_first", (False, True))
-def test_the_plugin(device, vllm_stand_in, backend_first):
+def test_the_plugin(device, vllm_stand_in, backend_first, caplog):
     """Before the backend is imported, as vLLM loads plugins, or after it; twice changes nothing."""
-    name = "vllm.v1.attention.backends.flash_attn"
     if backend_first:
-        importlib.import_module(name)
-    load_plugins()
-    load_plugins()
-    backend = importlib.import_module(name)
+        importlib.import_module("vllm.backend")
+    assert vllm.register() and vllm.register()
+    backend = importlib.import_module("vllm.backend")
     theirs = importlib.import_module("vllm.vllm_flash_attn.flash_attn_interface")
     batch = make_batch(device)
     result, _ = call(batch, function=backend.forward)
     assert torch.equal(result, call(batch)[0]) and theirs.calls == []
-    assert backend.get_scheduler_metadata(*[1] * 6, cache_seqlens=batch.lengths).numel() == 0
-    assert call(batch, function=backend.forward, q_v=batch.q)[0] == "theirs"
-    assert len(theirs.calls) == 1 and theirs.calls[0]["q_v"] is batch.q
+    serving.warn_once.cache_clear()
+    for _ in range(2):
+        assert call(batch, function=backend.forward, q_v=batch.q)[0] == "theirs"
+    assert len(theirs.calls) == 2 and theirs.calls[0]["q_v"] is batch.q
+    assert [record.getMessage().count("q_v: expected None, got Tensor") for record in caplog.records] == [1]
     assert plain_signature(inspect.unwrap(backend.flash_attn_varlen_func)) == PUBLISHED
 
 
-def test_without_vllm(monkeypatch):
-    monkeypatch.setitem(sys.modules, "vllm", None)
-    with pytest.raises(ImportError):
-        vllm.register()
+def test_metadata_of_fallbacks(vllm_stand_in):
+    """Its own function gets what vLLM's scheduler made or None, for it takes no tensor of another size."""
+    vllm.register()
+    backend = importlib.import_module("vllm.backend")
+    sizes = keywords(batch_size=3, max_seqlen_q=1, max_seqlen_k=9, num_heads_q=4, num_heads_kv=1, headdim=64)
+    assert backend.get_scheduler_metadata(**sizes) is None
+    assert backend.get_scheduler_metadata(**sizes, headdim_v=512) == "their metadata"
+
+
+@pytest.mark.parametrize("missing", ("vllm", "extension", "function"))
+def test_what_is_missing_is_said_once(vllm_stand_in, monkeypatch, missing, caplog):
+    """vLLM's own flash attention raises ImportError without its extensions: on machines without CUDA."""
+    if missing == "vllm":
+        monkeypatch.setitem(sys.modules, "vllm", None)
+    text = {"extension": "raise ImportError('no extension')", "function": "flash_attn_varlen_func = None"}
+    (vllm_stand_in / "vllm/vllm_flash_attn/__init__.py").write_text(text.get(missing, ""), encoding="utf-8")
+    serving.warn_once.cache_clear()
+    assert not vllm.register() and not vllm.register()
+    (record,) = caplog.records
+    expected = {"vllm": "vllm", "extension": "no extension", "function": "get_scheduler_metadata"}
+    assert record.levelname == "WARNING" and expected[missing] in record.getMessage()

@@ -137,6 +137,34 @@ def test_mha_refuses(device):
     LocalGroup(2).run(run)
 
 
+def test_mha_errors_of_one_rank_raise_on_all(device):
+    x = torch.zeros(1, 6, 32, dtype=torch.float64)
+
+    def run(rank):
+        is_bad = rank.rank == 1
+
+        def raises(error, message):
+            told = rf"got errors on ranks \[1\] \(rank 1: {error.__name__}: {message}"
+            return pytest.raises(error if is_bad else RuntimeError, match=message if is_bad else told)
+
+        module = mha()
+        plan = CpPlan.dense(12, group=rank)
+        with raises(TypeError, "cp_plan: expected a CpPlan, got 3"):
+            module(x, cp_plan=3 if is_bad else plan)
+        with raises(RuntimeError, "x: expected embed_dim 32"):
+            module(x[..., :-1] if is_bad else x, cp_plan=plan)
+        with raises(RuntimeError, "key_padding_mask: expected None"):
+            module(x, cp_plan=plan, key_padding_mask=x if is_bad else None)
+        module.set_context_parallel_group(rank)
+        for _ in range(2):  # before and after the module has a plan
+            with raises(RuntimeError, r"x: expected \(batch, tokens, embed_dim\)"):
+                module(x[0] if is_bad else x)
+            assert module(x).shape == x.shape
+        return True
+
+    assert LocalGroup(2, timeout=30).run(run) == [True] * 2
+
+
 # ---- transformers ----
 
 
@@ -226,6 +254,28 @@ def test_transformers_passes_over_checkpoints_and_masks_of_ones(models, device):
     assert_same(summed(LocalGroup(2).run(run)), dict(enumerate(grads)), 1e-5)
 
 
+def test_transformers_compares_positions_that_were_written(models, device):
+    """Those of context_parallel_inputs too, which are known to be the plan's until then."""
+    import flash_attn.integrations.transformers_cp as ours_cp
+
+    model = models.build("llama", "fa_cp").eval()
+    ids = torch.randint(1, models.VOCABULARY, (2, 12))
+
+    def run(rank):
+        plan = CpPlan.dense(12, group=rank)
+        inputs = ours_cp.context_parallel_inputs(plan, ids)
+        model(**inputs)
+        inputs["position_ids"].add_(1)
+        with pytest.raises(RuntimeError, match=r"^position_ids: expected plan.positions\(\)"):
+            model(**inputs)
+        inputs["position_ids"].sub_(1)
+        model(**inputs)
+
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            LocalGroup(1).run(run)
+
+
 def test_labels_are_shifted_over_the_ranks(models, device):
     import flash_attn.integrations.transformers_cp as ours_cp
 
@@ -290,6 +340,14 @@ def test_transformers_refuses(models, device):
                 RuntimeError, match="expected valid arguments on every rank" if rank.rank else "position"
             ):
                 model(**inputs, position_ids=others)
+            is_bad = rank.rank == 1  # before the plan is known
+            for given, name in (
+                ({"attention_mask": torch.tensor([[1, 1, 1, 1, 1, 0]] * 2)}, "attention_mask"),
+                ({"cp_plan": None}, "cp_plan"),
+            ):
+                told = rf"got errors on ranks \[1\] \(rank 1: [A-Za-z]+: {name}: expected"
+                with pytest.raises((NotImplementedError, TypeError, RuntimeError), match=name if is_bad else told):
+                    model(**{**inputs, **(given if is_bad else {})}, position_ids=positions)
             assert model(**inputs, position_ids=positions).logits.shape == (2, 6, models.VOCABULARY)
 
-    LocalGroup(2).run(run)
+    LocalGroup(2, timeout=60).run(run)

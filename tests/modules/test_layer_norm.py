@@ -383,7 +383,7 @@ def test_bad_arguments(device):
     x, weight = torch.randn(2, 3, 8, device=device), torch.ones(8, device=device)
     cases = [
         (lambda: layer_norm_fn(x.int(), weight, None),
-         "x: expected a floating point tensor (..., features), got int32 [2, 3, 8]"),
+         "x: expected a floating point tensor of at least 16 bits, got a tensor of dtype int32 and shape [2, 3, 8]"),
         (lambda: layer_norm_fn(x, weight[:7], None), "weight: expected shape [8], got [7]"),
         (lambda: layer_norm_fn(x, None, None), "weight: expected a tensor of shape [8], got None"),
         (lambda: layer_norm_fn(x, weight, x[0]), "bias: expected shape [8], got [3, 8]"),

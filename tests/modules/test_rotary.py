@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+import torch.utils.checkpoint
 
 from flash_attn.layers.rotary import (
     RotaryEmbedding,
@@ -16,6 +17,7 @@ from flash_attn.layers.rotary import (
     apply_rotary_emb_kv_,
     apply_rotary_emb_qkv_,
 )
+from flash_attn.ops.triton.layer_norm import layer_norm_fn
 from flash_attn.ops.triton.rotary import apply_rotary
 
 BATCH, SEQLEN, HEADS, TABLE = 2, 7, 3, 40
@@ -154,6 +156,48 @@ def test_in_place_on_a_leaf_that_requires_grad(device):
     assert out.data_ptr() == x.data_ptr()
     assert_close(out.detach(), expected)
     assert_close(x.grad, dense_reference(torch.ones_like(x), cos, -sin, 0))
+
+
+def in_place_operations(device):
+    """name -> (an operation in place, the shape that it takes)."""
+    cos, sin = tables(16, device)
+    module, weight = RotaryEmbedding(16, device=device), torch.ones(16, device=device)
+    dense, packed = (BATCH, SEQLEN, HEADS, 16), (BATCH, SEQLEN, 3, HEADS, 16)
+    return {
+        "torch's": (lambda x: x.mul_(2), dense),
+        "x": (lambda x: apply_rotary_emb(x, cos, sin, inplace=True), dense),
+        "a view": (lambda x: apply_rotary_emb(x[:, 1:], cos, sin, inplace=True), dense),
+        "apply_rotary": (lambda x: apply_rotary(x, cos, sin, inplace=True), dense),
+        "qkv": (lambda x: apply_rotary_emb_qkv_(x, cos, sin), packed),
+        "kv": (lambda x: apply_rotary_emb_kv_(x, cos, sin), (BATCH, SEQLEN, 2, HEADS, 16)),
+        "RotaryEmbedding": (module, packed),
+        "layer_norm_fn": (lambda x: layer_norm_fn(x, weight, None, out=x), dense),
+        "residual_out": (lambda x: layer_norm_fn(x, weight, None, residual_out=x, prenorm=True)[1], dense),
+    }
+
+
+@pytest.mark.parametrize("use_reentrant", (False, True))
+@pytest.mark.parametrize("name", in_place_operations("cpu"))
+def test_in_place_on_the_input_of_a_checkpoint(device, name, use_reentrant):
+    """Computed again it would be written twice: an error, as from torch's operations. A copy within is right."""
+    operation, shape = in_place_operations(device)[name]
+    given = torch.randn(shape, device=device)
+
+    def gradient(function):
+        x = given.clone().requires_grad_()
+        function(x * 1).square().sum().backward()
+        return x.grad
+
+    def checkpointed(function):
+        return lambda x: torch.utils.checkpoint.checkpoint(function, x, use_reentrant=use_reentrant)
+
+    with pytest.raises(RuntimeError):
+        gradient(checkpointed(lambda x: operation(x).square()))
+    if device == "cuda" and name in ("layer_norm_fn", "residual_out"):
+        return  # the kernel's backward reads what these write: an error without a checkpoint too
+    torch.testing.assert_close(
+        gradient(checkpointed(lambda x: operation(x.clone()).square())), gradient(lambda x: operation(x).square())
+    )
 
 
 def test_later_uses_of_a_tensor_rotated_in_place_see_the_rotation(device):

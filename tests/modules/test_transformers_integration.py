@@ -280,6 +280,70 @@ def test_packed_by_position_ids(device, name, batch, use_cache):
     check_against_eager(name, device, run)
 
 
+LENGTHS = ((5, 12, 3), (10, 4, 6), (20,))
+
+
+def positions_of(lengths, device):
+    return torch.cat([torch.arange(n, device=device) for n in lengths])[None]
+
+
+def sequences_alone(model, ids, lengths):
+    return torch.cat([model(input_ids=part).logits for part in ids.split(lengths, 1)], 1)
+
+
+@pytest.mark.parametrize("mode", (torch.no_grad, torch.inference_mode))
+@pytest.mark.parametrize("refill", (torch.Tensor.copy_, lambda x, new: x.data.copy_(new)))
+def test_refilled_positions(device, mode, refill):
+    """One tensor of positions for every batch, of other sequences and another number of rows each time."""
+
+    def run(model):
+        torch.manual_seed(2)
+        with mode():
+            positions, logits = positions_of(LENGTHS[0], device), []
+            for lengths, batch in zip(LENGTHS, (1, 3, 2)):
+                refill(positions, positions_of(lengths, device))
+                ids = ids_of(device, batch)
+                packed = model.config._attn_implementation == NAME
+                logits.append(
+                    model(input_ids=ids, position_ids=positions).logits
+                    if packed
+                    else sequences_alone(model, ids, lengths)
+                )
+        return logits
+
+    check_against_eager("llama", device, run)
+
+
+def test_models_that_share_positions(device):
+    """A second model sees the positions as they are then, although inference tensors do not count their writes."""
+    ids, results = ids_of(device, 1), []
+    first, second = (build("llama", NAME, device, dtype_of(device)) for _ in range(2))
+    with torch.inference_mode():
+        positions = positions_of(LENGTHS[0], device)
+        for new in (False, True):
+            first(input_ids=ids, position_ids=positions.copy_(positions_of(LENGTHS[0], device)))
+            positions.copy_(positions_of(LENGTHS[1], device))
+            results.append(second(input_ids=ids, position_ids=positions.clone() if new else positions).logits)
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("side", (None, "holes"))
+def test_a_training_step_after_inference(device, side):
+    """With the very mask and positions of an inference before: what it read of them is no inference tensor."""
+    ids = ids_of(device)
+    positions = positions_of(LENGTHS[0], device)
+    inputs = {"input_ids": ids, "position_ids": positions} if side is None else {"attention_mask": mask_of(ids, side)}
+    model = build("llama", NAME, device, dtype_of(device))
+    with torch.inference_mode():
+        expected = model(**{"input_ids": ids, **inputs}).logits
+    logits = model(**{"input_ids": ids, **inputs}).logits
+    logits.sum().backward()
+    assert all(x.grad is not None for x in model.parameters())
+    kept = slice(None) if side is None else mask_of(ids, side).bool()
+    torch.testing.assert_close(logits[kept], expected[kept], atol=1e-4 if device == "cpu" else 5e-2, rtol=1e-2)
+    assert not vars(positions)  # which would be saved and copied with them
+
+
 def test_packed_by_cu_seqlens(device):
     """As DataCollatorWithFlattening(return_flash_attn_kwargs=True) has them."""
     ids = ids_of(device, 1)
@@ -299,13 +363,20 @@ class Layer(torch.nn.Module):
     is_causal = True
 
 
-def call(device, mask=None, causal=True, seqlen_k=SEQLEN, heads=4, **options):
+def call(device, mask=None, causal=True, seqlen_k=SEQLEN, heads=4, layer=None, **options):
     generator = torch.Generator(device=device).manual_seed(3)
     q, k, v = (
         torch.randn(3, h, n, 16, generator=generator, device=device, dtype=dtype_of(device))
         for h, n in ((heads, SEQLEN), (2, seqlen_k), (2, seqlen_k))
     )
-    return (q, k, v), ours.attention(Layer(), q, k, v, mask, is_causal=causal, **options)[0]
+    return (q, k, v), ours.attention(layer or Layer(), q, k, v, mask, is_causal=causal, **options)[0]
+
+
+@pytest.mark.parametrize("given,missing", (("cu_seq_lens_k", "cu_seq_lens_q"), ("cu_seq_lens_q", "cu_seq_lens_k")))
+def test_lengths_of_one_side_alone(device, given, missing):
+    cu = torch.tensor([0, 20, 60], dtype=torch.int32, device=device)
+    with pytest.raises(TypeError, match=f"^{missing}: expected a Tensor, for the other of the two is given, got None$"):
+        call(device, **{given: cu})
 
 
 def test_dropout(device):
@@ -343,20 +414,52 @@ def test_float32_norms(device):
     assert mixed.dtype == v.dtype and torch.equal(mixed, out)
 
 
-def test_one_layout_for_all_layers(device, monkeypatch):
-    """The host reads a mask, or positions, once a forward."""
+@pytest.mark.parametrize("mode", (torch.no_grad, torch.inference_mode))
+def test_a_refilled_mask(device, mode):
+    layers = Layer(), Layer()
+    with mode():
+        mask = torch.ones(3, SEQLEN, dtype=torch.bool, device=device)
+        for first in (0, 5, 9):
+            mask[1, :first] = False
+            for layer in layers:
+                assert torch.equal(call(device, mask, layer=layer)[1], call(device, mask.clone())[1])
+
+
+@pytest.mark.parametrize("mode", (torch.no_grad, torch.inference_mode, torch.enable_grad))
+def test_one_layout_for_all_layers(device, monkeypatch, mode):
+    """The host reads a mask, or positions, once a forward, and once more where layers are computed again."""
     made = []
 
-    def counted(self, mask, real=token_layout.PaddingLayout.__init__):
-        made.append("mask")
-        real(self, mask)
+    def counted(name, real):
+        def read(*args):
+            made.append(name)
+            return real(*args)
 
-    monkeypatch.setattr(token_layout.PaddingLayout, "__init__", counted)
-    ids = ids_of(device)
+        return read
+
+    reads = token_layout.PaddingLayout.__init__, token_layout._read_sequences, token_layout.tokens_of
+    monkeypatch.setattr(token_layout.PaddingLayout, "__init__", counted("mask", reads[0]))
+    monkeypatch.setattr(token_layout, "_read_sequences", counted("positions", reads[1]))
+    monkeypatch.setattr(token_layout, "tokens_of", counted("tokens", reads[2]))
     model = build("llama", NAME, device, dtype_of(device), num_hidden_layers=4)
-    for side in ("left", "right"):
-        model(input_ids=ids, attention_mask=mask_of(ids, side))
-    assert made == ["mask"] * 2
+    with mode():
+        ids = ids_of(device)
+        for side in ("left", "right"):
+            model(input_ids=ids, attention_mask=mask_of(ids, side))
+        # Queries are gathered where the last column is padding, and all tokens where gradients are recorded.
+        left = ["mask", "tokens"] if mode is torch.enable_grad else ["mask"]
+        assert made == [*left, "mask", "tokens"]
+        made.clear()
+        positions = positions_of(LENGTHS[0], device)
+        for _ in range(2):
+            logits = model(input_ids=ids, position_ids=positions).logits
+        assert made == ["positions"] * 2
+    if mode is torch.enable_grad:
+        model.train().gradient_checkpointing_enable({"use_reentrant": False})
+        logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits
+        made.clear()
+        logits.sum().backward()
+        assert made == ["positions"]
 
 
 @pytest.mark.parametrize("name", ("position_bias", "head_mask"))

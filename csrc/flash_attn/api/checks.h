@@ -1,5 +1,6 @@
 // Argument checks of the binding: each rule once. A message names the argument, what was expected and what was given.
-// flash_attn/cpu/checks.py is the twin for CPU tensors; the tests compare the texts.
+// An argument has the name of the public Python functions, also where the binding's own differs (p_dropout there is
+// dropout_p here). flash_attn/cpu/checks.py is the twin for CPU tensors; the tests compare the texts.
 #pragma once
 
 #include <ATen/core/DimVector.h>
@@ -100,7 +101,7 @@ inline void shape(const char* name, const at::Tensor& tensor, at::IntArrayRef ex
 }
 
 inline void last_stride(const char* name, const at::Tensor& tensor) {
-  if (tensor.size(-1) > 1 && tensor.stride(-1) != 1) {
+  if (tensor.size(-1) > 1 && tensor.stride(-1) != 1 && tensor.numel() > 0) {
     fail(name, "expected a contiguous last dimension (stride 1), got stride ", tensor.stride(-1));
   }
 }
@@ -218,8 +219,8 @@ inline void output(const std::optional<at::Tensor>& out, const at::Tensor& q, at
 // dot product of a head.
 constexpr double kMaxScale = 2e38, kMaxSoftcap = 1e15, kMinSoftcap = 1e-15;
 
-inline void numbers(double p_dropout, double softmax_scale, double softcap) {
-  if (!(p_dropout >= 0.0 && p_dropout < 1.0)) fail("p_dropout", "expected a value in [0, 1), got ", p_dropout);
+inline void numbers(double dropout_p, double softmax_scale, double softcap) {
+  if (!(dropout_p >= 0.0 && dropout_p < 1.0)) fail("dropout_p", "expected a value in [0, 1), got ", dropout_p);
   if (!std::isfinite(softmax_scale)) fail("softmax_scale", "expected a finite value, got ", softmax_scale);
   if (!(softcap >= 0.0)) fail("softcap", "expected a value >= 0, got ", softcap);
   if (softcap != 0.0 && !(kMinSoftcap <= softcap && softcap <= kMaxSoftcap)) {
@@ -322,9 +323,9 @@ inline void lse(const char* name, const at::Tensor& tensor, const at::Tensor& q,
   shape(name, tensor, expected);
 }
 
-inline void rng_state(const std::optional<at::Tensor>& state, double p_dropout, const at::Tensor& q) {
-  if (p_dropout == 0.0) return;
-  const char* expected = "expected the int64 (2,) state that the forward returned when p_dropout > 0, got ";
+inline void rng_state(const std::optional<at::Tensor>& state, double dropout_p, const at::Tensor& q) {
+  if (dropout_p == 0.0) return;
+  const char* expected = "expected the int64 (2,) state that the forward returned when dropout_p > 0, got ";
   if (!state.has_value()) fail("rng_state", expected, "None");
   device("rng_state", *state, q);
   if (state->scalar_type() != at::kLong || state->sizes() != at::IntArrayRef({2}) || !state->is_contiguous()) {

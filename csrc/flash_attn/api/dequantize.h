@@ -12,7 +12,8 @@
 namespace flash {
 
 // Whether passes convert queries and results: of bf16, whose products with descales would lose bits. K and V are then
-// the codes themselves, times descales of rows alone; the others go into queries and results.
+// the codes themselves, times descales of rows; the others go into queries and results, but for the power of two in
+// those of K, which K takes as far as its codes stay exact: queries times the whole could leave the range of fp16.
 inline bool converts_queries(const Flash_kvcache_params& params) { return params.q_dtype == Dtype::kBf16; }
 
 // Of queries that a pass writes.
@@ -34,7 +35,7 @@ inline at::Tensor dequantize_kv(Flash_kvcache_params params, int rows, int64_t b
   to.key_ranges = rows > 0 ? forward.varlen.key_ranges : nullptr;
   to.multiprocessors = device_facts(params.device).multiprocessors;
   if (converts_queries(params)) {
-    if (!params.k_descale.by_row) params.k_descale = KvDescale{};
+    to.k_by_power = !params.k_descale.by_row;
     if (!params.v_descale.by_row) params.v_descale = KvDescale{};
   }
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream().stream();
@@ -83,8 +84,8 @@ inline void dequantize_query(const Flash_kvcache_params& params, RescaledRows ro
   rescale_rows(params, rows, q);
 }
 
-// Points `forward` to queries of fp16, times those descales of K that are none of rows. The result, q if it has them,
-// has to outlive the launches that read it.
+// Points `forward` to queries of fp16, times what K does not take of descales that are none of rows. The result, q if
+// it has them, has to outlive the launches that read it.
 inline at::Tensor half_query(const Flash_kvcache_params& params, RescaledRows rows, const at::Tensor& q,
                              Flash_fwd_params& forward) {
   if (!converts_queries(params)) return q;
@@ -93,6 +94,7 @@ inline at::Tensor half_query(const Flash_kvcache_params& params, RescaledRows ro
   rows.to_strides = half_query_strides(params);
   rows.to_dtype = Dtype::kFp16;
   if (!params.k_descale.by_row) rows.descales[1] = params.k_descale;
+  rows.without_key_power = true;
   rescale_rows(params, rows, q);
   forward.q_ptr = rows.to_ptr;
   forward.q_strides = rows.to_strides;

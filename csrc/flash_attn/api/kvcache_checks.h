@@ -279,14 +279,14 @@ inline void kvcache_schedule(const at::Tensor& seqlens, const OptionalTensor& le
   not_negative("batch", sizes.batch);
   not_negative("seqlen_q", sizes.seqlen_q);
   not_negative("seqlen_new", sizes.seqlen_new);
-  not_negative("heads", sizes.heads);
-  not_negative("heads_k", sizes.heads_k);
+  not_negative("nheads", sizes.heads);
+  not_negative("nheads_k", sizes.heads_k);
   not_negative("seqlen_cache", sizes.seqlen_cache);
   num_splits(sizes.num_splits);
   if (sizes.head_dim < 1 || sizes.head_dim > 256) {
     fail("head_dim", "expected a value from 1 to 256, got ", sizes.head_dim);
   }
-  head_counts("heads", sizes.heads, sizes.heads_k);
+  head_counts("nheads", sizes.heads, sizes.heads_k);
   lengths("cache_seqlens", seqlens, seqlens, sizes.batch);
   lengths("cache_leftpad", leftpad, seqlens, sizes.batch);
   packed_rows("seqlen_q", sizes.seqlen_q, sizes.heads, sizes.heads_k);

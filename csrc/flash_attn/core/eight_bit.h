@@ -56,5 +56,17 @@ FLASH_HOST_DEVICE constexpr uint32_t e4m3_code(uint32_t bits, uint32_t below_nor
   return sign | (((magnitude + 0x7ffff + (magnitude >> 20 & 1)) >> 20) - (120 << 3));
 }
 
+// The power of two, in bits of an fp32, that K takes of its descale where queries become fp16 and take the rest of it.
+// The rest is below 1, so that queries keep their range, unless the descale is beyond 2^7. Codes times the power are
+// exact in fp16: e4m3 ones have bits from 2^-9 on, and none is beyond 448.
+FLASH_HOST_DEVICE constexpr uint32_t key_power(uint32_t descale) {
+  constexpr uint32_t kSmallest = 0x38000000, kLargest = 0x43000000, kDouble = 0x00800000;  // 2^-15, 2^7
+  const uint32_t power = (descale & 0x7f800000) + kDouble;
+  return power < kSmallest ? kSmallest : power > kLargest ? kLargest : power;
+}
+
+// The bits of 1 / power.
+FLASH_HOST_DEVICE constexpr uint32_t reciprocal_power(uint32_t power) { return 0x7f000000 - power; }
+
 }  // namespace eight_bit
 }  // namespace flash

@@ -97,6 +97,7 @@ struct DequantizedKv {
   int rows_per_sequence = 0;  // row 0 of sequence i is row i * rows_per_sequence, and is its key 0; 0: packed rows,
                               // which lie where their codes do
   int* key_ranges = nullptr;  // (b, 2), written: Varlen::key_ranges of these rows; null: not wanted
+  bool k_by_power = false;    // K takes the power of two of its descale alone: eight_bit::key_power()
   int multiprocessors = 0;    // of the device
 };
 
@@ -107,8 +108,9 @@ struct RescaledRows {
   void* to_ptr = nullptr;
   MatrixStrides from_strides, to_strides;
   Dtype from_dtype = Dtype::kBf16, to_dtype = Dtype::kFp16;
-  bool from_vectors = true;  // rows of codes may be read in 8-byte vectors
-  KvDescale descales[2];     // by row: none
+  bool from_vectors = true;        // rows of codes may be read in 8-byte vectors
+  KvDescale descales[2];           // by row: none
+  bool without_key_power = false;  // the second one is K's, less the power of two that K takes
   bool of_kv_heads[2] = {true, true};
 };
 

@@ -9,10 +9,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from flash_attn.context_parallel.agreement import compare_on_all_ranks
+from flash_attn.context_parallel.agreement import agreed_communicator, compare_on_all_ranks
 from flash_attn.context_parallel.plan import CpPlan
-from flash_attn.context_parallel.transport import GroupTransport, transport_of
-from flash_attn.ops import arguments
+from flash_attn.context_parallel.transport import GroupTransport
 
 MOST_PLANS = 16  # of a group
 
@@ -47,15 +46,13 @@ _groups = weakref.WeakKeyDictionary()  # a ProcessGroup has no attributes
 
 
 def kept_for(group) -> Kept:
-    if not (dist.is_available() and dist.is_initialized()):
-        raise RuntimeError("group: expected torch.distributed to be initialised, got none")
-    if group is None:
+    if group is None and dist.is_available() and dist.is_initialized():
         group = dist.group.WORLD
-    if not isinstance(group, dist.ProcessGroup):
-        raise TypeError(f"group: expected a ProcessGroup that this rank belongs to, got {arguments.shown(group)}")
-    if group not in _groups:
-        _groups[group] = Kept(transport_of(None, group), {}, OfTensors())
-    return _groups[group]
+    for known, found in _groups.items():
+        if known is group:
+            return found
+    found = _groups[group] = Kept(agreed_communicator("flash_attn_cp_func", None, None, group), {}, OfTensors())
+    return found
 
 
 def plan_of(found: Kept, is_packed: bool, division: str, documents) -> CpPlan:
@@ -65,7 +62,7 @@ def plan_of(found: Kept, is_packed: bool, division: str, documents) -> CpPlan:
     if plan is None:
         spans = spans_of(division, documents, found.transport.size)
         make, lengths = (CpPlan.varlen, documents) if is_packed else (CpPlan.dense, documents[-1])
-        plan = make(lengths, group=found.transport.group, layout=spans)
+        plan = make(lengths, group=getattr(found.transport, "group", found.transport), layout=spans)
         if len(found.plans) >= MOST_PLANS:
             del found.plans[next(iter(found.plans))]
         found.plans[key] = plan

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flash_attn.ops import arguments
+from flash_attn.ops import arguments, context
 from flash_attn.ops.triton.dispatch import device_of, kernel_serves, once_differentiable, power_of_two
 
 
@@ -67,6 +67,8 @@ def cross_entropy_loss(
 
     Raises RuntimeError or TypeError naming the argument that does not fit. Not twice differentiable.
     """
+    context.reject_transforms("cross_entropy_loss")
+    context.reject_tangents(("logits",), (logits,))
     label_smoothing = arguments.number("label_smoothing", label_smoothing)
     logit_scale = arguments.number("logit_scale", logit_scale)
     lse_square_scale = arguments.number("lse_square_scale", lse_square_scale)
@@ -106,7 +108,7 @@ class CrossEntropyLoss(torch.autograd.Function):
         logits = logits if logits.stride(1) == 1 or columns == 1 else logits.contiguous()
         lse = precomputed_lse if logit_scale == 1.0 and smoothing == 0.0 else None
         losses, z_losses, lse = _losses(logits, labels, lse, rule, process_group, world)
-        ctx.save_for_backward(logits, labels, lse)
+        ctx.save_for_backward(logits, context.savable(labels), lse)
         ctx.rule, ctx.inplace = rule, inplace_backward
         ctx.mark_non_differentiable(z_losses)
         return losses, z_losses
@@ -128,13 +130,11 @@ class CrossEntropyLoss(torch.autograd.Function):
 
 
 def _check_shapes(logits, labels, lse, smoothing):
-    arguments.check_tensors(("logits", "labels"), (logits, labels))
+    arguments.check_floating("logits", logits)
+    arguments.check_tensors(("labels",), (labels,))
     arguments.check_optional_tensors(("precomputed_lse",), (lse,))
-    if logits.dim() != 2 or logits.shape[1] == 0 or not logits.is_floating_point():
-        raise RuntimeError(
-            "logits: expected a floating point tensor (batch, classes) with at least one class, "
-            f"got {str(logits.dtype)[6:]} {list(logits.shape)}"
-        )
+    if logits.dim() != 2 or logits.shape[1] == 0:
+        raise RuntimeError(f"logits: expected shape (batch, classes) with at least one class, got {list(logits.shape)}")
     if labels.shape != logits.shape[:1] or labels.dtype not in (torch.int64, torch.int32):
         raise RuntimeError(
             f"labels: expected int64 or int32 of shape [{logits.shape[0]}], "
@@ -150,7 +150,7 @@ def _check_shapes(logits, labels, lse, smoothing):
 
 
 def _check_labels(labels, rule):
-    if labels.is_cpu and not torch.compiler.is_compiling():
+    if labels.is_cpu and type(labels) is Tensor and not torch.compiler.is_compiling():  # fake ones have no values
         wrong = labels[(labels != rule.ignore_index) & ~_known(labels, rule)]
         if wrong.numel() > 0:
             expected = f"values in [0, {rule.classes}) or ignore_index {rule.ignore_index}"
@@ -237,6 +237,7 @@ def _launch_forward(logits, labels, lse, rule, partial=False):
 def _launch_backward(dlogits, dlosses, logits, labels, lse, rule):
     from flash_attn.ops.triton.cross_entropy_kernels import cross_entropy_backward_kernel
 
+    context.reject_batched_gradients(dlosses)
     rows, columns = logits.shape
     block = min(power_of_two(columns), 4096)
     if rows > 0:

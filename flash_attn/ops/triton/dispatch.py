@@ -46,7 +46,7 @@ def once_differentiable(name):
                 grads = backward(ctx, *grad_outputs)
             if not torch.is_grad_enabled():
                 return grads
-            return _Rejection.apply(name, torch.ones((), requires_grad=True), *grads)
+            return _Rejection.apply(name, torch.ones((), dtype=torch.float32, device="cpu", requires_grad=True), *grads)
 
         return run
 

@@ -77,7 +77,7 @@ def layer_norm_fn(
         out, residual_out: like x, of any floating point dtype, or None: tensors to write the output and the sum into,
             for autograd an operation in place. A copy where gradients are recorded.
 
-    Returns out, or a tuple of those that apply:
+    Returns out, or a tuple of those that apply, contiguous but for those given and a sum that is x itself:
         out: like x.
         out1 (with weight1): like out.
         sum (with prenorm): like x, in the dtype of residual_out, else of residual, else see residual_in_fp32.
@@ -87,17 +87,19 @@ def layer_norm_fn(
     Raises RuntimeError naming the argument that does not fit. Not twice differentiable on CUDA.
     """
     eps, dropout_p = arguments.number("eps", eps), arguments.number("dropout_p", dropout_p)
+    prenorm = arguments.flag("prenorm", prenorm)
+    return_dropout_mask = arguments.flag("return_dropout_mask", return_dropout_mask)
     _check(x, weight, bias, residual, x1, weight1, bias1, dropout_p, rowscale, out, residual_out)
     if out_dtype is not None and not isinstance(out_dtype, torch.dtype):
         raise TypeError(f"out_dtype: expected a torch.dtype or None, got {arguments.shown(out_dtype)}")
     context.check_writable(("out", "residual_out"), (out, residual_out))
     out_dtype = out.dtype if out is not None else out_dtype or x.dtype
     sum_dtype = next((t.dtype for t in (residual_out, residual) if t is not None), None)
-    sum_dtype = sum_dtype or (torch.float32 if residual_in_fp32 else x.dtype)
+    sum_dtype = sum_dtype or (torch.float32 if arguments.flag("residual_in_fp32", residual_in_fp32) else x.dtype)
     altered = any(t is not None for t in (residual_out, residual, x1, rowscale)) or dropout_p > 0.0
     options = NormOptions(
-        eps, dropout_p, bool(prenorm), arguments.flag("zero_centered_weight", zero_centered_weight),
-        arguments.flag("is_rms_norm", is_rms_norm), bool(return_dropout_mask), out_dtype, sum_dtype,
+        eps, dropout_p, prenorm, arguments.flag("zero_centered_weight", zero_centered_weight),
+        arguments.flag("is_rms_norm", is_rms_norm), return_dropout_mask, out_dtype, sum_dtype,
         altered or sum_dtype != x.dtype,
     )  # fmt: skip
     tensors = (x, weight, bias, residual, x1, weight1, bias1, rowscale)
@@ -155,12 +157,30 @@ def layer_norm_linear_fn(
 
     Returns (..., out_features); with prenorm also the sum.
     """
-    normed = layer_norm_fn(
-        x, norm_weight, norm_bias, residual, eps=eps, prenorm=True, residual_in_fp32=residual_in_fp32,
-        is_rms_norm=is_rms_norm,
-    )  # fmt: skip
+    prenorm = arguments.flag("prenorm", prenorm)
+    arguments.check_floating("x", x)
+    _check_linear(x, linear_weight, linear_bias)
+    try:
+        normed = layer_norm_fn(
+            x, norm_weight, norm_bias, residual, eps=eps, prenorm=True, residual_in_fp32=residual_in_fp32,
+            is_rms_norm=is_rms_norm,
+        )  # fmt: skip
+    except (RuntimeError, TypeError) as error:
+        arguments.rename(error, {"weight": "norm_weight", "bias": "norm_bias"})
+        raise
     out = F.linear(normed[0].to(linear_weight.dtype), linear_weight, linear_bias)
     return (out, normed[1]) if prenorm else out
+
+
+def _check_linear(x, weight, bias):
+    arguments.check_floating("linear_weight", weight)
+    if weight.dim() != 2 or weight.shape[1:] != x.shape[-1:]:
+        expected = f"(out_features, {', '.join(map(str, x.shape[-1:]))})"
+        raise RuntimeError(f"linear_weight: expected shape {expected}, got {list(weight.shape)}")
+    if bias is not None:
+        arguments.check_floating("linear_bias", bias)
+        if bias.shape != weight.shape[:1]:
+            raise RuntimeError(f"linear_bias: expected shape {list(weight.shape[:1])}, got {list(bias.shape)}")
 
 
 class RMSNorm(torch.nn.Module):
@@ -285,7 +305,7 @@ def _drop(x, dropout_p, mask=None):
     """-> (dropout of x, the mask or None)."""
     if dropout_p == 0.0:
         return x, None
-    mask = torch.rand(x.shape, device=x.device) >= dropout_p if mask is None else mask
+    mask = torch.rand(x.shape, dtype=torch.float32, device=x.device) >= dropout_p if mask is None else mask
     return torch.where(mask, x / (1.0 - dropout_p), 0.0), mask
 
 
@@ -331,21 +351,19 @@ def _compose(x, weight, bias, residual, x1, weight1, bias1, rowscale, targets, o
     if residual is not None:
         total = total + residual
     normed = _normalise(total, options.eps, options.is_rms_norm)
-    out = _affine(normed, weight, bias, options.zero_centered_weight).to(options.out_dtype)
+    out = _affine(normed, weight, bias, options.zero_centered_weight).to(options.out_dtype).contiguous()
     out1 = None
     if weight1 is not None:
-        out1 = _affine(normed, weight1, bias1, options.zero_centered_weight).to(out.dtype)
-    total = total.to(options.sum_dtype) if options.sum_differs else x
+        out1 = _affine(normed, weight1, bias1, options.zero_centered_weight).to(out.dtype).contiguous()
+    total = total.to(options.sum_dtype).contiguous() if options.sum_differs else x
     out, total = _into_targets(targets, (out, total))
     return out, out1, total, mask, mask1
 
 
 def _check(x, weight, bias, residual, x1, weight1, bias1, dropout_p, rowscale, out, residual_out):
-    arguments.check_tensors(("x",), (x,))
-    if x.dim() == 0 or x.shape[-1] == 0 or not x.is_floating_point():
-        raise RuntimeError(
-            f"x: expected a floating point tensor (..., features), got {str(x.dtype)[6:]} {list(x.shape)}"
-        )
+    arguments.check_floating("x", x)
+    if x.dim() == 0 or x.shape[-1] == 0:
+        raise RuntimeError(f"x: expected at least one feature (..., features), got shape {list(x.shape)}")
     like_x = {"residual": residual, "x1": x1, "out": out, "residual_out": residual_out}
     like_weight = {"weight": weight, "bias": bias, "weight1": weight1, "bias1": bias1}
     given = {**like_x, **like_weight, "rowscale": rowscale}

@@ -56,6 +56,7 @@ class FusedNorm(torch.autograd.Function):
     @staticmethod
     @once_differentiable("layer_norm_fn")
     def backward(ctx, dout, dout1, dsum, *_):
+        context.reject_batched_gradients(dout, dout1, dsum)
         total = ctx.saved_tensors[0]
         dout = torch.zeros(ctx.shape, dtype=total.dtype, device=total.device) if dout is None else dout
         grads, sums = launch_backward(

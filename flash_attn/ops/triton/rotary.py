@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flash_attn.ops import arguments, context
+from flash_attn.ops import arguments, conditions, context
 from flash_attn.ops.triton.dispatch import device_of, kernel_serves, power_of_two
 
 
@@ -40,7 +40,7 @@ def apply_rotary(
         inplace: write the result into x and return x.
         conjugate: rotate by the negative angle (the gradient of the rotation).
 
-    Returns a tensor like x. Sums are taken in float32 (float64 for float64 x).
+    Returns a tensor like x, contiguous unless in place. Sums are taken in float32 (float64 for float64 x).
     Raises RuntimeError or TypeError naming the argument that does not fit.
     """
     seqlen_offsets = _check(x, cos, sin, seqlen_offsets, cu_seqlens, max_seqlen)
@@ -52,7 +52,7 @@ def apply_rotary(
     if kernel_serves(x) and not (x.requires_grad and torch.is_grad_enabled()):
         if inplace:
             context.check_distinct("x", x)
-        out = x if inplace else torch.empty_like(x)
+        out = x if inplace else torch.empty_like(x, memory_format=torch.contiguous_format)
         if not inplace and rotary_dim < x.shape[-1]:
             out[..., rotary_dim:].copy_(x[..., rotary_dim:])
         _launch(out, x, cos, sin, seqlen_offsets, cu_seqlens, interleaved, conjugate)
@@ -63,7 +63,8 @@ def apply_rotary(
     if inplace:
         x[..., :rotary_dim].copy_(rotated)
         return x
-    return torch.cat([rotated, x[..., rotary_dim:]], dim=-1) if rotary_dim < x.shape[-1] else rotated
+    out = torch.cat([rotated, x[..., rotary_dim:]], dim=-1) if rotary_dim < x.shape[-1] else rotated
+    return out.contiguous()
 
 
 def rotate(
@@ -98,9 +99,11 @@ def _rows_of_tables(x, cos, sin, seqlen_offsets, cu_seqlens):
     else:
         row = torch.arange(x.shape[0], device=x.device)
         starts = cu_seqlens.long()
-        sequence = torch.searchsorted(starts[1:].contiguous(), row, right=True)
+        sequence = (
+            torch.searchsorted(starts, row, right=True) - 1
+        )  # not in a slice of starts: Inductor has no code for it
         inside = sequence < starts.shape[0] - 1
-        sequence = sequence.clamp(max=starts.shape[0] - 2)
+        sequence = sequence.clamp(0, starts.shape[0] - 2)
         shift = seqlen_offsets[sequence] if isinstance(seqlen_offsets, torch.Tensor) else seqlen_offsets
         positions = torch.where(inside, row - starts[sequence] + shift, -1)
     known = ((positions >= 0) & (positions < cos.shape[0]))[..., None]
@@ -118,8 +121,7 @@ def _check(x, cos, sin, seqlen_offsets, cu_seqlens, max_seqlen):
     if x.dim() != dims:
         raise RuntimeError(f"x: expected {dims} dimensions {axes}, got {x.dim()}")
     for name, tensor in (("x", x), ("cos", cos), ("sin", sin)):
-        if not tensor.is_floating_point():
-            raise RuntimeError(f"{name}: expected a floating point tensor, got {arguments.shown(tensor)}")
+        arguments.check_floating(name, tensor)
     if cos.dim() != 2 or 2 * cos.shape[1] > x.shape[-1]:
         expected = f"(seqlen_rotary, rotary_dim / 2) with rotary_dim <= {x.shape[-1]}"
         raise RuntimeError(f"cos: expected shape {expected}, got {list(cos.shape)}")
@@ -147,7 +149,7 @@ def _check_positions(x, cos, seqlen_offsets, cu_seqlens, max_seqlen):
     longest = x.shape[1]
     if cu_seqlens is not None:
         longest = 0 if max_seqlen is None else arguments.integer("max_seqlen", max_seqlen)
-    if longest + seqlen_offsets > cos.shape[0]:
+    if not conditions.holds(longest + seqlen_offsets <= cos.shape[0]):
         raise RuntimeError(f"cos: expected at least {longest + seqlen_offsets} rows, got {cos.shape[0]}")
     return seqlen_offsets
 

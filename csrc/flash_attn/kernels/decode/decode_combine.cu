@@ -273,6 +273,8 @@ template <class Element, int kQuads>
 __global__ void __launch_bounds__(kThreads, 4)
     decode_combine_kernel(const __grid_constant__ Flash_kvcache_params params) {
   allow_next_kernel();  // the attention of the next layer, which waits for this kernel
+  // Lengths, schedule and sinks are read before the wait. The attention waited for their writers before it triggered
+  // this launch, or it follows an append, which starts only after all older kernels.
   extern __shared__ __align__(16) char smem[];
   const int blocks = blocks_per_tile(params), rows = rows_per_block(params);
   const int index = static_cast<int>(blockIdx.x) / blocks;
@@ -307,7 +309,7 @@ __global__ void __launch_bounds__(kThreads)
     decode_combine_ordered_kernel(const __grid_constant__ Flash_kvcache_params params) {
   const SplitTile tile = tile_of_fixed_splits(params, blockIdx.x);
   if (tile.rows == 0 && blockIdx.x > 0) return;
-  wait_for_previous_kernel();
+  wait_for_previous_kernel();  // reads before it: as in decode_combine_kernel()
   for (int row = threadIdx.x / 32; row < tile.rows; row += kWarps) {
     RowValue<kQuads> sum;
     const RowStats stats = combine_ordered(params, tile, row, sum);

@@ -120,7 +120,8 @@ struct Dequantizer {
   const uint8_t* from;
   const MatrixStrides& strides;
   const KvDescale& descale;
-  __half* to;  // row of key 0
+  bool by_power;  // of the descale of a head, see DequantizedKv
+  __half* to;     // row of key 0
 
   struct Unit {
     uint2 codes;
@@ -152,7 +153,7 @@ struct Dequantizer {
     const float* const of_head =
         descale.of_head(searches ? sequence_of_row(params.varlen.segments_k, params.b, key) : keys.request.index, head);
     if (descale.col == 0) {
-      result.descale = *of_head;
+      result.descale = by_power ? key_power(*of_head) : *of_head;
     } else {
       result.of_channels = of_head + col * descale.col;
     }
@@ -199,6 +200,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
       static_cast<const uint8_t*>(is_value ? params.v_ptr : params.k_ptr),
       is_value ? params.v_strides : params.k_strides,
       is_value ? params.v_descale : params.k_descale,
+      !is_value && arguments.to.k_by_power,
       static_cast<__half*>(is_value ? arguments.to.v_ptr : arguments.to.k_ptr) + offset};
   const int begin = keys.zeros_begin / rows * rows, step = ctas * rows;
   for (int first_key = begin + cta * rows; first_key < keys.zeros_end; first_key += step) dequantizer.run(first_key);

@@ -88,7 +88,7 @@ struct UnitFactor {
       const int head = arguments.rows.of_kv_heads[i] ? params.group.divide(unit.head) : unit.head;
       const float* const of_head = descale.of_head(sequence, head);
       if (descale.col == 0) {
-        factor *= *of_head;
+        factor *= i == 1 && arguments.rows.without_key_power ? without_key_power(*of_head) : *of_head;
       } else {
         of_channels = of_head + unit.col * descale.col;
         stride = descale.col;

@@ -87,6 +87,15 @@ __device__ __forceinline__ float in_half_range(float value) {
   return fabsf(value) > kLargestHalf && fabsf(value) < INFINITY ? copysignf(kLargestHalf, value) : value;
 }
 
+// What K takes of its descale where queries take the rest.
+__device__ __forceinline__ float key_power(float descale) {
+  return __uint_as_float(eight_bit::key_power(__float_as_uint(descale)));
+}
+
+__device__ __forceinline__ float without_key_power(float descale) {
+  return descale * __uint_as_float(eight_bit::reciprocal_power(eight_bit::key_power(__float_as_uint(descale))));
+}
+
 // ---- quantising: flash_attn/eight_bit.py has the arithmetic; none of it may flush denormals, as fast math would ----
 
 __device__ __forceinline__ float multiply_ieee(float a, float b) {

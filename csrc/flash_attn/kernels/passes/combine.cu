@@ -162,6 +162,8 @@ __global__ void __launch_bounds__(kThreads) combine_kernel(const __grid_constant
   const int row = row_block * tiling.rows + row_of_block, col = (col_block * kThreads + thread) * kVectorCols<In>;
   const bool exists = row < params.outer * params.middle * params.inner && (col == 0 || col < params.d);
   const Row at(params, exists ? row : 0);
+  // Sinks and segments are read before the wait: the forward waited for the kernels that wrote them before it triggered
+  // this launch (flash_fwd_kernel() of splits).
   const float sink = sink_of(params, at);
   const In* const partial = static_cast<const In*>(params.partial_ptr) + at.offset(params.partial_strides + 1) + col;
   const float* const lse_partial = params.lse_partial_ptr + at.offset(params.lse_partial_strides + 1);

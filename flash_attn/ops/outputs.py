@@ -1,0 +1,54 @@
+"""Tensors that the caller gives for results where a backend sees copies of the arguments: their checks, before any
+launch."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from flash_attn.eight_bit import named, result_dtype
+from flash_attn.ops import arguments, context
+
+
+def reject_gradients(out, *inputs):
+    arguments.check_tensors(("out",), (out,))
+    if context.records_gradients(out, *inputs):
+        raise RuntimeError("out: expected None where gradients are recorded, got a tensor (use torch.no_grad())")
+
+
+def check_result(out, q, v, out_dtype, read):
+    """out as the result of attention of q and v. read: the arguments by name, of which tensors are read."""
+    shape = (*q.shape[:-1], arguments.head_dim("v", v))
+    check("out", out, shape, q, result_dtype(q, v, out_dtype))
+    check_apart({"out": out}, read)
+
+
+def check(name, given, shape, q, dtype):
+    """A tensor for a result of this shape and dtype, on q's device."""
+    arguments.check_tensors((name,), (given,))
+    context.check_writable((name,), (given,))
+    if given.device != q.device:
+        raise RuntimeError(f"{name}: expected a tensor on q's device ({q.device}), got one on {given.device}")
+    if given.dtype != dtype:
+        expected = f"the dtype of q ({named(dtype)})" if dtype == q.dtype else f"dtype {named(dtype)}"
+        raise RuntimeError(f"{name}: expected {expected}, got {named(given.dtype)}")
+    if list(given.shape) != list(shape):
+        raise RuntimeError(f"{name}: expected shape {list(shape)}, got {list(given.shape)}")
+
+
+def check_apart_from_copied(written, read):
+    """Of pairs of a name and a tensor or None, each apart from what is read and the backend gets a copy of."""
+    for name, x in written:
+        check_apart({name: x}, read)
+
+
+def check_apart(written, read):
+    """Of tensors by name: no element is written twice, and none that is read. Other values are left out.
+
+    Where tensors may have no addresses, traced or transformed, nothing is checked.
+    """
+    written, read = ({name: x for name, x in given.items() if isinstance(x, Tensor)} for given in (written, read))
+    if context.survey(written, written.values())[0] or context.survey(read, read.values())[0] or context.transformed():
+        return
+    from flash_attn.cpu.overlap import check_written  # not loaded for each call on a GPU
+
+    check_written(written, read)
