@@ -10,7 +10,7 @@ demo: env
 	$(ENV_PYTHON) examples/demo.py
 
 test: env
-	$(ENV_PYTHON) -m pytest tests -q --numprocesses auto --dist worksteal $(PYTEST_ARGS)
+	$(ENV_PYTHON) -m pytest tests benchmarks/lab/tests -q --numprocesses auto --dist worksteal $(PYTEST_ARGS)
 
 env:
 	@$(PYTHON) tools/setup_env.py

@@ -19,13 +19,13 @@ sys.path.insert(0, str(ROOT / "tools"))
 
 from binding_build import MODULE, build_binding
 from build_folder import alone_in, build_folder, is_writable, scratch_folder
+from build_log import log_to, say
 from errors import BuildError
 from install_plan import Plan, make_plan
 from kernel_build import build_from_environment, default_archs
 from kernel_manifest import parse_archs
 from machine import commit_of
 from portable_wheel import build_tag, make_portable
-from report import log_to, say
 from toolchain import cuda_header_dirs
 
 # dist_info builds nothing, but pip runs it before it downloads dependencies: a missing torch is best reported then.

@@ -61,7 +61,7 @@ def parse(arguments):
     parser.add_argument("--budget", type=float, default=SECONDS, metavar="SECONDS", help=f"of the rows ({SECONDS:g})")
     parser.add_argument("--limit", type=float, default=0.99, help="least ratio of a row (0.99)")
     parser.add_argument("--host-limit", type=float, default=0.95, help="least ratio of a host time (0.95)")
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "builds.json", help="JSON result")
+    parser.add_argument("--out", type=Path, default=ROOT / "build" / "benchmarks" / "builds.json", help="JSON")
     options = parser.parse_args(arguments)
     if options.device.type == "cuda" and not (options.old and options.new):
         parser.error("--old and --new: expected the folders of two builds")

@@ -1,14 +1,14 @@
-"""Context-parallel attention on N GPUs of one machine: speed per GPU, bandwidths, the model's prediction in each row.
+"""Context-parallel attention on N GPUs of one machine: speed per GPU, bandwidths.
 
-    python benchmarks/context_parallel.py --out result.json --plot result.png     # all GPUs that torch sees
-    python benchmarks/context_parallel.py --device cpu --ranks 2 --toy            # gloo, to see that it runs
+    python benchmarks/context_parallel.py --out result.json               # all GPUs that torch sees
+    python benchmarks/context_parallel.py --device cpu --ranks 2 --toy    # gloo, to see that it runs
 
 Starts a process per rank. Each row is one problem and one method: the time of a forward, and of forward and backward,
-the slowest rank's median, beside the time in which one GPU does the whole problem, taken in turns on all GPUs at once.
-Calls follow each other as layers do, so that the host is ahead, as many as LEAST_SECONDS take, behind as many that have
-no time: a time is that of one. A GPU whose last calls took less power has a higher clock for a while, hence an order of
-its own in each round.
-`per_gpu` is one GPU's time over ranks times ours. Peers are measured where they can be imported.
+the slowest rank's median; and the time in which one GPU does the whole problem, in turns with it, on all GPUs at once.
+As many calls as take LEAST_SECONDS follow each other like layers, after as many that are not timed, so that the host
+is ahead of the GPU; a time is that of one. A GPU whose last calls took less power has a higher clock for a while, so
+each round has another order. `per_gpu` is one GPU's time over ranks times ours. Peers are measured if they can be
+imported.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # absent under PYTHONSAFEPATH
 
-import cp_model
+import cp_tables
 import torch
 import torch.distributed as dist
 from cp_peers import PEERS
@@ -41,6 +41,8 @@ SIZES = tuple(1 << n for n in range(13, 19))  # 8k to 256k tokens over all ranks
 TOY_SIZES = (64, 160)
 WINDOW, TOY_WINDOW = 4096, 16
 PACKED_PER_RANK, TOY_PACKED_PER_RANK = 65536, 96
+HEADS, HEADS_K, HEAD_DIM = 32, 8, 128
+TOY_SHAPE = (4, 2, 16)
 METHODS = ("all_gather", "all_gather_copies", "ring", "ulysses")  # _copies: CpPlan(copies=True), where there is NCCL
 BANDWIDTH_BYTES = 1 << 30  # milliseconds, so that starting one takes no part
 MOST_SECONDS = 6.0  # of a row's rounds
@@ -63,7 +65,6 @@ def parse(arguments=None):
     parser.add_argument("--row-seconds", type=float, default=MOST_SECONDS, help="of a row's rounds, of which 2 are run")
     parser.add_argument("--seconds", type=float, default=480, help="rows that would start later are left out")
     parser.add_argument("--out", type=Path, help="JSON")
-    parser.add_argument("--plot", type=Path)
     options = parser.parse_args(arguments)
     options.ranks = options.ranks or (torch.cuda.device_count() if options.device == "cuda" else 2)
     if options.ranks < 1 or (options.device == "cuda" and torch.cuda.device_count() < options.ranks):
@@ -88,18 +89,17 @@ class Problem:
 
     def __init__(self, kind: str, tokens: int, options, device):
         self.kind, self.tokens = kind, tokens
-        self.shape = cp_model.Shape(4, 2, 16) if options.toy else cp_model.Shape()
+        heads, heads_k, head_dim = self.shape = TOY_SHAPE if options.toy else (HEADS, HEADS_K, HEAD_DIM)
         self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         self.window = (TOY_WINDOW if options.toy else WINDOW, 0) if kind == "window" else (-1, -1)
         longest = TOY_PACKED_PER_RANK if options.toy else PACKED_PER_RANK
         self.cu = document_bounds(tokens, longest) if kind == "packed" else None
         generator = torch.Generator(device=device).manual_seed(tokens)
         axes = (tokens,) if self.cu else (1, tokens)
-        heads = (self.shape.heads, self.shape.heads_k, self.shape.heads_k, self.shape.heads)
         self.whole = [
-            torch.randn(*axes, h, self.shape.head_dim, device=device, dtype=self.dtype, generator=generator)
-            for h in heads
-        ]  # fmt: skip
+            torch.randn(*axes, h, head_dim, device=device, dtype=self.dtype, generator=generator)
+            for h in (heads, heads_k, heads_k, heads)
+        ]
         self.cu_tensor = torch.tensor(self.cu, dtype=torch.int32, device=device) if self.cu else None
 
     def plan(self, method: str) -> CpPlan:
@@ -112,9 +112,8 @@ class Problem:
 
     def one_gpu(self, q, k, v):
         if self.cu:
-            return flash_attn_varlen_func(
-                q, k, v, self.cu_tensor, self.cu_tensor, self.tokens, self.tokens, causal=True
-            )  # fmt: skip
+            cu, longest = self.cu_tensor, self.tokens
+            return flash_attn_varlen_func(q, k, v, cu, cu, longest, longest, causal=True)
         return flash_attn_func(q, k, v, causal=True, window_size=self.window)
 
 
@@ -133,7 +132,7 @@ def calls(function, q, k, v, dout):
 
 
 class Ranks:
-    """What ranks do together beside attention: they meet on the host, and take the slowest one's time."""
+    """What ranks do together besides attention: they meet on the host, and take the slowest one's time."""
 
     def __init__(self, device, rounds: int, most_seconds: float = MOST_SECONDS):
         self.device, self.size, self.rank = device, dist.get_world_size(), dist.get_rank()
@@ -165,10 +164,8 @@ class Ranks:
         return self.largest(begin.elapsed_time(end) / count / 1000)
 
     def medians(self, implementations: dict) -> dict:
-        """{name: (median, rounds, calls of a time, (fastest, slowest, retries of the allocator))}: in each round each
-        has one time, in an order of its own. A retry waits for the GPU and returns memory: no time of a method.
-        """
-        times, counts, retries = {}, {}, dict.fromkeys(implementations, 0)
+        """{name: (median, rounds, fastest, slowest)}: in each round each has one time, in an order of its own."""
+        times, counts = {}, {}
         for name, call in implementations.items():
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
@@ -184,27 +181,19 @@ class Ranks:
         times.update((name, []) for name in in_turns)
         for index in range(rounds):
             for name in random.Random(index).sample(in_turns, len(in_turns)):  # the same on all ranks
-                before, count = self._retries(), counts[name]
-                times[name].append(self.time(implementations[name], count, ahead=count))
-                retries[name] += self._retries() - before
-        return {
-            name: (statistics.median(found), len(found), counts[name], (min(found), max(found), retries[name]))
-            for name, found in times.items()
-        }
-
-    def _retries(self) -> int:
-        return torch.cuda.memory_stats(self.device)["num_alloc_retries"] if self.device.type == "cuda" else 0
+                times[name].append(self.time(implementations[name], counts[name], ahead=counts[name]))
+        return {name: (statistics.median(found), len(found), min(found), max(found)) for name, found in times.items()}
 
 
 def measure_row(kind: str, tokens: int, options, ranks: Ranks):
     """Rows of one problem, one for each method and peer."""
     problem = Problem(kind, tokens, options, ranks.device)
     axis = 0 if problem.cu else 1
-    implementations, plans, errors, shards = {}, {}, {}, {}
+    implementations, errors, shards = {}, {}, {}
     one = calls(problem.one_gpu, *problem.whole)
     expected = one["forward"]()
     for method in options.methods:
-        plan = plans[method] = problem.plan(method)
+        plan = problem.plan(method)
         places = tuple(plan.spans[ranks.rank])  # memory of this rank is short at the longest sequences
         if places not in shards:
             shards[places] = [plan.shard(x, axis) for x in problem.whole]
@@ -232,30 +221,23 @@ def measure_row(kind: str, tokens: int, options, ranks: Ranks):
         for mode in ("forward", "both")
     }
     return [
-        row_of(problem, name, plans.get(name), seconds, errors.get(name), ranks.size)
+        row_of(problem, name, seconds, errors.get(name), ranks.size)
         for name in [*implementations, *(name for name in errors if name not in implementations)]
     ]
 
 
-def row_of(problem: Problem, name: str, plan, seconds, error, ranks: int) -> dict:
+def row_of(problem: Problem, name: str, seconds, error, ranks: int) -> dict:
     row = {"problem": problem.kind, "tokens": problem.tokens, "name": name, "error": error}
     if name not in seconds["forward"]:
         return row
-    pairs = visible_pairs(problem)
+    heads, _, head_dim = problem.shape
+    operations = 4.0 * visible_pairs(problem) * heads * head_dim
     for mode, factor in (("forward", 1.0), ("both", 3.5)):
-        (ours, rounds, count, (fastest, slowest, retries)), (alone, *_) = seconds[mode][name], seconds[mode]["one_gpu"]
+        (ours, rounds, fastest, slowest), (alone, *_) = seconds[mode][name], seconds[mode]["one_gpu"]
         row[mode] = {
-            "seconds": ours, "one_gpu_seconds": alone, "rounds": rounds, "calls": count,
-            "fastest": fastest, "slowest": slowest, "alloc_retries": retries,
-            "per_gpu": alone / ranks / ours,
-            "tflops_per_gpu": problem.shape.operations(pairs, False) * factor / ranks / ours / 1e12,
+            "seconds": ours, "one_gpu_seconds": alone, "rounds": rounds, "fastest": fastest, "slowest": slowest,
+            "per_gpu": alone / ranks / ours, "tflops_per_gpu": operations * factor / ranks / ours / 1e12,
         }  # fmt: skip
-        if plan is not None:
-            received = max(_received(plan, rank, problem.window) for rank in range(ranks))
-            row[mode]["predicted"] = cp_model.efficiency(
-                plan.method, cp_model.Machine(), problem.shape, pairs, problem.tokens, ranks, received, mode == "both"
-            )
-            row["received_tokens"], row["imbalance"] = received, plan.imbalance(True, problem.window)
     return row
 
 
@@ -267,17 +249,8 @@ def visible_pairs(problem: Problem) -> int:
     return layouts.visible_pairs(0, problem.tokens, cu, (left if left >= 0 else None, 0))
 
 
-def _received(plan: CpPlan, rank: int, window) -> int:
-    from flash_attn.context_parallel import layouts
-
-    sides = (window[0] if window[0] >= 0 else None, 0)
-    required = layouts.required_keys(plan.spans[rank], plan.cu_seqlens, sides)
-    own = layouts.intersection(required, plan.spans[rank])
-    return sum(b - a for a, b in required) - sum(b - a for a, b in own)
-
-
 def bandwidths(options, ranks: Ranks) -> dict:
-    """GB/s per direction: messages of the group both ways, copies between GPUs, idle and while attention runs."""
+    """GB/s per direction: messages of the group both ways, copies between GPUs."""
     count = (1 << 16) if options.toy else BANDWIDTH_BYTES
     plan = CpPlan.dense(ranks.size * 8)
     sent, received = (torch.zeros(count, dtype=torch.uint8, device=ranks.device) for _ in range(2))
@@ -291,48 +264,13 @@ def bandwidths(options, ranks: Ranks) -> dict:
         result["messages"] = count / ranks.medians({"x": messages})["x"][0] / 1e9
     if ranks.device.type != "cuda" or ranks.size == 1:
         return result
-    kernels = _long_attention(options, ranks.device)
-    side = torch.cuda.Stream()
     source = torch.zeros(count, dtype=torch.uint8, device=f"cuda:{(ranks.rank + 1) % ranks.size}")
 
     def copies():
         received.copy_(source, non_blocking=True)
 
-    def beside(transfer):
-        """Seconds of a transfer that starts ahead of attention on another stream, as in a step, and of attention."""
-        ranks.largest(0.0)
-        torch.cuda.synchronize()
-        marks = [torch.cuda.Event(enable_timing=True) for _ in range(4)]
-        with torch.cuda.stream(side):
-            marks[2].record()
-            transfer()
-            marks[3].record()
-        marks[0].record()
-        kernels()
-        marks[1].record()
-        torch.cuda.synchronize()
-        return ranks.largest(marks[2].elapsed_time(marks[3]) / 1000), ranks.largest(marks[0].elapsed_time(marks[1]))
-
     result["copy_engine"] = count / ranks.medians({"x": copies})["x"][0] / 1e9
-    idle = ranks.medians({"x": kernels})["x"][0] * 1000
-    for name, transfer in (("messages", messages), ("copy_engine", copies)):
-        times = [beside(transfer) for _ in range(5)][1:]
-        seconds, milliseconds = (statistics.median(values) for values in zip(*times))
-        result[f"{name}_under_attention"] = count / seconds / 1e9
-        result[f"attention_slowdown_by_{name}"] = milliseconds / idle
     return result
-
-
-def _long_attention(options, device):
-    tokens = 256 if options.toy else 32768
-    q, k = (torch.randn(1, tokens, h, 128, device=device, dtype=torch.bfloat16) for h in (32, 8))
-
-    def run():
-        with torch.no_grad():
-            for _ in range(3):
-                flash_attn_func(q, k, k, causal=True)
-
-    return run
 
 
 def run_rank(rank: int, options, store: str, results) -> None:
@@ -366,7 +304,7 @@ def _measure(rank: int, options, store: str):
             if device.type == "cuda":
                 torch.cuda.empty_cache()
             if rank == 0:
-                print(markdown(found_rows), flush=True)
+                print("\n".join(cp_tables.table(found_rows)), flush=True)
                 write(found, options)  # after each row: a later one may meet a limit of time or memory
     dist.destroy_process_group()
     return found
@@ -383,45 +321,6 @@ def surroundings(options, device) -> dict:
 def write(document: dict, options) -> None:
     if options.out:
         options.out.write_text(json.dumps(document, indent=1) + "\n")
-
-
-def markdown(rows) -> str:
-    """A table: percent of one GPU, measured and predicted, and TFLOPS per GPU."""
-    lines = ["| problem | tokens | | forward | both | predicted | TFLOPS per GPU |", "|---|---|---|---|---|---|---|"]
-    for row in rows:
-        head = f"| {row['problem']} | {row['tokens']} | {row['name']} | "
-        if "forward" not in row:
-            lines.append(head + f"{row['error']} | | | |")
-            continue
-        forward, both = row["forward"], row["both"]
-        predicted = " / ".join(f"{100 * x['predicted']:.0f}" for x in (forward, both) if "predicted" in x)
-        lines.append(
-            head + f"{100 * forward['per_gpu']:.1f}% | {100 * both['per_gpu']:.1f}% | {predicted} | "
-            f"{forward['tflops_per_gpu']:.0f} / {both['tflops_per_gpu']:.0f} |"
-        )
-    return "\n".join(lines)
-
-
-def plot(rows, path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(1, 2, figsize=(10, 4), sharey=True)
-    causal = [row for row in rows if row["problem"] == "causal" and "forward" in row]
-    for axis, mode in zip(axes, ("forward", "both")):
-        for name in dict.fromkeys(row["name"] for row in causal):
-            own = [row for row in causal if row["name"] == name]
-            (line,) = axis.plot([r["tokens"] for r in own], [100 * r[mode]["per_gpu"] for r in own], "o-", label=name)
-            if "predicted" in own[0][mode]:
-                predicted = [100 * r[mode]["predicted"] for r in own]
-                axis.plot([r["tokens"] for r in own], predicted, ":", color=line.get_color())
-        axis.set(xscale="log", xlabel="tokens over all GPUs", title=f"{mode}, causal; dotted: predicted", ylim=(0, 105))
-        axis.legend()
-    axes[0].set_ylabel("% of one GPU, per GPU")
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
 
 
 def main(arguments=None) -> None:
@@ -449,10 +348,7 @@ def main(arguments=None) -> None:
                 process.kill()
     document = answers[0]
     write(document, options)
-    if options.plot:
-        plot(document["rows"], options.plot)
-    print(json.dumps(document["bandwidth"]))
-    print(markdown(document["rows"]))
+    print("\n".join(cp_tables.measured_lines(document)))
 
 
 if __name__ == "__main__":

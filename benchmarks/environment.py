@@ -13,7 +13,7 @@ import torch
 from shared import ROOT
 from timing import read_nvidia_smi
 
-PEER_PACKAGES = ("triton", "flash_attn_3", "flashinfer-python", "xformers")
+PEER_PACKAGES = ("triton", "flash_attn_3", "nvidia-cudnn-frontend")
 
 
 def git_state():

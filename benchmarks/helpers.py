@@ -1,4 +1,4 @@
-"""Speed of the operators beside attention: cross-entropy, layer norm and RMS norm against PyTorch on the same GPU.
+"""Speed of the other operators: cross-entropy, layer norm and RMS norm against PyTorch on the same GPU.
 
     python benchmarks/helpers.py [--out FILE.json] [--eager-only]
 
@@ -92,6 +92,25 @@ def measure(timer, calls):
     return {name: statistics.median(samples) for name, samples in times.items()}
 
 
+def measure_problem(name, make, timer, compiled):
+    """The rows of one problem, forward and backward."""
+    functions, inputs, *sizes = make()
+    if compiled:
+        torch._dynamo.reset()
+        functions["compiled"] = torch.compile(functions["torch"], dynamic=False)
+    rows = []
+    for mode, size in zip(("fwd", "bwd"), sizes):
+        calls = {
+            key: partial(function, *inputs) if mode == "fwd" else backward_of(function, inputs)
+            for key, function in functions.items()
+        }
+        ms = measure(timer, calls)
+        rows.append({"name": name, "mode": mode, "ms": ms, "bytes": size})
+        told = ", ".join(f"{key} {value / ms['ours']:.2f}x" for key, value in ms.items() if key != "ours")
+        print(f"{name:32} {mode:4} {ms['ours']:8.3f} ms {size / ms['ours'] / 1e6:6.0f} GB/s, {told}", flush=True)
+    return rows
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="write the result as JSON")
@@ -103,25 +122,9 @@ def main():
     timer = CudaTimer(torch.device("cuda"))
     result = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": []}
     print(f"{result['device']}, torch {result['torch']}; ratio: time of the peer over ours")
-    print(f"{'':32} {'mode':4} {'ours ms':>8} {'GB/s':>6} {'torch':>7} {'compiled':>8}")
     for name, make in problems():
-        functions, inputs, forward_bytes, backward_bytes = make()
-        if not arguments.eager_only:
-            torch._dynamo.reset()
-            functions["compiled"] = torch.compile(functions["torch"], dynamic=False)
-        for mode, size in (("fwd", forward_bytes), ("bwd", backward_bytes)):
-            if mode == "fwd":
-                calls = {key: partial(function, *inputs) for key, function in functions.items()}
-            else:
-                calls = {key: backward_of(function, inputs) for key, function in functions.items()}
-            times = measure(timer, calls)
-            ratios = {key: times[key] / times["ours"] for key in times if key != "ours"}
-            rate = size / times["ours"] / 1e6
-            result["rows"].append({"name": name, "mode": mode, "ms": times, "bytes": size})
-            compiled = f"{ratios['compiled']:7.2f}x" if "compiled" in ratios else ""
-            print(f"{name:32} {mode:4} {times['ours']:8.3f} {rate:6.0f} {ratios['torch']:6.2f}x {compiled}", flush=True)
-        functions = inputs = calls = None  # their memory is needed for the next problem
-        torch.cuda.empty_cache()
+        result["rows"] += measure_problem(name, make, timer, not arguments.eager_only)
+        torch.cuda.empty_cache()  # the next problem needs the memory
     if arguments.out:
         arguments.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 

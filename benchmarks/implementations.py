@@ -12,9 +12,11 @@ import over_cache
 import package_peers
 import torch
 import torch_peers
+from check import MAX_RELATIVE_ERROR
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 DEFAULT_PEERS = ("sdpa_flash", "sdpa_cudnn")
+MAX_FP8_ERROR = 0.2  # e4m3 has three fraction bits
 
 # What a row may need of an implementation (the names appear in the report).
 CPU, BACKWARD, GQA, PACKED, WINDOW = "CPU tensors", "backward", "GQA", "packed sequences", "window"
@@ -79,6 +81,16 @@ def ours(row, inputs, deterministic=False, **modes):
     return lambda: flash_attn.flash_attn_func(q, k, v, **options)
 
 
+def fp8(row, inputs, exp):
+    """The forward of e4m3 q, k and v, quantised by head outside of the timed call."""
+    import flash_attn
+    from flash_attn.fp8 import quantize
+
+    (q, k, v), descales = zip(*(quantize(x, "head") for x in (inputs.q, inputs.k, inputs.v)))
+    options = dict(zip(("q_descale", "k_descale", "v_descale"), descales))
+    return lambda: flash_attn.flash_attn_func(q, k, v, causal=row.case.causal, exp=exp, **options)
+
+
 def plain_problem(row, inputs):
     """(row, inputs) of the row's problem without features, on views of its tensors; the views are leaves."""
     plain = row.plain
@@ -121,7 +133,7 @@ class Implementation:
     offers: what it can do; further_limits(row, device_type, mode): any other reason why a row cannot run, or None;
     package: the module that must be installed; compiles: whether every shape costs it seconds of compilation; groups:
     the groups of rows that it joins without being named; problem(row, inputs): the (row, inputs) that it computes, is
-    checked by and whose FLOPs count.
+    checked by and whose FLOPs count; max_error: of its result, relative to float64.
     """
 
     name: str
@@ -134,6 +146,7 @@ class Implementation:
     compiles: bool = False
     groups: tuple[str, ...] = ()
     problem: Callable = lambda row, inputs: (row, inputs)
+    max_error: float = MAX_RELATIVE_ERROR
 
     def limits(self, row, device_type="cuda", mode="fwd"):
         """Why the row is not measured, or None."""
@@ -214,6 +227,17 @@ IMPLEMENTATIONS = {
             further_limits=plain_limits, package="flash_attn", groups=("window", "varlen_equal", "features"),
             problem=plain_problem,
         ),
+        *(
+            Implementation(
+                name, f"flash_attn (this package), e4m3 q, k and v, exp={exp!r}", functools.partial(fp8, exp=exp),
+                package="flash_attn", groups=("fp8",), max_error=MAX_FP8_ERROR,
+            )
+            for name, exp in (("ours_fp8", "exact"), ("ours_fp8_fast", "fast"))
+        ),
+        Implementation(
+            "cudnn_fp8", "cuDNN, e4m3 q, k and v", package_peers.cudnn_fp8, frozenset({GQA}), package="cudnn",
+            groups=("fp8",), max_error=MAX_FP8_ERROR,
+        ),
         sdpa_peer(
             "sdpa_flash", "flash backend (FlashAttention-2)", SDPBackend.FLASH_ATTENTION, torch_peers.sdpa_flash,
             frozenset({CPU, PACKED, WINDOW, ALIBI}), torch_peers.sdpa_flash_limits,
@@ -244,15 +268,6 @@ IMPLEMENTATIONS = {
         Implementation(
             "flash_attn_3", "FlashAttention-3", package_peers.flash_attn_3, COMMON - {CPU, ALIBI, DROPOUT},
             package="flash_attn_interface",
-        ),
-        Implementation(
-            "flashinfer", "FlashInfer, ragged prefill", package_peers.flashinfer_prefill,
-            frozenset({GQA, PACKED, WINDOW, SOFTCAP, RECTANGULAR}), package_peers.flashinfer_limits,
-            package="flashinfer",
-        ),
-        Implementation(
-            "xformers", "xFormers memory_efficient_attention", package_peers.xformers_attention,
-            frozenset({BACKWARD, PACKED, DROPOUT}), package="xformers",
         ),
     )
 }  # fmt: skip

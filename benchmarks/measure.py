@@ -7,9 +7,9 @@ import time
 import warnings
 
 import torch
-from check import MAX_RELATIVE_ERROR, relative_error
+from check import relative_error
 from implementations import make_inputs, timed_call
-from scores import OUT_OF_MEMORY
+from results import OUT_OF_MEMORY
 from timing import CALLS_PER_GRAPH, captured, interleave, summarize
 
 REPORTED_FIELDS = ("batch", "seqlen_q", "seqlen_k", "nheads", "nheads_k", "head_dim", "causal")
@@ -48,7 +48,7 @@ def probe(implementation, row, inputs, mode, device):
         refused = text.startswith(REFUSALS)
         raise NotMeasured(f"{'refused' if refused else 'failed'}: {text}", failed=not refused) from error
     error = facts["relative_error"] = relative_error(row, inputs, mode, result)
-    if error is not None and not error <= MAX_RELATIVE_ERROR:
+    if error is not None and not error <= implementation.max_error:
         raise NotMeasured(f"wrong result: relative error {error:.3g}", failed=True)
     return call, {**facts, "flops": row.flops(mode)}
 

@@ -19,7 +19,6 @@ from timing import CALLS_PER_GRAPH
 CACHED_BYTES = 256 * 2**20  # more than any L2 cache
 CHECKED_QUERIES = 64
 SPARE_PAGES = 7
-FLASHINFER_WORKSPACE_BYTES = 256 * 2**20
 
 
 @dataclass
@@ -145,25 +144,6 @@ def sdpa_flash(row, inputs):
     return lambda: op(inputs.q, *next(layers), *sizes, **extra)[0]
 
 
-def flashinfer_decode(row, inputs):
-    """FlashInfer's paged decoding; its plan is made once, outside of the timed call."""
-    import flashinfer
-
-    case, device = row.case, inputs.q.device
-    workspace = torch.empty(FLASHINFER_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=True)
-    pages = inputs.table.shape[1]
-    starts = torch.arange(0, (case.batch + 1) * pages, pages, dtype=torch.int32, device=device)
-    last = torch.full((case.batch,), (case.seqlen_k - 1) % case.page_size + 1, dtype=torch.int32, device=device)
-    wrapper.plan(
-        starts, inputs.table.flatten(), last, case.nheads, case.nheads_k, case.head_dim, case.page_size,
-        window_left=windows(case)[0], logits_soft_cap=case.softcap or None, q_data_type=inputs.q.dtype,
-        kv_data_type=inputs.q.dtype,
-    )  # fmt: skip
-    q, layers = inputs.q[:, 0], itertools.cycle(inputs.caches)
-    return lambda: wrapper.run(q, next(layers)).view(inputs.q.shape)
-
-
 BUILDERS = {
     "ours": ours,
     "sdpa_flash": sdpa_flash,
@@ -171,7 +151,6 @@ BUILDERS = {
     "sdpa_efficient": sdpa,
     "sdpa_math": sdpa,
     "flash_attn_3": flash_attn_3,
-    "flashinfer": flashinfer_decode,
 }
 
 
@@ -190,8 +169,6 @@ def limits(name, row, device_type, mode):
         "no cache of 8 bits": bool(case.codes),
         "no append": bool(case.append) and name != "flash_attn_3",
         "no pages": bool(case.page_size) and name.startswith("sdpa"),
-        "pages only": not case.page_size and name == "flashinfer",
-        "one query only": case.seqlen_q > 1 and name == "flashinfer",
         "no softcap": case.softcap > 0 and name.startswith("sdpa"),
         "no ALiBi": case.alibi != "none" and name != "sdpa_flash",
         "no mask aligned to the last key": masked and name.startswith("sdpa") and name != "sdpa_flash",
@@ -235,29 +212,3 @@ def relative_error(row, inputs, result):
     reference = attention(q, keys, values, **options).out
     ours = result[-1:, -queries:, -heads:]
     return (torch.linalg.norm(ours - reference) / torch.linalg.norm(reference)).item()
-
-
-def read_ceiling(device, gib=4, repeats=20):
-    """{"gbs": fastest read of device memory seen, "method": how}; the share of a row is measured against it."""
-    buffer = torch.ones(gib * 2**28, dtype=torch.float32, device=device)
-    methods = {"torch.sum": lambda: buffer.sum(), "torch.amax": lambda: buffer.amax()}
-    try:
-        from read_kernel import make_reader
-
-        methods["triton"] = make_reader(buffer)
-        methods["triton"]()
-    except Exception:  # as for the clock: Triton raises its own types; torch's reductions remain
-        methods.pop("triton", None)
-    best = {}
-    for name, read in methods.items():
-        times = []
-        for _ in range(repeats):
-            start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            read()
-            stop.record()
-            torch.cuda.synchronize(device)
-            times.append(start.elapsed_time(stop))
-        best[name] = buffer.numel() * 4 / min(times) / 1e6
-    method = max(best, key=best.get)
-    return {"gbs": best[method], "method": method}

@@ -1,10 +1,12 @@
-"""Tables, scores and plots of a benchmark result, and the published figures.
+"""The report of results: tables, scores, plots, comparisons, and the figures of the documents.
 
-python benchmarks/report.py RESULT.json                 print the table and the scores
-python benchmarks/report.py --plots RESULT.json OUTDIR  draw the plots (needs matplotlib)
-python benchmarks/report.py --readme RESULT.json        rewrite the figures block of README.md from the result
-python benchmarks/report.py --docs                      write docs/benchmarks.md, and blocks of README.md and of
-                                                        docs/{theory,retrospective,fp8,context_parallel,tuning/*}.md
+python benchmarks/report.py NEW.json                    print the table and the scores of a run
+python benchmarks/report.py NEW.json OLD.json           ours now against ours then; --peer NAME: against a peer then
+python benchmarks/report.py NEW.json --plots FOLDER     draw the plots (needs matplotlib)
+python benchmarks/report.py --publish FOLDER            take the results of a run into benchmarks/results, then --docs
+python benchmarks/report.py --docs [--check]            write the generated blocks of the documents, or compare them
+
+--publish keeps medians and ranges (results.py) and draws the plots that a page shows.
 """
 
 from __future__ import annotations
@@ -16,21 +18,14 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # absent under PYTHONSAFEPATH
 
-from benchmarks_page import ROOT, write_docs
-from kvcache_plots import write_kvcache_plots
-from markdown_tables import figures_block, rewritten
+import pages
 from plots import write_plots
-from scores import (
-    PLAIN,
-    ceiling_lines,
-    environment_line,
-    load,
-    memory_lines,
-    overhead_lines,
-    score_lines,
-    share_of_plain,
-    speed,
-)
+from results import RESULTS, ROOT, device_name, environment_line, load, measured_commit, store
+from scores import PLAIN, memory_lines, modes, overhead_lines, score_lines, share_of_plain, speed
+
+LAB = ROOT / "benchmarks" / "lab"
+PLOTS = {"grid": ("fwd_d128.png", "bwd_d128.png")}  # that a page shows
+OF_SEVERAL_GPUS = ("context_parallel",)  # may be of another commit than all others
 
 
 def row_cell(row, name):
@@ -70,17 +65,8 @@ def missing_lines(result):
     ]
 
 
-def time_lines(result):
-    """What the rows took, set-up included."""
-    seconds = Counter()
-    for row in result["rows"]:
-        seconds[f"{row['group']} {row['mode']}"] += row.get("seconds", 0.0)
-    figures = ", ".join(f"{key} {value:.1f}" for key, value in seconds.items() if value)
-    return [f"seconds, set-up included: {figures}"] if figures else []
-
-
 def relative_lines(result):
-    """Speed of ours in rows with features or packed sequences, relative to its plain dense call beside it."""
+    """Speed of ours in rows with features or packed sequences, relative to its plain dense call in the same rounds."""
     shares = [(row, share_of_plain(row)) for row in result["rows"]]
     lines = [f"  {share:.3f} {row['label']} {row['mode']}" for row, share in shares if share is not None]
     return ["speed of ours relative to its plain dense call (TFLOPS)", *lines] if lines else []
@@ -89,47 +75,97 @@ def relative_lines(result):
 def full_report(result):
     """The whole report; the scores of the cells are the last lines."""
     lines = table(result) + [environment_line(result)] + overhead_lines(result) + memory_lines(result)
-    lines += time_lines(result) + ceiling_lines(result) + relative_lines(result)
+    lines += relative_lines(result)
     for group in sorted(result["groups"], key=lambda group: group == "cells"):
-        lines += score_lines(result, group)
+        lines += score_lines(result, group=group)
     return lines
 
 
-def plot_lines(result, folder):
-    """Draws the plots and returns what to tell about them."""
-    try:
-        caption = environment_line(result)
-        paths = write_plots(result, folder, caption) + write_kvcache_plots(result, folder, caption)
-        return [str(path) for path in paths]
-    except ImportError as error:
-        return [f"no plots: {error}; draw them later: python benchmarks/report.py --plots RESULT.json OUTDIR"]
+def comparison(new, old, peer):
+    """Scores of ours against ours, or against a peer, of an earlier result."""
+    lines = [f"new: {environment_line(new)}", f"old: {environment_line(old)}"]
+    scores = [line for group in new["groups"] for line in score_lines(new, old, group, peer)]
+    return lines + (scores or [f"no common rows of {', '.join(new['groups'])} in {', '.join(modes(new))}"])
 
 
-def main():
+# ---- publishing ------------------------------------------------------------------------------------------------------
+
+
+def disagreement(results):
+    """Why results are not of one run, or None."""
+    for what, read in (("commit", measured_commit), ("GPU", device_name)):
+        found = {name: read(result) for name, result in results.items() if name not in OF_SEVERAL_GPUS}
+        if len(set(found.values())) > 1:
+            return f"expected results of one {what}, got {found}"
+    unfinished = [name for name, result in results.items() if result.get("finished") is False]
+    return f"not finished: {', '.join(unfinished)}" if unfinished else None
+
+
+def publish(folder, target=RESULTS):
+    """Stores the compact form of each result in `folder` that did not fail, and draws the plots that pages show.
+
+    Returns the paths. SystemExit unless all are of one commit and one GPU.
+    """
+    results = {path.stem: load(path) for path in sorted(Path(folder).glob("*.json"))}
+    for name, ended in results.pop("state", {}).items():  # of lab/run_all.py
+        if not ended["good"]:
+            results.pop(name, None)
+    reason = disagreement(results) if results else f"{folder}: no results"
+    if reason:
+        sys.exit(f"error: {reason}")
+    paths = [store(name, result, target) for name, result in results.items()]
+    for name in [name for name in PLOTS if name in results]:
+        paths += write_plots(results[name], target / "plots", environment_line(results[name]), PLOTS[name])
+    return paths + lab_page().write_plots(results, target / "plots")
+
+
+def lab_page():
+    sys.path.append(str(LAB))
+    import lab_page
+
+    return lab_page
+
+
+def docs(check=False, root=ROOT):
+    """Writes the blocks of the documents anew, or only says which differ; returns the exit status."""
+    found = pages.pages({**pages.BLOCKS, **lab_page().BLOCKS}, root)
+    differing = {path: written for path, (text, written) in found.items() if text != written}
+    for path, written in differing.items():
+        if not check:
+            path.write_text(written, encoding="utf-8")
+        print(f"{path.relative_to(root)}: {'differs from benchmarks/results' if check else 'written'}")
+    return 1 if check and differing else 0
+
+
+def parse(arguments):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("result", nargs="?", type=Path, help="JSON written by benchmarks/run.py")
-    parser.add_argument("outdir", nargs="?", help="folder of the plots (default: beside the result)")
-    parser.add_argument("--plots", action="store_true", help="draw the plots instead of printing")
-    parser.add_argument("--readme", action="store_true", help="rewrite the figures block instead of printing")
-    parser.add_argument("--docs", action="store_true", help="write the documents instead of printing")
-    parser.add_argument("--file", type=Path, default=ROOT / "README.md", help="the file with the figures block")
-    options = parser.parse_args()
-    if options.docs:
-        print("\n".join(f"{path}: written" for path in write_docs()))
-        return
-    if options.result is None:
-        parser.error("a result is needed, or --docs")
-    result = load(options.result)
+    parser.add_argument("new", nargs="?", type=Path, help="JSON written by benchmarks/run.py")
+    parser.add_argument("old", nargs="?", type=Path, help="an earlier one")
+    parser.add_argument("--peer", help="with OLD: the implementation of OLD that ours is compared with")
+    parser.add_argument("--plots", type=Path, metavar="FOLDER", help="draw the plots there instead of printing")
+    parser.add_argument("--publish", type=Path, metavar="FOLDER", help="results of a run, NAME.json each")
+    parser.add_argument("--docs", action="store_true", help="write the generated blocks of the documents")
+    parser.add_argument("--check", action="store_true", help="with --docs: only compare")
+    options = parser.parse_args(arguments)
+    if options.new is None and not (options.docs or options.publish):
+        parser.error("expected a result, --docs or --publish FOLDER")
+    return options
+
+
+def main(arguments=None):
+    options = parse(arguments)
+    if options.publish:
+        print("\n".join(str(path.relative_to(ROOT)) for path in publish(options.publish)))
+    if options.publish or options.docs:
+        return docs(options.check)
+    result = load(options.new)
     if options.plots:
-        print("\n".join(plot_lines(result, options.outdir or options.result.with_suffix(""))))
-    elif options.readme:
-        path = options.result.resolve()
-        source = path.relative_to(ROOT) if ROOT in path.parents else path.name
-        options.file.write_text(rewritten(options.file.read_text(), "figures", figures_block(result, source)))
-        print(f"{options.file}: figures rewritten from {source}")
+        print("\n".join(map(str, write_plots(result, options.plots, environment_line(result)))))
     else:
-        print("\n".join(full_report(result)))
+        lines = comparison(result, load(options.old), options.peer) if options.old else full_report(result)
+        print("\n".join(lines))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

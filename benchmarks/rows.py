@@ -12,9 +12,9 @@ GROUPS = (
     "invariant", "invariant_small", "small", "one_wave", "small_eager",
 )  # fmt: skip
 GRIDS = ("cells", "b4h8")  # the same cells, of one number of tokens and of one batch size
-BACKWARD_GROUPS = ("deterministic",)
-GRAPH_GROUPS = ("invariant_small", "small", "one_wave")  # timed without the host
-# How the rows over a KV cache are timed; they are measured where asked for.
+BACKWARD_GROUPS, FORWARD_GROUPS = ("deterministic",), ("fp8",)
+GRAPH_GROUPS = ("invariant_small", "small", "one_wave", "fp8")  # timed without the host
+# How the rows over a KV cache are timed; they are measured only on request.
 CACHE_TIMING = {
     "decode": "replay",
     "decode_layers": "graph",
@@ -26,16 +26,18 @@ CACHE_TIMING = {
     "decode_features": "replay",
     "prefill_cache": "event",
 }
-ALL_GROUPS = GROUPS + GRIDS[1:] + tuple(CACHE_TIMING)
+ALL_GROUPS = GROUPS + GRIDS[1:] + FORWARD_GROUPS + tuple(CACHE_TIMING)
 HOST_CASE = Case(1, 128, 128, 16, 16, 64, "bfloat16")
 CACHE_HOST_CASE = Case(1, 1, 1024, 32, 8, 128, "bfloat16", kind="cache")
 MODE_FLOPS = {"fwd": 1.0, "bwd": 2.5, "fwd+bwd": 3.5}
 QUICK_SEQLENS = (1024, 8192)
-THINNED_GROUPS = (*GRIDS, "dims", "deterministic")
+THINNED_GROUPS = (*GRIDS, "dims", "deterministic", "fp8")
 
 
 def modes_of(group):
     """The modes that the rows of a group are measured in."""
+    if group in FORWARD_GROUPS:
+        return ("fwd",)
     return ("bwd",) if group in BACKWARD_GROUPS else tuple(MODE_FLOPS)
 
 
@@ -79,29 +81,29 @@ class Row:
 
     @property
     def label(self):
-        case = self.case
-        parts = [
-            f"d{case.head_dim}" + f"/{case.head_dim_v}" * (case.head_dim_v > 0),
-            "causal" if case.causal else "full",
-        ]
-        parts += [f"h{case.nheads}/{case.nheads_k}"] if case.nheads != case.nheads_k else []
-        parts += [f"h{case.nheads}"] if self.timing != "event" else []
-        parts += [f"window {case.window[0]}"] if case.window[0] >= 0 else []
-        parts += [f"softcap {case.softcap:g}"] if case.softcap else []
-        parts += ["alibi"] if case.alibi != "none" else []
-        parts += [f"dropout {case.dropout:g}"] if case.dropout else []
-        parts += ["sinks"] if case.sinks else []
-        parts += ["max_logit"] if case.max_logit else []
+        case, timed = self.case, self.timing != "event"
         length = f"s{case.seqlen_q}" if case.seqlen_q == case.seqlen_k else f"q{case.seqlen_q} k{case.seqlen_k}"
         ragged = case.seqlens and not self.equal_sequences
-        parts += [f"{sum(case.seqlens)} tokens" if ragged else f"b{case.batch} {length}"]
-        parts += ["packed"] if self.equal_sequences else []
-        parts += [f"page {case.page_size}"] if case.page_size else []
-        parts += [f"append {case.append}"] if case.append else []
-        parts += ["invariant"] if case.invariant else []
-        parts += [case.codes] if case.codes else []
-        parts += [self.timing] if self.timing != "event" else []
-        return " ".join(parts)
+        parts = (
+            (f"d{case.head_dim}" + f"/{case.head_dim_v}" * (case.head_dim_v > 0), True),
+            ("causal" if case.causal else "full", True),
+            (f"h{case.nheads}/{case.nheads_k}", case.nheads != case.nheads_k),
+            (f"h{case.nheads}", timed),
+            (f"window {case.window[0]}", case.window[0] >= 0),
+            (f"softcap {case.softcap:g}", case.softcap),
+            ("alibi", case.alibi != "none"),
+            (f"dropout {case.dropout:g}", case.dropout),
+            ("sinks", case.sinks),
+            ("max_logit", case.max_logit),
+            (f"{sum(case.seqlens)} tokens" if ragged else f"b{case.batch} {length}", True),
+            ("packed", self.equal_sequences),
+            (f"page {case.page_size}", case.page_size),
+            (f"append {case.append}", case.append),
+            ("invariant", case.invariant),
+            (case.codes, case.codes),
+            (self.timing, timed),
+        )
+        return " ".join(text for text, applies in parts if applies)
 
     @property
     def over_cache(self):
@@ -180,7 +182,7 @@ def scale_down(row, shorter):
         window=tuple(w // shorter if w >= 0 else w for w in case.window),
         seqlens=seqlens,
     )
-    return dataclasses.replace(row, case=small, timing="event" if row.timing == "replay" else row.timing)
+    return dataclasses.replace(row, case=small, timing="eager" if row.timing == "eager" else "event")
 
 
 def select(groups, quick, device_type, dtype):
@@ -192,5 +194,6 @@ def select(groups, quick, device_type, dtype):
     if device_type == "cpu":
         full_size = ("small_eager",)
         shorter = 64 if quick else 16
-        rows = [row if row.group in full_size else scale_down(row, shorter) for row in rows if row.timing != "graph"]
+        rows = [row for row in rows if row.timing != "graph" or row.group in FORWARD_GROUPS]  # others occur ungraphed
+        rows = [row if row.group in full_size else scale_down(row, shorter) for row in rows]
     return [dataclasses.replace(row, case=dataclasses.replace(row.case, dtype=dtype)) for row in rows]

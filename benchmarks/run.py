@@ -7,6 +7,7 @@ python benchmarks/run.py --quick                    a third of the cells, shorte
 python benchmarks/run.py --groups decode decode_layers prefill_cache   attention over a KV cache, not in the default
 python benchmarks/run.py --groups cells b4h8 --peers sdpa_flash naive --budget 40   at one batch size too, likewise
 python benchmarks/run.py --mode bwd --groups gqa window varlen features deterministic --peers sdpa_flash triton
+python benchmarks/run.py --groups fp8               the forward of e4m3 q, k and v, likewise
 
 Method: standard-normal inputs; all implementations get the same tensors, are checked against float64 once, and run in
 rounds A B A B with a rotated order; every call is timed alone by device events after the L2 cache was overwritten and
@@ -36,14 +37,16 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # absent under PYTHONSAFEPATH
 
 import torch
+from ceilings import fp8_products, read_ceiling
 from environment import describe_origin
 from implementations import DEFAULT_PEERS, IMPLEMENTATIONS, choose, make_inputs
 from measure import measure, prepare, skipped
-from over_cache import read_ceiling
-from report import full_report, plot_lines
+from plots import write_plots
+from report import full_report
+from results import ROOT, environment_line
 from rows import ALL_GROUPS, CACHE_HOST_CASE, CACHE_TIMING, GROUPS, HOST_CASE, MODE_FLOPS, Row, modes_of, select
 from scores import OURS, PLAIN, speed
-from shared import ROOT, row_bar
+from shared import row_bar
 from timing import Allowance, Budget, host_overhead_us, make_timers, summarize
 
 SECONDS_PER_MODE = 65.0  # with the default peers; more peers get more
@@ -69,7 +72,9 @@ def parse(arguments):
         "--max-ms", type=float, default=math.inf, help="ms at most per row, all implementations together"
     )
     parser.add_argument("--plots", action="store_true", help="draw the plots too, in a folder named as the result")
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results", help="folder of the JSON result")
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "build" / "benchmarks", help="folder of the JSON (build/benchmarks)"
+    )
     parser.add_argument("--name", help="file name of the result without .json")
     options = parser.parse_args(arguments)
     try:
@@ -128,15 +133,14 @@ def result_path(options, result):
     return options.out / f"{options.name or f'{slug}_{modes}_{commit}'}.json"
 
 
-def describe_run(options, device, budget, timers):
-    clock = timers["event"].clock.source if device.type == "cuda" else None
+def describe_run(options, device, budget):
     return {
         "schema": 2,
         **describe_origin(device),
         "dtype": options.dtype,
         "implementations": {item.name: item.title for item in options.implementations},
         "groups": options.groups,
-        "method": {"min_rounds": budget.min_rounds, "min_ms": budget.min_ms, "clock_source": clock},
+        "method": {"min_rounds": budget.min_rounds, "min_ms": budget.min_ms},
     }
 
 
@@ -152,7 +156,7 @@ def main(arguments=None):
         options.min_rounds or standard.min_rounds, options.min_ms or standard.min_ms, standard.warmup_ms, options.max_ms
     )  # fmt: skip
     timers = make_timers(device)
-    result = describe_run(options, device, budget, timers)
+    result = describe_run(options, device, budget)
     path = result_path(options, result)
     path.parent.mkdir(parents=True, exist_ok=True)
 
@@ -166,10 +170,12 @@ def main(arguments=None):
         if any(group in CACHE_TIMING for group in options.groups):
             result["read_ceiling"] = read_ceiling(device)
             result["host_overhead_cache"] = measure_host_overhead(options.implementations, device, CACHE_HOST_CASE)
+        if "fp8" in options.groups:
+            result["fp8_products"] = fp8_products(device)
     keep(result["rows"])
     print("\n".join([f"{path} ({spent['spent_s']} s)"] + full_report(result)))
     if options.plots:
-        print("\n".join(plot_lines(result, path.with_suffix(""))))
+        print("\n".join(map(str, write_plots(result, path.with_suffix(""), environment_line(result)))))
     return 1 if any(set(OURS) & set(entry["failed"]) for entry in result["rows"]) else 0
 
 

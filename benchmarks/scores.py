@@ -1,37 +1,13 @@
-"""What a result of benchmarks/run.py says: where it is from, speeds, ratios, scores. Plain data, no torch."""
+"""What a result of benchmarks/run.py says: speeds, ratios, scores. Plain data, no torch."""
 
 from __future__ import annotations
 
-import json
 import math
-from pathlib import Path
 from statistics import geometric_mean
 
-PLAIN = "ours_plain"  # computes another problem than the row's: what the row's share of plain is measured by, no peer
+PLAIN = "ours_plain"  # computes another problem than the row's: the row's speed relative to it is its share of plain
 DETERMINISTIC = "ours_deterministic"
-OURS = ("ours", DETERMINISTIC, PLAIN)
-OUT_OF_MEMORY = "out of memory"  # the note of a row
-
-
-ROOT = Path(__file__).resolve().parents[1]
-RESULTS = Path("benchmarks", "results")
-
-
-def load(path):
-    return json.loads(Path(path).read_text())
-
-
-def load_stored(path):
-    """The result in a file, or None before there is one."""
-    return load(path) if path.is_file() else None
-
-
-def stored_path(name, root=ROOT):
-    """Where the result of an experiment is stored, below `root`: behind the name of the GPU that measured it, whichever
-    that was; the newest of several; of an H100 before there is one."""
-    paths = [path for path in (root / RESULTS).glob(f"*_{name}.json") if "_" not in path.name[: -len(f"_{name}.json")]]
-    newest = max(paths, key=lambda path: (load(path).get("started") or "", path.name), default=None)
-    return RESULTS / (newest.name if newest else f"h100_{name}.json")
+OURS = ("ours", DETERMINISTIC, PLAIN, "ours_fp8", "ours_fp8_fast")
 
 
 def modes(result):
@@ -60,7 +36,7 @@ def speed(row, name):
 
 
 def share_of_plain(row):
-    """Speed of ours relative to its plain dense call of the same size, which ran beside it; None without one."""
+    """Speed of ours relative to its plain dense call of the same size in the same rounds; None without one."""
     plain = row["results"].get(PLAIN)
     return row["results"]["ours"]["tflops"] / plain["tflops"] if plain and "ours" in row["results"] else None
 
@@ -89,45 +65,16 @@ def judged_pairs(result):
     return pairs + [(DETERMINISTIC, peer) for peer in names if peer != DETERMINISTIC and DETERMINISTIC in names]
 
 
-def score_lines(result, group="cells"):
-    """The scores of a group within one run, one line per mode and pair."""
+def score_lines(result, baseline=None, group="cells", peer=None):
+    """The scores of a group, one line per mode and pair, within one run or against `peer` (ours) of an earlier one."""
+    pairs = [("ours", peer or "ours")] if baseline or peer else judged_pairs(result)
+    told = " of the old result" if baseline else ""
     found = {
-        f"{group} {mode}, {name} vs {peer}": ratios(result, result, peer, mode, group, name)
+        f"{group} {mode}, {name} vs {other}{told}": ratios(result, baseline or result, other, mode, group, name)
         for mode in modes(result)
-        for name, peer in judged_pairs(result)
+        for name, other in pairs
     }
-    return [score_line(pairs, title) for title, pairs in found.items() if pairs]
-
-
-def measured_commit(result):
-    """The commit of the package that was measured, where its build knows it; else of the tree beside it."""
-    built = result.get("build", {}).get("commit") or "unknown"
-    commit, changed = built.removesuffix("-dirty"), built.endswith("-dirty")
-    if commit == "unknown":
-        commit, changed = result["git"]["commit"] or "unknown commit", result["git"]["dirty"]
-    return commit[:12] + ("+changes" if changed else "")
-
-
-def run_line(result):
-    """Device, commit and versions of a result of the laboratory's own kernels."""
-    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
-    return f"{result['device']['name']}, commit {measured_commit(result)}; {versions}."
-
-
-def environment_line(result):
-    device, versions = result["device"], result["versions"]
-    cuda = device["type"] == "cuda"
-    clocks = [row["sm_mhz"] for row in result["rows"] if row.get("sm_mhz")]
-    parts = [
-        device["name"],
-        device.get("driver") and f"driver {device['driver']}",
-        f"CUDA {versions['cuda']}" if cuda else f"{device['threads']} threads",
-        f"torch {versions['torch']}",
-        cuda and f"cuDNN {versions['cudnn']}",
-        clocks and f"SM clock {min(clocks):.0f}–{max(clocks):.0f} MHz",
-        f"commit {measured_commit(result)}",
-    ]
-    return ", ".join(part for part in parts if part)
+    return [score_line(rows, title) for title, rows in found.items() if rows]
 
 
 def overhead_lines(result):
@@ -155,17 +102,4 @@ def memory_lines(result):
             for name, entry in entries.items()
         )
         lines.append(f"memory added by one call ({row['label']} {row['mode']}), MiB of results + other: {figures}")
-    return lines
-
-
-def ceiling_lines(result):
-    """Share of the read ceiling that ours reaches in each row over a cache."""
-    ceiling = result.get("read_ceiling")
-    if not ceiling:
-        return []
-    lines = [f"read ceiling of this run: {ceiling['gbs']:.0f} GB/s ({ceiling['method']}); ours reaches"]
-    for row in result["rows"]:
-        if row.get("bytes") and row["timing"] != "eager" and "ours" in row["results"]:
-            share = gigabytes_per_second(row, "ours") / ceiling["gbs"]
-            lines.append(f"  {share:5.1%} {row['group']:<17} {row['label']}")
     return lines

@@ -2,17 +2,16 @@
 
 import sys
 from contextlib import contextmanager
-from pathlib import Path
 
+from results import ROOT
 from tqdm import tqdm
 
-ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "tests"))
 
-from cases import BENCH_CELLS, BENCH_GROUPS, Case, cache_groups
+from cases import BENCH_CELLS, BENCH_GROUPS, Case, bench_cells, cache_groups
 from reference import attention
 
-__all__ = ["BENCH_CELLS", "BENCH_GROUPS", "ROOT", "Case", "attention", "cache_groups", "row_bar"]
+__all__ = ["BENCH_CELLS", "BENCH_GROUPS", "ROOT", "Case", "attention", "bench_cells", "cache_groups", "row_bar"]
 
 
 @contextmanager

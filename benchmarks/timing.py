@@ -180,32 +180,22 @@ def captured(call, context, calls=CALLS_PER_GRAPH):
 
 
 class SmClock:
-    """Mean SM clock over a region: cycles counted by the SMs over the time of the GPU's global timer.
-
-    Without Triton: one reading of nvidia-smi at the end of the region. `source` says which was used.
-    """
+    """Mean SM clock over a region: cycles counted by the SMs over the time of the GPU's global timer. None without
+    Triton."""
 
     def __init__(self, device):
-        self.device = device
+        self.before = None
         try:
             self.sample = make_clock_sampler(device)
             self.sample()
-            self.source = "clock64 / globaltimer"
-        except (
-            Exception
-        ) as error:  # Triton raises its own types for a missing compiler or driver; the clock is informative only
+        except Exception:  # Triton raises its own types for a missing compiler or driver; the clock is informative only
             self.sample = None
-            self.source = f"nvidia-smi, one reading after the region ({type(error).__name__} from the in-kernel clock)"
-        self.before = None
 
     def start(self):
         self.before = self.sample() if self.sample else None
 
     def stop(self):
-        if self.sample is None:
-            torch.cuda.synchronize(self.device)
-            return read_nvidia_smi("clocks.sm", self.device)
-        return mean_clock_mhz(self.before, self.sample())
+        return mean_clock_mhz(self.before, self.sample()) if self.sample else None
 
 
 def mean_clock_mhz(before, after):
@@ -220,7 +210,7 @@ def mean_clock_mhz(before, after):
 
 def make_clock_sampler(device):
     """Returns a function that reads (cycle counter, global timer) of every SM, after the work enqueued so far."""
-    from clock_kernel import read_clocks
+    from gpu_kernels import read_clocks
 
     blocks = 4 * torch.cuda.get_device_properties(device).multi_processor_count
     buffer = torch.zeros((blocks, 3), dtype=torch.int64, device=device)

@@ -2,7 +2,7 @@
 
 ``BENCH_CELLS`` are the 36 benchmark cells. ``pairwise_cases`` covers every pair of feature values with few
 problems, ``full_cases`` is the whole product of a reduced set of values. ``BENCH_GROUPS`` is what the benchmarks
-measure beside the cells: other head dims, GQA, windows, packed sequences, features, launch-bound shapes.
+measure besides the cells: other head dims, GQA, windows, packed sequences, features, e4m3, launch-bound shapes.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ VARLEN_SEQLENS = (2245, 3638, 623, 2455, 472, 128, 351, 1467, 1689, 1637, 4096, 
 
 
 def bench_groups(dtype: str = "bfloat16") -> dict[str, list[Case]]:
-    """The benchmark's problems beside the cells, by the group in which their score is reported."""
+    """The benchmark's problems besides the cells, by the group in which their score is reported."""
     longest = max(VARLEN_SEQLENS)
     features = ({}, {"softcap": 30.0}, {"alibi": "heads"}, {"dropout": 0.1}, {"sinks": True}, {"max_logit": True})
     return {
@@ -161,6 +161,13 @@ def bench_groups(dtype: str = "bfloat16") -> dict[str, list[Case]]:
             Case(16, longest, longest, 16, 16, 128, dtype, True, kind="packed", seqlens=VARLEN_SEQLENS),
         ],
         "invariant_small": [*small_cases(dtype), *one_wave_cases(dtype)[:4], *one_wave_cases(dtype)[8:12]],
+        # Of e4m3 and bf16 values of the same problem.
+        "fp8": [
+            Case(16384 // s, s, s, 2048 // d, 2048 // d // ratio, d, dtype, causal)
+            for d, ratio in ((64, 1), (128, 1), (128, 4), (256, 1))
+            for causal in (False, True)
+            for s in CELL_SEQLENS
+        ],
         "small": small_cases(dtype),
         "one_wave": one_wave_cases(dtype),
     }

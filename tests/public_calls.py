@@ -87,12 +87,11 @@ def _call(call):
     return call
 
 
-def _with_gradients(results, *leaves, allow_unused=False):
+def _with_gradients(results, *leaves):
     """(results, gradients of the leaves) from those of all floating point results that have a history."""
     outputs = results if isinstance(results, tuple) else (results,)
     outputs = [x for x in outputs if isinstance(x, torch.Tensor) and x.grad_fn is not None]
-    grads = torch.autograd.grad(outputs, leaves, [torch.ones_like(x) for x in outputs], allow_unused=allow_unused)
-    return results, grads
+    return results, torch.autograd.grad(outputs, leaves, [torch.ones_like(x) for x in outputs])
 
 
 SCORES = {"causal": True, "softcap": 3.0, "return_attn_probs": True, "deterministic": True}
@@ -465,7 +464,9 @@ def sdpa_scope(x):
     q, k, v = x.dense(HEADS, HEADS, HEADS)
     with sdpa.use((x.device,)):
         out = F.scaled_dot_product_attention(*(y.transpose(1, 2) for y in (q, k, v)), is_causal=True)
-    return _with_gradients(out, q, k, v, allow_unused=True)  # of an empty batch, which is torch's, on a GPU
+    if out.numel() == 0:  # torch computes it, which gives it a history or none
+        return out.detach()
+    return _with_gradients(out, q, k, v)
 
 
 @_call

@@ -8,9 +8,9 @@ import sysconfig
 import time
 from pathlib import Path
 
+from build_log import say
 from errors import BuildError
 from ninja_file import escaped, run_ninja, shell
-from report import say
 from target_env import TargetTorch, run_in_empty_folder
 
 MODULE = "flash_attn_2_cuda"

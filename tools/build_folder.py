@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from build_log import say
 from errors import BuildError
-from report import say
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -66,7 +66,8 @@ stage_tests() {
     local log=$out/tests.log
     : >"$log"
     limited tests "${TESTS_LIMIT:-260}" "$log" \
-        "$python" -P -m pytest "$root/tests" --ignore "$root/tests/build/test_build.py" -n "${TEST_WORKERS:-$(nproc)}" --dist worksteal -q -rf \
+        "$python" -P -m pytest "$root/tests" "$root/benchmarks/lab/tests" --ignore "$root/tests/build/test_build.py" \
+        -n "${TEST_WORKERS:-$(nproc)}" --dist worksteal -q -rf \
         --durations 30 --device cuda --junitxml "$out/tests.xml" -p no:cacheprovider
     record tests "$(last_lines "$log" 1)" "$log"
 }
@@ -85,8 +86,8 @@ declare -A excluded_kernels=([memcheck]="" [racecheck]="" [initcheck]="" [syncch
 
 # Every tensor gets its own allocation, so that an access beyond it is seen. racecheck and synccheck look at our kernels
 # only: they are slow, while initcheck has to follow the writes of all kernels, and does not see those by TMA: it gets
-# outputs and gradients that are NaN beforehand (tools/sanitize_cases.py). torch probes driver functions that may be
-# missing, so memcheck is told not to count refused API calls; our own launches are checked by our code.
+# outputs and gradients that are NaN beforehand (tests/sanitize/sanitize_cases.py). torch probes driver functions that
+# may be missing, so memcheck is told not to count refused API calls; our own launches are checked by our code.
 stage_sanitize() {
     local tool sanitizer shards=${SANITIZE_SHARDS:-2}
     if ! sanitizer=$(find_sanitizer); then
@@ -108,7 +109,7 @@ stage_sanitize() {
         : >"$log"
         limited "$tool" "${!limit:-${SANITIZE_LIMIT:-50}}" "$log" env PYTORCH_NO_CUDA_MEMORY_CACHING=1 \
             xargs -a <(seq 0 $((shards - 1))) -P "$shards" -I{} \
-            "$sanitizer" "${options[@]}" "$python" "$root/tools/sanitize_cases.py" --shard "{}/$shards" "${cases[@]}"
+            "$sanitizer" "${options[@]}" "$python" "$root/tests/sanitize/sanitize_cases.py" --shard "{}/$shards" "${cases[@]}"
         record "$tool" "$(grep -E 'SUMMARY|wrong results|rror:' "$log" | tail -n 3 | paste -sd ';' | cut -c1-300)" "$log"
     done
 }

@@ -50,8 +50,9 @@ def make_plan(root: Path, source_dir: Path) -> Plan:
     if torch is None:
         raise BuildError(
             f"torch: not found in the environment of {sys.executable}, and the CUDA extension is built against it.\n"
-            "Install it first (pip install torch), then repeat this install; or set FLASH_ATTN_PYTHON to the\n"
-            "interpreter of the environment meant, or FLASH_ATTN_CPU_ONLY=1 to install the CPU backend only."
+            "Install it first (pip install torch), then repeat this install. uv and other front ends that build in a\n"
+            "temporary environment may hide the active one: set FLASH_ATTN_PYTHON to the interpreter to install for.\n"
+            "FLASH_ATTN_CPU_ONLY=1 installs the CPU backend only."
         )
     if torch.cuda is None:
         return Plan(cpu_only_reason=f"torch {torch.version} is a CPU build, which sees no GPU")

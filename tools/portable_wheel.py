@@ -8,7 +8,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from report import say
+from build_log import say
 from toolchain import clean_environment
 
 PLATFORM = "manylinux_2_28"  # the one of torch's own wheels

@@ -1,4 +1,4 @@
-"""Style of the tree: clang-format for C++ and CUDA, ruff for Python. `python tools/style.py [--fix]`."""
+"""Style of the tree: clang-format for C++ and CUDA, ruff for Python, check_docs.py. `python tools/style.py [--fix]`."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ def commands(fix: bool) -> dict[str, list[str]]:
         "clang-format": ["clang-format", *(["-i"] if fix else ["--dry-run", "-Werror"]), *cxx_files()],
         "ruff check": ["ruff", "check", *(["--fix"] if fix else []), *python],
         "ruff format": ["ruff", "format", *([] if fix else ["--diff"]), *python],
+        "documents": [sys.executable, str(ROOT / "tools" / "check_docs.py")],
     }
 
 

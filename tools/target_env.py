@@ -2,8 +2,8 @@
 
 torch is no build requirement: an isolated build would then compile against another torch than the one it runs with.
 So the build asks the target environment's interpreter. Under pip that is this interpreter without pip's overlay;
-other front ends run the build in an environment of their own, and the target is the one that was active around them
-(active_environment.py).
+other front ends run the build in a temporary environment, and the target is the active one (VIRTUAL_ENV, CONDA_PREFIX,
+PATH), or the checkout's .venv. FLASH_ATTN_PYTHON names the target where none of these does.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
-from active_environment import Candidate, ancestor_environments, own_environments
+from build_log import say
 from errors import BuildError
-from report import say
 from toolchain import clean_environment
 
 _PROBE = """
@@ -42,6 +42,13 @@ if importlib.util.find_spec("torch") is not None:
     )
 print("@facts " + json.dumps(facts))
 """
+
+
+class Candidate(NamedTuple):
+    """An interpreter to ask for its torch, and where it was found."""
+
+    executable: str
+    source: str
 
 
 @dataclass(frozen=True)
@@ -103,17 +110,27 @@ def is_throwaway(prefix: Path) -> bool:
     return prefix.is_relative_to(tempfile.gettempdir()) or any(n.startswith(("builds-v", "build-env-")) for n in names)
 
 
+def active_environments(environment: Mapping[str, str]) -> Iterator[Candidate]:
+    """Environments that the variables name, by themselves or by their bin folder on PATH."""
+    for name in ("VIRTUAL_ENV", "CONDA_PREFIX"):
+        if environment.get(name):
+            yield Candidate(str(Path(environment[name], "bin", "python")), name)
+    for folder in map(Path, environment.get("PATH", "").split(os.pathsep)):
+        prefix = folder.parent
+        if folder.is_absolute() and ((prefix / "pyvenv.cfg").exists() or (prefix / "conda-meta").exists()):
+            yield Candidate(str(folder / "python"), "PATH")
+
+
 def candidate_interpreters(root: Path) -> Iterator[Candidate]:
-    """Interpreters to ask, the target's most likely one first; what needs a look at other processes comes last."""
+    """Interpreters to ask, the target's most likely one first."""
     chosen = os.environ.get("FLASH_ATTN_PYTHON")
     if chosen:
         yield Candidate(chosen, "FLASH_ATTN_PYTHON")
         return
     yield Candidate(sys.executable, "the interpreter of this build")
     if is_throwaway(Path(sys.prefix)):
-        yield from own_environments(os.environ)
+        yield from active_environments(os.environ)
         yield Candidate(str(root / ".venv" / "bin" / "python"), f"{root.name}/.venv")
-        yield from ancestor_environments()
 
 
 def find_target_torch(root: Path) -> TargetTorch | None:

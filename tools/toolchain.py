@@ -114,9 +114,9 @@ def cuda_header_dirs(site_dirs: list[str], cuda_major: str) -> list[Path]:
         return runtime[:1]
     if runtime and compiler:
         return [runtime[0], compiler[0]]
-    packages = {
-        "12": "nvidia-cuda-runtime-cu12 nvidia-cuda-nvcc-cu12",
-    }.get(cuda_major, f"'nvidia-cuda-runtime=={cuda_major}.*' 'nvidia-cuda-crt=={cuda_major}.*'")
+    packages = {"12": "nvidia-cuda-runtime-cu12 nvidia-cuda-nvcc-cu12"}.get(
+        cuda_major, f"'nvidia-cuda-runtime=={cuda_major}.*' 'nvidia-cuda-crt=={cuda_major}.*'"
+    )
     raise BuildError(
         f"CUDA headers: expected cuda_runtime_api.h and crt/host_defines.h of CUDA {cuda_major}, found not all.\n"
         f"Install them (pip install {packages}) or set CUDA_HOME to a CUDA {cuda_major} toolkit."

@@ -5,7 +5,7 @@
 #
 # Where flash_attn is installed for PYTHON (default python3), the library's kernels are timed too and added to the JSON.
 # ARCH: what nvcc compiles for (default: native). KNOBS: more for nvcc, like "-DRUNG=4 -DHEAD_DIM=128" (rungs.h).
-# BUILD_ONLY=1: stop after compiling. FLASH_ATTN_LAB_KERNELS: a folder of benchmarks/lab_archive.py, which has the program.
+# BUILD_ONLY=1: stop after compiling. FLASH_ATTN_LAB_KERNELS: a folder of benchmarks/lab/kernel_archive.py, which has the program.
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 out=${1:-$here/../../build/minimal}

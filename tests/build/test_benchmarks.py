@@ -1,13 +1,10 @@
-"""The benchmark suite: its rows, its timing, its peers, its reports, and the Triton comparator."""
+"""The benchmark suite: its rows, its timing, its peers, its reports."""
 
 import contextlib
 import dataclasses
 import gc
 import itertools
 import json
-import os
-import re
-import subprocess
 import sys
 import weakref
 from pathlib import Path
@@ -15,21 +12,19 @@ from pathlib import Path
 import pytest
 import torch
 from cases import BENCH_CELLS, BENCH_GROUPS, VARLEN_SEQLENS, Case
-from reference import assert_accurate, assert_gradient_accurate, attention
-from triton_compiled import compile_launch
-
-import flash_attn
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "benchmarks"))
 
 import check
-import fp8_forward
-import fp8_page
 import implementations
+import markdown
 import measure
 import plots
+import report
+import results
 import rows
+import run
 import shared
 import timing
 import torch_peers
@@ -38,24 +33,32 @@ CPU = torch.device("cpu")
 TINY = rows.Row("cells", Case(2, 40, 40, 4, 2, 32, "float32", causal=True))
 
 
-def run_script(name, *arguments):
-    """A program of benchmarks/, in a process of its own as its module names are not unique in this repository."""
-    paths = os.pathsep.join([str(Path(flash_attn.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
-    command = [sys.executable, str(ROOT / "benchmarks" / name), *map(str, arguments)]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+def measured(folder, *arguments, name="short"):
+    """(exit status, result) of benchmarks/run.py on CPU tensors, as short as it can be."""
+    short = [
+        "--device",
+        "cpu",
+        "--dtype",
+        "float32",
+        "--quick",
+        "--min-rounds",
+        "2",
+        "--min-ms",
+        "0.1",
+        "--max-ms",
+        "5",
+    ]
+    status = run.main([*short, "--out", str(folder), "--name", name, *map(str, arguments)])
+    return status, json.loads((folder / f"{name}.json").read_text())
 
 
 @pytest.fixture(scope="module")
 def result_path(tmp_path_factory):
     """The result of a short run on CPU tensors."""
     folder = tmp_path_factory.mktemp("bench")
-    done = run_script(
-        "run.py", "--device", "cpu", "--dtype", "float32", "--quick", "--min-rounds", 2, "--min-ms", 0.1,
-        "--budget", 60, "--groups", "cells", "varlen", "small", "small_eager", "--mode", "fwd", "bwd",
-        "--peers", "sdpa_flash", "naive", "--out", folder, "--name", "short",
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    groups = ("--groups", "cells", "varlen", "--mode", "fwd", "bwd", "--budget", 60)
+    status, _ = measured(folder, *groups, "--peers", "sdpa_flash", "naive")
+    assert status == 0
     return folder / "short.json"
 
 
@@ -137,15 +140,12 @@ class RecordedTimer(timing.HostTimer):
         return records
 
 
-def test_a_dry_run_of_the_fp8_forward(tmp_path, monkeypatch):
-    monkeypatch.setenv("FLASH_ATTN_FAMILY", "")  # the program sets it
-    out = tmp_path / "result.json"
-    assert fp8_forward.main(["--device", "cpu", "--quick", "--head-dims", "64", "--out", str(out)]) == 0
-    result = json.loads(out.read_text(encoding="utf-8"))
-    written = result["rows"]
-    assert [line.count("†") for line in fp8_page.block(result) if line.startswith("| 64 | 32/32 | ")] == [1, 1]
-    assert len(written) == 2 and all(set(row["tflops"]) == {"bf16", "fp8", "fp8 fast"} for row in written)
-    assert not any(row["has_kernels"] for row in written)
+def test_the_e4m3_forward_is_measured_with_the_bf16_one(tmp_path):
+    status, found = measured(tmp_path, "--groups", "fp8", "--dtype", "bfloat16", "--peers")
+    assert status == 0 and len(found["rows"]) == 16
+    for row in found["rows"]:
+        assert set(row["results"]) == {"ours", "ours_fp8", "ours_fp8_fast"}
+        assert 1e-3 < row["results"]["ours_fp8"]["relative_error"] < implementations.MAX_FP8_ERROR
 
 
 def test_interleave_rotates_and_spares_slow_calls():
@@ -326,7 +326,7 @@ def test_result_states_what_was_measured(result):
     assert result["versions"]["torch"] == torch.__version__
     assert result["device"]["type"] == "cpu" and result["git"].keys() == {"commit", "dirty"}
     assert result["method"]["budget_s"] == 60
-    expected = rows.select(["cells", "varlen", "small_eager"], True, "cpu", "float32")
+    expected = rows.select(["cells", "varlen"], True, "cpu", "float32")
     assert [row["id"] for row in result["rows"]] == [row.id for row in expected] * 2
     for row in result["rows"]:
         ours = row["results"]["ours"]
@@ -335,75 +335,56 @@ def test_result_states_what_was_measured(result):
         assert ours["relative_error"] < 1e-4
 
 
-def test_deterministic_rows(tmp_path):
-    """A group of its own, backward only, which two implementations join; elsewhere they run when they are named."""
-    done = run_script(
-        "run.py", "--device", "cpu", "--dtype", "float32", "--quick", "--min-rounds", 2, "--min-ms", 0.1, "--max-ms", 5,
-        "--groups", "gqa", "deterministic", "--mode", "fwd", "bwd", "--peers", "--out", tmp_path, "--name", "both",
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    found = json.loads((tmp_path / "both.json").read_text())
+def test_deterministic_rows(tmp_path, capsys):
+    """A group of their own, backward only, which two implementations join; elsewhere they run when they are named."""
+    status, found = measured(tmp_path, "--groups", "gqa", "deterministic", "--mode", "fwd", "bwd", "--peers")
+    assert status == 0
     assert list(found["implementations"]) == ["ours", "ours_deterministic", "sdpa_flash_deterministic"]
     rows_of = {group: [row for row in found["rows"] if row["group"] == group] for group in ("gqa", "deterministic")}
     assert [row["mode"] for row in rows_of["gqa"]] == ["fwd"] * 2 + ["bwd"] * 2
     assert {row["mode"] for row in rows_of["deterministic"]} == {"bwd"} and len(rows_of["deterministic"]) == 7
     assert all(set(row["results"]) == {"ours"} for row in rows_of["gqa"])
     assert all({"ours", "ours_deterministic"} <= set(row["results"]) for row in rows_of["deterministic"])
-    assert "deterministic bwd, ours_deterministic vs ours: geometric mean" in done.stdout
-    assert "gqa bwd, ours_deterministic" not in done.stdout
-    assert re.search(r"^seconds, set-up included: gqa fwd \d", done.stdout, re.MULTILINE)
+    printed = capsys.readouterr().out
+    assert "deterministic bwd, ours_deterministic vs ours: geometric mean" in printed
+    assert "gqa bwd, ours_deterministic" not in printed
     named = implementations.choose(["ours_deterministic"], ["deterministic"])
     assert [impl.limits(TINY, "cpu", "bwd") for impl in named if impl.name == "ours_deterministic"] == [None]
 
 
-def test_plain_runs_beside_the_features(tmp_path):
-    """It joins its groups in every mode, and is a peer nowhere."""
-    done = run_script(
-        "run.py", "--device", "cpu", "--dtype", "float32", "--quick", "--min-rounds", 2, "--min-ms", 0.1, "--max-ms", 5,
-        "--groups", "varlen", "varlen_equal", "features", "deterministic", "--mode", "fwd", "fwd+bwd", "--peers",
-        "sdpa_math", "--out", tmp_path, "--name", "plain",
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    found = json.loads((tmp_path / "plain.json").read_text())
+def test_plain_calls_are_measured_with_the_features(tmp_path, capsys):
+    """They join their groups in every mode, and are a peer nowhere."""
+    groups = ("varlen", "varlen_equal", "features", "deterministic")
+    status, found = measured(tmp_path, "--groups", *groups, "--mode", "fwd", "fwd+bwd", "--peers", "sdpa_math")
+    assert status == 0
     assert list(found["implementations"]) == ["ours", "sdpa_math", "ours_plain"]
-    beside = [row for row in found["rows"] if "ours_plain" in row["results"]]
-    assert {(row["group"], row["mode"]) for row in beside} == set(
+    rows = [row for row in found["rows"] if "ours_plain" in row["results"]]
+    assert {(row["group"], row["mode"]) for row in rows} == set(
         itertools.product(("varlen_equal", "features"), ("fwd", "fwd+bwd"))
     )
-    assert all(row["plain_id"] != row["id"] and not row["failed"] for row in beside)
     for row in found["rows"]:
         reason = row["notes"].get("ours_plain", "")
         assert ("ours_plain" in row["results"]) == (not reason)
         assert (reason == "plain itself") == (row["group"] != "varlen" and row["plain_id"] == row["id"])
-    lines = done.stdout.splitlines()
+    lines = capsys.readouterr().out.splitlines()
     first = lines.index("speed of ours relative to its plain dense call (TFLOPS)") + 1
-    assert [line.split(maxsplit=1)[1] for line in lines[first : first + len(beside)]] == [
-        f"{row['label']} {row['mode']}" for row in beside
-    ]
-    told = [line for line in lines if "ours_plain" in line]
-    assert len(told) == 1 and told[0].startswith("not measured: ours_plain, ")
+    told = [line.split(maxsplit=1)[1] for line in lines[first : first + len(rows)]]
+    assert told == [f"{row['label']} {row['mode']}" for row in rows]
 
 
-def test_spent_budget_skips_rows(tmp_path):
-    done = run_script(
-        "run.py", "--device", "cpu", "--groups", "gqa", "--peers", "naive", "--budget", 1e-9, "--out", tmp_path,
-        "--name", "none",
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    skipped = json.loads((tmp_path / "none.json").read_text())["rows"]
-    assert len(skipped) == 2
-    assert all(row["results"] == {} and "budget" in row["notes"]["ours"] for row in skipped)
-    assert "not measured: naive, 2 rows fwd: skipped" in done.stdout
+def test_spent_budget_skips_rows(tmp_path, capsys):
+    status, found = measured(tmp_path, "--groups", "gqa", "--peers", "naive", "--budget", 1e-9)
+    assert status == 0 and len(found["rows"]) == 2
+    assert all(row["results"] == {} and "budget" in row["notes"]["ours"] for row in found["rows"])
+    assert "not measured: naive, 2 rows fwd: skipped" in capsys.readouterr().out
 
 
 @pytest.mark.devices("cuda")
 def test_run_on_the_gpu(device, tmp_path):
     """Graph replay, eager loops, device events and the in-kernel clock."""
-    done = run_script(
-        "run.py", "--device", device, "--quick", "--budget", 30, "--groups", "gqa", "window", "small", "small_eager",
-        "--peers", "sdpa_flash", "sdpa_math", "--mode", "fwd", "--out", tmp_path, "--name", "gpu",
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    groups = ["--groups", "gqa", "window", "small", "small_eager", "--peers", "sdpa_flash", "sdpa_math"]
+    place = ["--out", str(tmp_path), "--name", "gpu"]
+    assert run.main(["--device", device, "--quick", "--budget", "30", *groups, *place]) == 0
     measured = json.loads((tmp_path / "gpu.json").read_text())
     assert {row["timing"] for row in measured["rows"]} == {"event", "graph", "eager"}
     assert set(measured["host_overhead"]) == {"ours", "sdpa_flash", "sdpa_math"}
@@ -413,58 +394,27 @@ def test_run_on_the_gpu(device, tmp_path):
         assert row["sm_mhz"] is None if row["timing"] == "eager" else 200 < row["sm_mhz"] < 4000
 
 
-def test_compare_against_peers_and_earlier_results(result_path, tmp_path):
-    done = run_script("compare.py", result_path, "--group", "all")
-    assert done.returncode == 0, done.stdout
-    assert re.search(
-        r"^cells bwd, ours vs naive: geometric mean [\d.]+x, worst [\d.]+x \(d\d+", done.stdout, re.MULTILINE
-    )
-    assert "small_eager fwd, ours vs sdpa_flash" in done.stdout
-    faster = json.loads(result_path.read_text())
+def test_an_earlier_result_is_compared(result_path, result, tmp_path, capsys):
+    faster = json.loads(json.dumps(result))
     for row in faster["rows"]:
         row["results"]["ours"]["ms"] /= 2
     (tmp_path / "faster.json").write_text(json.dumps(faster))
-    done = run_script("compare.py", tmp_path / "faster.json", result_path, "--min-mean", 1.999, "--min-worst", 1.999)
-    assert done.returncode == 0 and "cells fwd, ours vs ours of the old result: geometric mean 2.000x" in done.stdout
-    assert run_script("compare.py", result_path, tmp_path / "faster.json", "--min-mean", 0.51).returncode == 1
+    assert report.main([str(tmp_path / "faster.json"), str(result_path)]) == 0
+    printed = capsys.readouterr().out
+    assert "cells fwd, ours vs ours of the old result: geometric mean 2.000x, worst 2.000x" in printed
+    assert "varlen bwd, ours vs ours of the old result" in printed
+    assert report.main([str(result_path), str(tmp_path / "faster.json"), "--peer", "naive"]) == 0
+    assert "cells bwd, ours vs naive of the old result" in capsys.readouterr().out
 
 
-def fabricated(speeds, group="cells", mode="bwd"):
-    """Rows of a result in which `speeds` gives {implementation: speed relative to ours}, one row per list entry."""
-    return [
-        {"group": group, "mode": mode, "id": f"row {i}", "label": f"row {i}",
-         "results": {"ours": {"ms": 1.0}, **{name: {"ms": 1 / speed} for name, speed in entry.items()}}}
-        for i, entry in enumerate(speeds)
-    ]  # fmt: skip
-
-
-def test_targets(result, tmp_path):
-    """One is met, one is missed by its worst row, and rows of another group with the same problem do not count."""
-    names = ("ours", "ours_deterministic", "ours_plain", "sdpa_flash", "triton")
-    changed = {**result, "implementations": dict.fromkeys(names, "")}
-    changed["rows"] = fabricated([{"sdpa_flash": 0.9, "triton": 0.9}, {"sdpa_flash": 1.04, "triton": 1.01}])
-    changed["rows"] += fabricated(
-        [{"ours_deterministic": 0.7, "ours_plain": 0.1}, {"ours_deterministic": 0.95}], "deterministic"
-    )
-    changed["rows"] += fabricated([{"sdpa_flash": 5.0, "triton": 5.0}], "features")
-    (tmp_path / "made.json").write_text(json.dumps(changed))
-    done = run_script("compare.py", tmp_path / "made.json", "--targets")
-    assert done.returncode == 1
-    assert "met     cells bwd, ours vs sdpa_flash: geometric mean 1.034x, worst 0.962x (row 1)" in done.stdout
-    assert "missed  cells bwd, ours vs triton: geometric mean 1.049x, worst 0.990x (row 1)" in done.stdout
-    assert "met     deterministic bwd, ours_deterministic vs ours: geometric mean 0.815x" in done.stdout
-    assert "unknown gqa bwd, ours vs sdpa_flash: not measured" in done.stdout
-
-
-def test_report_prints_the_table(result_path, result):
-    done = run_script("report.py", result_path)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("ms, TFLOPS (speed of ours to it)")
-    lines = done.stdout.splitlines()
+def test_report_prints_the_table(result_path, result, capsys):
+    assert report.main([str(result_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("ms, TFLOPS (speed of ours to it)")
     assert sum(line.startswith("d64 ") for line in lines) == sum(row["head_dim"] == 64 for row in result["rows"])
 
 
-def test_report_states_speeds_relative_to_the_plain_call(result, tmp_path):
+def test_report_states_speeds_relative_to_the_plain_call(result):
     plain = Case(2, 48, 48, 4, 4, 16, "float32", causal=True)
     variants = ({}, {"softcap": 3.0}, {"kind": "packed", "seqlens": (48, 48)})
     made = [rows.Row("features", dataclasses.replace(plain, **variant)) for variant in variants]
@@ -474,35 +424,42 @@ def test_report_states_speeds_relative_to_the_plain_call(result, tmp_path):
         if beside:
             entry["results"]["ours_plain"] = {"ms": 1.0, "tflops": beside}
     assert made[2].label.endswith("b2 s48 packed")
-    (tmp_path / "made.json").write_text(json.dumps({**result, "rows": described}))
-    done = run_script("report.py", tmp_path / "made.json")
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
+    lines = report.full_report({**result, "rows": described})
     expected = [f"  {share} {made[i].label} fwd" for i, share in ((1, "0.500"), (2, "0.800"))]
     first = lines.index("speed of ours relative to its plain dense call (TFLOPS)") + 1
     assert [line for line in lines[first:] if line.startswith("  ")] == expected
 
 
 @pytest.mark.parametrize(
-    "built,shown",
-    [("0123456789abcdef", "0123456789ab"), ("0123456789abcdef-dirty", "0123456789ab+changes"),
+    "built, shown",
+    [("0123456789abcdef", "0123456789ab"), ("0123456789ab-dirty", "0123456789ab+changes"),
      ("unknown", "fedcba987654+changes"), (None, "fedcba987654+changes")],
 )  # fmt: skip
-def test_report_states_the_commit_of_the_package(result, tmp_path, built, shown):
-    """The tree's only where the build does not know its own; changed files are named either way."""
-    changed = {
-        **result,
-        "build": {**result["build"], "commit": built},
-        "git": {"commit": "fedcba9876543", "dirty": True},
-    }
-    (tmp_path / "made.json").write_text(json.dumps(changed))
-    done = run_script("report.py", tmp_path / "made.json")
-    assert done.returncode == 0, done.stderr
-    assert any(line.endswith(f", commit {shown}") for line in done.stdout.splitlines())
+def test_the_commit_is_that_of_the_package(result, built, shown):
+    """The tree's only where the build does not know its own; the compact form of a result says the same."""
+    git = {"commit": "fedcba9876543", "dirty": True}
+    changed = {**result, "build": {**result["build"], "commit": built}, "git": git}
+    assert results.measured_commit(changed) == results.measured_commit(results.compact(changed)) == shown
+    assert results.environment_line(changed).endswith(f", commit {shown}")
+
+
+def test_a_compact_result_has_the_same_figures(result):
+    """Medians and ranges to six digits, and no notes or facts of how they were taken."""
+    small = results.compact(result)
+    for row, kept in zip(result["rows"], small["rows"]):
+        for name, entry in row["results"].items():
+            small_entry = kept["results"][name]
+            figures = [small_entry["ms"], small_entry["tflops"], *small_entry["range"]]
+            assert figures == pytest.approx([entry[key] for key in ("ms", "tflops", "p10", "p90")], rel=1e-5)
+    entry = small["rows"][0]["results"]["ours"]
+    assert set(entry) == {"ms", "tflops", "range"} and entry["range"][0] <= entry["ms"] <= entry["range"][1]
+    text = results.text_of(small)
+    assert json.loads(text) == json.loads(json.dumps(small))
+    assert sum(line.lstrip().startswith('{"batch"') for line in text.splitlines()) == len(small["rows"])
 
 
 def test_curves_hold_every_cell(result):
-    assert plots.figures(result) == [("", mode, d) for mode in ("bwd", "fwd") for d in (64, 128, 256)]
+    assert plots.grid_figures(result) == [("", mode, d) for mode in ("bwd", "fwd") for d in (64, 128, 256)]
     lines = plots.curves(result, 128, "fwd", True)
     assert set(lines) == {"ours", "sdpa_flash", "naive"}
     assert [length for length, _ in lines["ours"]] == [16, 128]
@@ -524,20 +481,69 @@ def test_a_curve_ends_where_memory_does(result):
     both = with_second_grid(result)
     panel = (64, "fwd", True, plots.GRIDS["b4h8"])
     assert [length for length, _ in plots.curves(both, *panel)["naive"]] == [16]
-    assert plots.out_of_memory(both, *panel) == {"naive": 128}
-    assert plots.out_of_memory(result, 64, "fwd", True) == {}
-    assert ("b4h8", "bwd", 64) in plots.figures(both) and len(plots.figures(both)) == len(plots.figures(result)) + 2
+    assert ("b4h8", "bwd", 64) in plots.grid_figures(both) and len(plots.grid_figures(both)) == len(
+        plots.grid_figures(result)
+    ) + 2
 
 
 def test_plots_are_png(result, tmp_path):
     pytest.importorskip("matplotlib")
-    (tmp_path / "both.json").write_text(json.dumps(with_second_grid(result)))
-    done = run_script("report.py", "--plots", tmp_path / "both.json", tmp_path)
-    assert done.returncode == 0, done.stderr
-    names = {path.name for path in tmp_path.glob("*.png")}
-    wanted = {f"{mode}_d{d}.png" for mode in ("fwd", "bwd") for d in (64, 128, 256)}
-    assert names == wanted | {"b4h8_fwd_d64.png", "b4h8_bwd_d64.png"}
-    assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in names)
+    wanted = {"fwd_d64.png", "b4h8_bwd_d64.png"}
+    paths = plots.write_plots(with_second_grid(result), tmp_path, "caption", only=wanted)
+    assert {path.name for path in paths} == wanted
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths)
+
+
+# ---- publishing ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def finished_run(result, tmp_path):
+    """A folder as lab/run_all.py leaves it."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    for name in ("grid", "deterministic", "fwd_other"):
+        (folder / f"{name}.json").write_text(json.dumps(result))
+    (folder / "state.json").write_text(json.dumps({"grid": {"good": True}, "fwd_other": {"good": False}}))
+    return folder
+
+
+def test_results_of_one_run_are_stored(finished_run, tmp_path):
+    pytest.importorskip("matplotlib")
+    stored = report.publish(finished_run, tmp_path / "results")
+    names = {path.relative_to(tmp_path / "results").as_posix() for path in stored}
+    assert names == {"grid.json", "deterministic.json", "plots/fwd_d128.png", "plots/bwd_d128.png"}
+    assert {path.name for path in (tmp_path / "results").iterdir()} == {"grid.json", "deterministic.json", "plots"}
+
+
+@pytest.mark.parametrize(
+    "change, reason",
+    [
+        ({"build": {"commit": 40 * "b"}}, "results of one commit"),
+        ({"device": {"name": "NVIDIA H200", "type": "cuda"}}, "results of one GPU"),
+        ({"finished": False}, "not finished: deterministic"),
+    ],
+)
+def test_results_of_several_runs_are_refused(finished_run, tmp_path, change, reason):
+    path = finished_run / "deterministic.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(SystemExit, match=reason):
+        report.publish(finished_run, tmp_path / "results")
+    with pytest.raises(SystemExit, match="no results"):
+        report.publish(tmp_path, tmp_path / "results")
+
+
+def test_blocks_are_written_between_their_markers():
+    text = "before\n<!-- speed:begin -->\nold\n<!-- speed:end -->\nafter\n"
+    assert markdown.rewritten(text, "speed", ["new"]) == text.replace("old", "new")
+    with pytest.raises(SystemExit, match="<!-- speed:begin -->"):
+        markdown.rewritten("no markers", "speed", [])
+    span = "`python benchmarks/run.py --mode fwd`"
+    lines = markdown.wrapped("word " * 20 + span + " word" * 20)
+    assert any(span in line for line in lines) and max(map(len, lines)) <= markdown.COLUMNS
+
+
+# ---- the rest --------------------------------------------------------------------------------------------------------
 
 
 def test_every_row_is_told_where_no_bar_is_drawn(capsys):
@@ -545,157 +551,6 @@ def test_every_row_is_told_where_no_bar_is_drawn(capsys):
         done("first row")
         done("second row")
     assert capsys.readouterr().err.splitlines() == ["1/2 first row", "2/2 second row"]
-
-
-# The Triton comparator. Triton's interpreter has no bfloat16.
-TRITON_CASES = [  # sq, sk, heads, K/V heads, head dim, causal
-    (40, 40, 2, 2, 64, False),
-    (37, 53, 4, 2, 64, True),
-    (53, 37, 2, 1, 96, True),
-    (1, 70, 2, 2, 40, False),
-    (33, 33, 1, 1, 128, True),
-    (16, 0, 1, 1, 64, False),
-]
-
-
-def attention_and_gradients(tensors, dout, causal, dtype):
-    """(out, lse, dq, dk, dv) of plain attention computed in `dtype`."""
-    leaves = [x.detach().to(dtype).requires_grad_() for x in tensors]
-    found = attention(*leaves, causal=causal, dtype=dtype)
-    return found.out, found.lse, *torch.autograd.grad(found.out, leaves, dout.to(dtype))
-
-
-def triton_inputs(case, dtype, device, strided):
-    """([q, k, v], dout) of an entry of TRITON_CASES; strided: heads before positions, dout with strides 0."""
-    sq, sk, h, h_k, d, _ = case
-    tensors = [torch.randn(2, s, n, d, dtype=dtype, device=device) for s, n in ((sq, h), (sk, h_k), (sk, h_k))]
-    dout = torch.randn_like(tensors[0])
-    if strided:
-        tensors = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors]
-        dout = dout.new_ones(()).expand(dout.shape)
-    return [x.requires_grad_() for x in tensors], dout
-
-
-def check_triton(triton_attention, device, dtype, variant, cases=TRITON_CASES):
-    """A variant of the comparator against float64 at small cases, by the error criterion: output, log-sum-exp and
-    gradients."""
-    for case, strided in itertools.product(cases, (False, True)):
-        tensors, dout = triton_inputs(case, dtype, device, strided)
-        causal = case[-1]
-        out, lse = triton_attention.triton_attention(*tensors, causal=causal, variant=variant)
-        found = (out, lse, *torch.autograd.grad(out, tensors, dout))
-        expected, plain = (attention_and_gradients(tensors, dout, causal, t) for t in (torch.float64, dtype))
-        assert [x.dtype for x in found] == [dtype, torch.float32, dtype, dtype, dtype]
-        for name, *triple in zip(("out", "lse"), found, expected, plain):
-            assert_accurate(*triple, name)
-        for name, *triple in zip(("dq", "dk", "dv"), found[2:], expected[2:], plain[2:]):
-            assert_gradient_accurate(*triple, name)
-
-
-def patch_interpreter():
-    """NumPy 2.4 and newer refuse int() of the arrays of one element that the interpreter keeps scalars in."""
-    from triton.runtime import interpreter
-
-    patch_tensor = interpreter._patch_lang_tensor
-
-    def patch_tensor_and_index(tensor, scope):
-        patch_tensor(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
-
-    interpreter._patch_lang_tensor = patch_tensor_and_index
-
-
-def interpret_triton():
-    """What test_triton_by_the_interpreter runs in a process of its own."""
-    import triton_attention
-
-    patch_interpreter()
-    torch.manual_seed(0)
-    for use_tma in (True, False):
-        check_triton(triton_attention, "cpu", torch.float16, triton_attention.Variant(use_tma))
-
-
-def run_interpreted(code):
-    """Runs code of this folder's modules by Triton's interpreter, in a process of its own; returns its output."""
-    triton = pytest.importorskip("triton")
-    if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 6):
-        pytest.skip("the patch of the interpreter is made for Triton 3.6")
-    paths = os.pathsep.join(
-        [str(Path(flash_attn.__file__).parents[1]), str(ROOT / "tests"), str(Path(__file__).parent)]
-    )
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def test_triton_by_the_interpreter():
-    run_interpreted("import test_benchmarks; test_benchmarks.interpret_triton()")
-
-
-@pytest.mark.devices("cuda")
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_triton_on_the_gpu(device, dtype):
-    pytest.importorskip("triton")
-    import triton_attention
-
-    for tma in {False, torch.cuda.get_device_capability()[0] >= 9}:
-        check_triton(triton_attention, device, dtype, triton_attention.Variant(tma))
-    for head_dim, causal in itertools.product((64, 128, 256), (False, True)):
-        row = rows.Row("cells", Case(2, 1000, 1000, 8, 2, head_dim, "bfloat16", causal=causal))
-        inputs = implementations.make_inputs(row, torch.device(device), requires_grad=True)
-        implementation = implementations.IMPLEMENTATIONS["triton"]
-        _, facts = measure.probe(implementation, row, inputs, "fwd+bwd", torch.device(device))
-        assert facts["relative_error"] < 1e-2
-
-
-@pytest.mark.devices("cuda")
-def test_triton_backward_needs_no_large_temporaries(device):
-    """Beyond the gradients: two numbers per row and head."""
-    pytest.importorskip("triton")
-    row = rows.Row("cells", Case(1, 4096, 4096, 8, 8, 64, "bfloat16", causal=True))
-    inputs = implementations.make_inputs(row, torch.device(device), requires_grad=True)
-    _, facts = measure.probe(implementations.IMPLEMENTATIONS["triton"], row, inputs, "bwd", torch.device(device))
-    assert facts["peak_bytes"] - facts["result_bytes"] <= 2 * 4 * 4096 * 8
-
-
-@pytest.mark.parametrize("use_tma", [True, False])
-@pytest.mark.parametrize("block_d", [64, 128, 256])
-def test_triton_compiles_for_hopper(block_d, use_tma):
-    triton = pytest.importorskip("triton")
-    if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 6):
-        pytest.skip("compiling ahead of time is written for Triton 3.6")
-    import triton_ladder
-    import triton_sweep
-    from triton_variants import Variant
-
-    for causal in (False, True):
-        for launch, tiles in triton_ladder.make_launches(Variant(use_tma), block_d, causal, "cpu", torch.bfloat16):
-            candidates = triton_sweep.CANDIDATES[launch.kernel.__name__.replace("_kernel", "")][block_d]
-            assert set(tiles) <= set(candidates)
-            ptx = compile_launch(launch, tiles[0]).asm["ptx"]
-            assert "wgmma.mma_async" in ptx
-            assert ("cp.async.bulk.tensor" in ptx) == use_tma
-
-
-def test_triton_sweep_scores_and_sorts(monkeypatch, capsys):
-    pytest.importorskip("triton")
-    import triton_sweep
-
-    small, large, big = (32, 64, 4, 2), (64, 64, 4, 2), (128, 64, 8, 2)
-    monkeypatch.setitem(triton_sweep.CANDIDATES["dq"], 64, (large, small, big))
-    resources = dict.fromkeys((("dq", 64, True, tile) for tile in (small, large)), "99 registers")
-    resources["dq", 64, True, big] = "out of resource"
-
-    def time_column(kernel, head_dim, causal, seqlen, compiled):
-        return {tile: 1.0 if tile == small else 3.0 if causal else 0.5 for tile in compiled if tile != big}
-
-    monkeypatch.setattr(triton_sweep, "time_column", time_column)
-    entries = triton_sweep.sweep("dq", 64, resources)
-    assert [tuple(entry["tile"]) for entry in entries] == [small, large, big]
-    assert [entry["score"] for entry in entries] == [pytest.approx(2**-0.5), pytest.approx(3**-0.5), 0.0]
-    triton_sweep.print_table("dq", 64, entries)
-    assert "(128, 64, 8, 2)     0.000          inf" in capsys.readouterr().out
 
 
 # ---- graphs ----------------------------------------------------------------------------------------------------------
@@ -713,18 +568,3 @@ def test_a_graph_keeps_what_its_calls_use(device):
     before = seen().sum().item()
     replay()
     assert seen().sum().item() == before + 8
-
-
-# ---- SDPA ------------------------------------------------------------------------------------------------------------
-
-
-def test_steps_by_sdpa_are_timed_in_every_way(tmp_path):
-    pytest.importorskip("transformers")
-    import sdpa_step
-
-    path = tmp_path / "steps.json"
-    assert sdpa_step.main(["--device", "cpu", "--steps", "1", "--out", str(path)]) == 0
-    result = json.loads(path.read_text())
-    assert [set(row["ms"]) for row in result["rows"]] == [{"torch", "scope"}] * len(sdpa_step.TINY)
-    assert all(ms > 0 for row in result["rows"] for ms in row["ms"].values())
-    assert result["versions"]["transformers"] and result["device"]["type"] == "cpu"

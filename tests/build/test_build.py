@@ -453,7 +453,7 @@ def sources(tmp_path):
 
 
 def includes(files, *options):
-    """Names of what the preprocessor of nvcc's host pass includes, with the device pass's macro in `options` of that."""
+    """Names of what the preprocessor of nvcc's host pass includes, or with the macro in `options` the device pass's."""
     command = ["g++", "-x", "c++", "-std=c++17", "-M", "-MG", *options, f"-I{CSRC}", *map(str, files)]
     rules = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     return {word for word in rules.replace("\\\n", " ").split() if not word.endswith(".o:")}

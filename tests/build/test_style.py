@@ -1,4 +1,4 @@
-"""clang-format and ruff accept the tree (tools/style.py, versions pinned in pyproject.toml)."""
+"""clang-format, ruff and the check of documents accept the tree (tools/style.py, versions pinned in pyproject.toml)."""
 
 import os
 import sys
@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 import style
 
 
-@pytest.mark.parametrize("check", ["clang-format", "ruff check", "ruff format"])
+@pytest.mark.parametrize("check", ["clang-format", "ruff check", "ruff format", "documents"])
 def test_style(check):
     command = style.commands(fix=False)[check]
     if style.tool_path(command[0]) is None:
@@ -19,4 +19,4 @@ def test_style(check):
             pytest.fail(f"{command[0]} must be installed in CI")
         pytest.skip(f"{command[0]} is not installed (pip install '.[style]')")
     result = style.run(command)
-    assert result.returncode == 0, f"{result.stdout}\nmake style rewrites the files"
+    assert result.returncode == 0, f"{result.stdout}\nmake style, python benchmarks/report.py --docs rewrite the files"

@@ -1,5 +1,5 @@
 // The policy rows of the wgmma forward: prints the table; every kernel's row fits its tile and variant, and every true
-// cell names its measurement.
+// cell has its measurement.
 #include <iterator>
 
 #include "check.h"
@@ -46,7 +46,7 @@ void check_row(const Sm90FwdTile& tile, const FwdPolicy& policy, FwdVariant vari
     if (!policy.has(feature.feature)) continue;
     const FwdMeasurement* measurement = fwd_measurement(feature.feature, variant);
     std::cout << ", " << feature.name;
-    check::that(measurement != nullptr, "a true cell names its measurement", name, tile.head_dim, feature.name);
+    check::that(measurement != nullptr, "a true cell has its measurement", name, tile.head_dim, feature.name);
     if (measurement != nullptr) ++measured[measurement - kFwdMeasurements];
   }
   std::cout << '\n';
@@ -107,7 +107,7 @@ int main() {
   check_row(value_dim, sm90_fwd_policy(value_dim.head_dim, value_dim.value_dim(), FwdVariant::kPlain),
             FwdVariant::kPlain);
   for (size_t i = 0; i < std::size(kFwdMeasurements); ++i) {
-    check::that(measured[i] > 0, "a measurement stands for some cell", kFwdMeasurements[i].anchor);
+    check::that(measured[i] > 0, "a measurement stands for some cell", kFwdMeasurements[i].figure);
   }
   check_conflicts();
   return check::report();

@@ -183,7 +183,7 @@ def test_axes_of_descales_are_checked(device):
     for name, axis, descale, message in (
         ("k", "channel", ones, "k_descale_axis: expected None, 'page' or 'row', got 'channel'"),
         ("v", 3, ones, "v_descale_axis: expected None, 'channel', 'page' or 'row', got 3"),
-        ("k", "row", None, "k_descale: expected a tensor with k_descale_axis, got None"),
+        ("k", "row", None, "k_descale_axis: expected None without k_descale, got 'row'"),
         ("v", "page", ones, r"v_descale: expected shape \[2, 1, 2\] with"),
     ):
         given = {f"{name}_descale_axis": axis, f"{name}_descale": descale}

@@ -1,5 +1,5 @@
 // Policy rows of the wgmma forward: the techniques that the kernel of each (head dim, variant) uses. Plain C++17.
-// A cell is true because it was measured to be faster on that kernel: kFwdMeasurements names where.
+// A cell is true because it was measured to be faster on that kernel: kFwdMeasurements has the figures.
 // tests/cpp/test_fwd_policy_sm90.cpp prints the table and checks it.
 #pragma once
 
@@ -151,11 +151,12 @@ constexpr FwdPolicy sm90_fwd_policy(int head_dim, int head_dim_v, FwdVariant var
   return fwd_policy_table::kRows[static_cast<int>(variant)][head_dim_index(head_dim) - kSm90FirstHeadDim];
 }
 
-// Where a true cell was measured: the first entry of its feature and variant. Anchors are below docs/tuning.
+// What a true cell was measured to gain, H200: the first entry of its feature and variant. docs/tuning/fwd_sm90.md has
+// what was tried around it.
 struct FwdMeasurement {
   fwd_feature::Feature feature;
   uint32_t variants;  // a bit for each FwdVariant
-  const char* anchor;
+  const char* figure;
 };
 
 constexpr uint32_t variant_bit(FwdVariant variant) { return 1u << static_cast<int>(variant); }
@@ -164,31 +165,29 @@ constexpr uint32_t kScoreModVariants =
     variant_bit(FwdVariant::kScoreMod) | variant_bit(FwdVariant::kSoftcap) | variant_bit(FwdVariant::kAlibi);
 
 constexpr FwdMeasurement kFwdMeasurements[] = {
-    {fwd_feature::kNoMask, kAllFwdVariants,
-     "log/fwd_sm90_part2.md#equal-row-blocks-the-outcome-and-masked-calls-apart"},
-    {fwd_feature::kIssueNextQkEarly, kScoreModVariants, "log/fwd_sm90.md#a-warp-that-stores-and-edges-ahead"},
-    {fwd_feature::kIssueNextQkEarly, kAllFwdVariants,
-     "log/fwd_sm90_part2.md#equal-row-blocks-the-outcome-and-masked-calls-apart"},
-    {fwd_feature::kHasStoreWarp, kAllFwdVariants, "log/fwd_sm90.md#a-warp-that-stores-and-edges-ahead"},
-    {fwd_feature::kFetchNextTileLate, kAllFwdVariants, "log/fwd_sm90.md#row-blocks-chosen-late-windows-aligned"},
-    {fwd_feature::kAlignUnmasked, kAllFwdVariants, "log/fwd_sm90.md#row-blocks-chosen-late-windows-aligned"},
-    {fwd_feature::kMaskBoundsInRegs, kAllFwdVariants, "log/fwd_sm90.md#masks-in-32-bits"},
-    {fwd_feature::kExpBeforePvWait, kAllFwdVariants, "log/fwd_sm90_part2.md#exponentials-before-the-wait-really"},
-    {fwd_feature::kSpeculativeExp, kAllFwdVariants, "log/fwd_sm90_part2.md#ahead-of-the-references"},
-    {fwd_feature::kSpeculativeOnMasked, kAllFwdVariants, "log/fwd_sm90.md#a-warp-that-stores-and-edges-ahead"},
-    {fwd_feature::kExpAfterPvWait, kAllFwdVariants, "log/fwd_sm90_part2.md#ahead-of-the-references"},
-    {fwd_feature::kCheckBoundByNorm, kAllFwdVariants, "log/fwd_sm90.md#softcap-by-sums-of-squares"},
-    {fwd_feature::kPingPong, variant_bit(FwdVariant::kOneWave), "log/fwd_sm90_part2.md#turns-again"},
-    {fwd_feature::kPingPong, variant_bit(FwdVariant::kDropout), "log/fwd_sm90_part2.md#dropout-by-turns"},
-    {fwd_feature::kPackedDropout, kAllFwdVariants, "log/fwd_sm90_part2.md#dropout-a-cheaper-mask"},
-    {fwd_feature::kRandomBitsInPv, kAllFwdVariants, "log/fwd_sm90_part2.md#dropout-by-turns"},
-    {fwd_feature::kSplitKv, kAllFwdVariants, "log/fwd_sm90_part2.md#shares-as-a-variant"},
-    {fwd_feature::kIntFlags, variant_bit(FwdVariant::kAlibi),
-     "log/fwd_sm90.md#a-kernel-for-softcap-alone-one-for-alibi-alone"},
-    {fwd_feature::kIntFlags, kAllFwdVariants, "log/fwd_sm90.md#shorter-ways-between-row-blocks"},
+    {fwd_feature::kNoMask, kAllFwdVariants, "d 128 full s 512 to 16384 0.966 to 0.982 of the time"},
+    {fwd_feature::kIssueNextQkEarly, kScoreModVariants, "softcap causal 1403 to 1400.5 kclk, ALiBi 1275 to 1269"},
+    {fwd_feature::kIssueNextQkEarly, kAllFwdVariants, "d 128 full s 512 136 to 130 us, s 4096 773 to 739"},
+    {fwd_feature::kHasStoreWarp, kAllFwdVariants, "d 128 window 1024 324 to 320 kclk"},
+    {fwd_feature::kFetchNextTileLate, kAllFwdVariants, "d 128 causal s 8192 0.996, window 2048 0.988 of the time"},
+    {fwd_feature::kAlignUnmasked, kAllFwdVariants, "d 128 windows of 512 to 4096 0.996 to 1.002 of the time"},
+    {fwd_feature::kMaskBoundsInRegs, kAllFwdVariants, "window 1024 344 to 339 kclk, causal s 8192 1129 to 1122"},
+    {fwd_feature::kExpBeforePvWait, kAllFwdVariants, "d 256 1.030 times as fast, s 16384 1.080"},
+    {fwd_feature::kSpeculativeExp, kAllFwdVariants, "d 64 1.002 to 1.060, d 128 1.01 to 1.02 times as fast"},
+    {fwd_feature::kSpeculativeOnMasked, kAllFwdVariants, "d 128 window 1024 320 to 316.2 kclk"},
+    {fwd_feature::kExpAfterPvWait, kAllFwdVariants, "without it d 64 full 0.908, causal 0.935 as fast (H100)"},
+    {fwd_feature::kCheckBoundByNorm, kAllFwdVariants, "d 128 cap 30 0.763 to 0.794 of plain"},
+    {fwd_feature::kPingPong, variant_bit(FwdVariant::kOneWave),
+     "d 64, a head of 16384: 139 or 182 by chance to 141 us"},
+    {fwd_feature::kPingPong, variant_bit(FwdVariant::kDropout), "d 128 0.648 to 0.736 of plain, with the bits in P V"},
+    {fwd_feature::kPackedDropout, kAllFwdVariants, "d 128 full s 8192 3189 to 2228 us"},
+    {fwd_feature::kRandomBitsInPv, kAllFwdVariants, "d 128 0.648 to 0.736 of plain, with ping-pong"},
+    {fwd_feature::kSplitKv, kAllFwdVariants, "16 heads 128 x 2048 36.8 to 15.5 us; as a field 2 to 3 % of s 512"},
+    {fwd_feature::kIntFlags, variant_bit(FwdVariant::kAlibi), "d 128 0.988 to 0.974 of the time before"},
+    {fwd_feature::kIntFlags, kAllFwdVariants, "one of seven changes, s 512 causal 114 to 107 us"},
 };
 // Of row_sums above 1.
-constexpr const char* kRowSumsMeasurement = "log/fwd_sm90.md#softcap-once-more";
+constexpr const char* kRowSumsMeasurement = "softcap d 128 0.795 to 0.814 of plain";
 
 constexpr const FwdMeasurement* fwd_measurement(fwd_feature::Feature feature, FwdVariant variant) {
   for (const FwdMeasurement& entry : kFwdMeasurements) {

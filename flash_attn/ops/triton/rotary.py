@@ -99,9 +99,11 @@ def _rows_of_tables(x, cos, sin, seqlen_offsets, cu_seqlens):
     else:
         row = torch.arange(x.shape[0], device=x.device)
         starts = cu_seqlens.long()
-        sequence = torch.searchsorted(starts[1:].contiguous(), row, right=True)
+        sequence = (
+            torch.searchsorted(starts, row, right=True) - 1
+        )  # not in a slice of starts: Inductor has no code for it
         inside = sequence < starts.shape[0] - 1
-        sequence = sequence.clamp(max=starts.shape[0] - 2)
+        sequence = sequence.clamp(0, starts.shape[0] - 2)
         shift = seqlen_offsets[sequence] if isinstance(seqlen_offsets, torch.Tensor) else seqlen_offsets
         positions = torch.where(inside, row - starts[sequence] + shift, -1)
     known = ((positions >= 0) & (positions < cos.shape[0]))[..., None]

@@ -1,0 +1,340 @@
+"""Compiles the laboratory's kernels on demand, one shared library for each design, and calls them.
+
+    from kernel_library import forward
+    from sm80_designs import default_design
+    forward(default_design(64), q, k, v, out, causal=True)
+
+Libraries lie in build/lab/kernels by the hash of design, sources and compiler. Needs nvcc and the CUTLASS headers, or
+what kernel_archive.py made elsewhere, in the folder that FLASH_ATTN_LAB_KERNELS names. A design says what is in a
+kernel: header() and overlay() its headers, launcher and more_sources its files, entry a part of the kernel's name where
+the library has others, mma_per_step what the inner loop is found by (0: it is not counted).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tools"))
+
+import sass
+from errors import BuildError
+from kernel_build import COMPILE_FLAGS
+from machine import parallel_jobs
+from resources import fatal_diagnostics, parse_ptxas_log, spill_bytes
+from sm80_designs import SOURCES, ctas_per_sm
+from toolchain import find_cutlass, find_toolkit
+
+CSRC = ROOT / "csrc" / "flash_attn"
+KERNELS = ROOT / "build" / "lab" / "kernels"
+ARCH = "90"
+PREBUILT = "FLASH_ATTN_LAB_KERNELS"  # the environment variable
+INDEX = "index.json"
+COUNTED = ("HMMA", "HGMMA", "LDSM", "MUFU", "LDGSTS", "LDG", "STS", "SHFL")  # instructions of a loop
+DTYPE_NAMES = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}
+
+
+def check(design):
+    """Raises ValueError with every reason why there is no such kernel."""
+    problems = design.problems()
+    if problems:
+        raise ValueError(f"design {design.name}: {'; '.join(problems)}")
+
+
+def included_files(*files):
+    """The files and all of the tree that they include, directly or not."""
+    found, todo = set(), [*files]
+    while todo:
+        path = todo.pop()
+        if path in found:
+            continue
+        found.add(path)
+        for name in re.findall(r'^\s*#\s*include\s*"([^"]+)"', path.read_text(encoding="utf-8"), re.MULTILINE):
+            places = (base / name for base in (path.parent, SOURCES, CSRC))
+            todo += [place.resolve() for place in places if place.is_file()][:1]
+    return sorted(found)
+
+
+@functools.lru_cache(None)
+def sources_digest(*files):
+    """Of all that a kernel's code is in."""
+    digest = hashlib.sha256()
+    for path in included_files(*files):
+        digest.update(f"{path.relative_to(ROOT)}\n".encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def cache_key(design, arch, compiler, sources):
+    """What a library's name ends in: another design, source text, compiler or flag is another key."""
+    parts = [design.header(), sorted(design.overlay().items()), arch + design.arch_suffix, compiler,
+             COMPILE_FLAGS, sources]  # fmt: skip
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:12]
+
+
+def source_key(design):
+    """What a design is built from, whatever compiles it."""
+    return cache_key(design, ARCH, "", sources_digest(design.launcher, *design.more_sources))
+
+
+def library_file(folder, design):
+    """Where a design's library lies among those that were built elsewhere."""
+    return Path(folder, f"{source_key(design)}.so")
+
+
+def by_library(designs, library):
+    """{library: the designs that are launches of its one kernel}."""
+    found = {}
+    for design in dict.fromkeys(designs):
+        found.setdefault(library(design), []).append(design)
+    return found
+
+
+def inner_loop(text, opcode, at_least):
+    """{"all": instructions, "HMMA": of them, …} of the shortest loop with `at_least` instructions `opcode` in a listing
+    of one kernel: the one over unmasked blocks, since masks only add to it. None if there is no such loop."""
+    best = None
+    for code in sass.functions(text).values():
+        for loop in sass.loops(code):
+            names = [sass.opcode(instruction) for instruction in loop]
+            if names.count(opcode) >= at_least and (best is None or len(names) < len(best)):
+                best = names
+    if best is None:
+        return None
+    counts = {name: best.count(name) for name in COUNTED if name in best}
+    return {"all": len(best), **counts}
+
+
+class Prebuilt:
+    """The libraries of a folder in place of a compiler."""
+
+    def __init__(self, folder):
+        self.folder = Path(folder)
+        index = json.loads((self.folder / INDEX).read_text(encoding="utf-8"))
+        self.versions, self.kernels = index["versions"], index["kernels"]
+
+    def library(self, design):
+        self.compile(design)
+        return library_file(self.folder, design)
+
+    def compile(self, design):
+        """What the index says of a design; BuildError if it has none."""
+        check(design)
+        if source_key(design) not in self.kernels:
+            raise BuildError("not among the built kernels, or built from other sources")
+        return self.kernels[source_key(design)]
+
+    def compile_all(self, designs, progress, jobs=None):
+        """{design: facts} of those that are there; `progress` hears of the others."""
+        found = {}
+        for design in dict.fromkeys(designs):
+            try:
+                found[design] = self.compile(design)
+            except (BuildError, ValueError) as error:
+                progress(f"LEFT OUT: {design.name}: {error}")
+        return found
+
+
+def make_compiler():
+    """Prebuilt where the environment names a folder of libraries, else nvcc."""
+    folder = os.environ.get(PREBUILT)
+    return Prebuilt(folder) if folder else Compiler()
+
+
+def run_compiler(command):
+    """What it says; BuildError if it fails."""
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    if done.returncode != 0:
+        raise BuildError(f"{' '.join(command)}\n{done.stdout[-3000:]}")
+    return done.stdout
+
+
+class Compiler:
+    """nvcc and the headers; BuildError if they are missing."""
+
+    def __init__(self, arch=ARCH, folder=KERNELS):
+        self.toolkit = find_toolkit(sys.path)
+        if self.toolkit is None:
+            raise BuildError("nvcc: not found; set CUDA_HOME or put it on PATH")
+        self.cutlass = find_cutlass(ROOT, sys.path, ROOT / "build" / "cutlass")
+        self.versions = {"nvcc": self.toolkit.full_version, "CUTLASS": self.cutlass.version}
+        self.arch, self.folder, self.lock = arch, folder, threading.Lock()
+
+    def library(self, design):
+        sources = sources_digest(design.launcher, *design.more_sources)
+        key = cache_key(design, self.arch, ", ".join(self.versions.values()), sources)
+        return self.folder / f"{design.name}-{key}.so"
+
+    def command(self, design, folder, library):
+        options = ["-include", str(folder / "lab_design.h"), "-shared", str(design.launcher)]
+        objects = [str(self.object(source)) for source in design.more_sources]
+        return [*self.nvcc(self.arch + design.arch_suffix, f"-I{folder}"), *options, *objects, "-o", str(library)]
+
+    def nvcc(self, arch, *includes):
+        """The compiler's call as far as the files; `includes` come first."""
+        others = [f"-I{SOURCES}", f"-I{CSRC}", f"-I{self.cutlass.include}"]
+        gencode = f"-gencode=arch=compute_{arch},code=sm_{arch}"
+        return [str(self.toolkit.nvcc), *COMPILE_FLAGS, gencode, *includes, *others]
+
+    def object(self, source):
+        """A source that no design changes, compiled once for all."""
+        parts = [self.arch, *self.versions.values(), *COMPILE_FLAGS, sources_digest(source)]
+        key = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:12]
+        path = self.folder / f"{source.stem}-{key}.o"
+        with self.lock:
+            if not path.exists():
+                path.parent.mkdir(parents=True, exist_ok=True)
+                unfinished = path.with_suffix(".unfinished.o")
+                run_compiler([*self.nvcc(self.arch), "-c", str(source), "-o", str(unfinished)])
+                os.replace(unfinished, path)
+        return path
+
+    def compile(self, design):
+        """Compiles a design unless its library exists. Returns what is known of the kernel, as JSON holds it."""
+        check(design)
+        library = self.library(design)
+        record = library.with_suffix(".json")
+        if library.exists() and record.exists():
+            return json.loads(record.read_text(encoding="utf-8"))
+        folder = library.with_suffix("")
+        for path, text in {"lab_design.h": design.header(), **design.overlay()}.items():
+            (folder / path).parent.mkdir(parents=True, exist_ok=True)
+            (folder / path).write_text(text, encoding="utf-8")
+        start = time.monotonic()
+        unfinished = folder / "kernel.so"
+        facts = self.facts(design, unfinished, run_compiler(self.command(design, folder, unfinished)))
+        facts["seconds"] = round(time.monotonic() - start, 1)
+        os.replace(unfinished, library)
+        record.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+        return facts
+
+    def facts(self, design, library, log):
+        """Registers and spills from ptxas, the inner loop from the machine code (None without cuobjdump), and whether
+        ptxas made each wgmma wait for the one before or ignored setmaxnreg."""
+        (kernel,) = [kernel for kernel in parse_ptxas_log(log) if design.entry in kernel["name"]]
+        cuobjdump = sass.find_cuobjdump(self.toolkit.root) if design.mma_per_step else None
+        loop = None
+        if cuobjdump is not None:
+            opcode = "HMMA" if design.family == "mma_sync" else "HGMMA"
+            loop = inner_loop(sass.listing(cuobjdump, library), opcode, design.mma_per_step)
+        return {
+            "registers": kernel["registers"],
+            "spills": spill_bytes(kernel),
+            "smem_bytes": design.smem_bytes,
+            "ctas_per_sm": ctas_per_sm(design.threads, kernel["registers"], design.smem_bytes),
+            "threads": design.threads,
+            "loop": loop,
+            "serialized": bool(fatal_diagnostics(log)),
+        }
+
+    def compile_all(self, designs, progress, jobs=None):
+        """{design: facts} of those that compile; `progress` hears of each, and why one was left out."""
+        libraries, found = by_library(designs, self.library), {}
+        with ThreadPoolExecutor(jobs or parallel_jobs()) as pool:
+            futures = {pool.submit(self.compile, same[0]): same for same in libraries.values()}
+            for done, future in enumerate(as_completed(futures), 1):
+                same = futures[future]
+                try:
+                    facts = future.result()
+                except (BuildError, ValueError) as error:
+                    progress(f"LEFT OUT: {same[0].name}: {error}")
+                    continue
+                found.update((design, facts) for design in same)
+                size = f"{facts['registers']} registers, {facts['spills']} B spills"
+                progress(f"[{done}/{len(libraries)}] {same[0].name}: {facts['seconds']} s, {size}")
+        return found
+
+
+@functools.lru_cache(None)
+def compiler():
+    return make_compiler()
+
+
+@functools.lru_cache(None)
+def library(design):
+    """A design's library, which is compiled if need be."""
+    check(design)
+    compiler().compile(design)
+    return ctypes.CDLL(str(compiler().library(design)))
+
+
+@functools.lru_cache(None)
+def kernel(design):
+    """A function that launches a design's forward."""
+    own = library(design)
+    own.lab_forward.argtypes = [ctypes.c_void_p] * 4 + [ctypes.c_int] * 5 + [ctypes.c_void_p]
+    if not design.options:
+        return own.lab_forward
+    own.lab_options.argtypes = [ctypes.c_int, ctypes.c_float]
+
+    def launch(*arguments):
+        own.lab_options(*design.options)
+        return own.lab_forward(*arguments)
+
+    return launch
+
+
+@functools.lru_cache(None)
+def backward_kernel(design):
+    """A function that launches a design's backward."""
+    function = library(design).lab_backward
+    function.argtypes = [ctypes.POINTER(ctypes.c_void_p)] + [ctypes.c_int] * 5 + [ctypes.c_void_p]
+    return function
+
+
+def check_tensors(design, q, k, v, out, causal, **more):
+    """Raises ValueError unless the design's kernel takes these tensors. more: of a backward, shaped as out, k and v."""
+    batch, _, heads, head_dim = q.shape
+    keys, queries = (batch, k.shape[1], heads, head_dim), tuple(q.shape)
+    expected = {"k": keys, "v": keys, "out": queries, "dout": queries, "dq": queries, "dk": keys, "dv": keys}
+    if head_dim != design.head_dim:
+        raise ValueError(f"q: expected head dim {design.head_dim}, got {head_dim}")
+    if ("causal" if causal else "full") not in design.masks:
+        raise ValueError(f"causal: this design is of a kernel for {design.masks[0]} attention")
+    tensors = {"q": q, "k": k, "v": v, "out": out, **more}
+    for name, tensor in tensors.items():
+        if tuple(tensor.shape) != expected.get(name, queries):
+            raise ValueError(f"{name}: expected the shape {expected[name]}, got {tuple(tensor.shape)}")
+    for name, tensor in tensors.items():
+        if str(tensor.dtype) != DTYPE_NAMES[design.dtype] or not tensor.is_contiguous() or not tensor.is_cuda:
+            raise ValueError(f"{name}: expected a contiguous CUDA tensor of {DTYPE_NAMES[design.dtype]}")
+
+
+def launch(design, function, pointers, q, k, causal):
+    """Calls a launcher's function on the stream of q's device; RuntimeError: a CUDA error."""
+    import torch
+
+    batch, seqlen_q, heads, _ = q.shape
+    with torch.cuda.device(q.device):
+        stream = torch.cuda.current_stream().cuda_stream
+        status = function(*pointers, batch, seqlen_q, k.shape[1], heads, int(causal), stream)
+    if status != 0:
+        raise RuntimeError(f"design {design.name}: CUDA error {status}")
+
+
+def forward(design, q, k, v, out, causal=False):
+    """Writes attention of q (b, s_q, h, d), k, v (b, s_k, h, d) into out (b, s_q, h, d), contiguous tensors of the
+    design's dtype on one GPU, with scale d^-1/2; a causal mask is aligned to the last query and key. Compiles the
+    kernel on first use. ValueError: no such kernel, or not for these tensors; RuntimeError: a CUDA error."""
+    function = kernel(design)
+    check_tensors(design, q, k, v, out, causal)
+    launch(design, function, [tensor.data_ptr() for tensor in (q, k, v, out)], q, k, causal)
+
+
+def backward(design, q, k, v, out, lse, dout, dq, dk, dv, causal=False):
+    """Writes the gradients dq, dk and dv of forward()'s problem, given its out, lse (fp32 (b, h, s_q)) and dout."""
+    function = backward_kernel(design)
+    check_tensors(design, q, k, v, out, causal, dout=dout, dq=dq, dk=dk, dv=dv)
+    tensors = (q, k, v, out, lse, dout, dq, dk, dv)
+    pointers = (ctypes.c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
+    launch(design, function, [pointers], q, k, causal)

@@ -1,0 +1,53 @@
+// The design of the laboratory's mma.sync forward as data, as benchmarks/lab/sm80_designs.py states it, and the offsets
+// of its shared memory. Plain C++17.
+#pragma once
+
+#include "params/dtype.h"
+
+namespace flash {
+namespace lab {
+
+// kNone: rows one behind the other; ldmatrix meets the same banks in every row.
+// kPadded: 16 bytes more a row, so that eight rows meet all banks.
+// kSwizzled: the 16-byte vectors of a 128-byte row are permuted by its index (kernels/sm80/operand_layouts.h).
+enum class Layout { kNone, kPadded, kSwizzled };
+
+struct FwdDesign {
+  int head_dim;
+  int block_m;        // query rows per CTA
+  int block_n;        // keys per step
+  int warps;          // each owns block_m / warps rows
+  int blocks_per_sm;  // what the register budget is compiled for
+  Dtype dtype;
+  bool async_copies;     // cp.async; else loads into registers and stores to shared memory
+  bool eager_kv;         // V is loaded behind Q K^T, the next K behind P V; else each when it is needed
+  Layout layout;         // of Q, K and V in shared memory
+  bool q_in_registers;   // Q is read from shared memory once, not in every step
+  bool whole_fragments;  // all fragments of a GEMM are read before its first MMA; else slice by slice
+  bool double_buffered;  // the next slice is read before the MMAs of this one
+  bool lagging_max;      // O is rescaled only when the row max has grown by a factor of 2^8; else in every step
+};
+
+constexpr int kPadding = 8;    // elements, 16 bytes
+constexpr int kAtomCols = 64;  // elements of a swizzled row, 128 bytes
+
+constexpr int row_pitch(Layout layout, int cols) { return layout == Layout::kPadded ? cols + kPadding : cols; }
+
+// Elements of a (rows, cols) tile.
+constexpr int tile_elements(Layout layout, int rows, int cols) { return rows * row_pitch(layout, cols); }
+
+// Offset of an element of a (rows, cols) tile. Swizzled tiles consist of slabs of kAtomCols columns.
+constexpr int tile_offset(Layout layout, int rows, int cols, int row, int col) {
+  if (layout != Layout::kSwizzled) return row * row_pitch(layout, cols) + col;
+  const int slab = col / kAtomCols, vector = col % kAtomCols / 8;
+  return slab * rows * kAtomCols + row * kAtomCols + (vector ^ row % 8) * 8 + col % 8;
+}
+
+// Q, K, V; O is staged in Q's buffer.
+constexpr int smem_bytes(const FwdDesign& design) {
+  const int rows = design.block_m + 2 * design.block_n;
+  return dtype_bytes(design.dtype) * tile_elements(design.layout, rows, design.head_dim);
+}
+
+}  // namespace lab
+}  // namespace flash

@@ -1,0 +1,219 @@
+"""What ablate.py and sweep.py have in common: compile designs, check them against float64, time them in turns.
+
+A group of designs is timed on the benchmark's cells of its head dim. Its result is {"flops": {cell: ...}, "entries":
+[{kind, label, line, facts, ms: {cell: ...}, failed}]}, with a cell like "causal 4096".
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import platform
+from pathlib import Path
+
+from kernel_library import BuildError, backward, forward, make_compiler, source_key
+from results import ROOT, load
+from resumable import Ended, Progress, say
+
+CHECKED = ((1, 1), (200, 200), (577, 577), (70, 333))  # (seqlen_q, seqlen_k)
+DEVICE = "cuda"  # the CPU in a dry run
+TORCH_DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
+BACKWARD_FLOPS = 2.5  # times the forward's
+
+
+def identity(design):
+    """A design in a word; names alone do not tell all apart."""
+    return "-".join([design.name, source_key(design), *map(str, design.options)])
+
+
+def is_backward(design):
+    return getattr(design, "is_backward", False)
+
+
+# ---- checks ----------------------------------------------------------------------------------------------------------
+
+
+def by_definition(attention, q, k, v, dout, causal, dtype):
+    """(out, lse, [dq, dk, dv]) in a dtype; without dout no gradients."""
+    import torch
+
+    leaves = [tensor.to(dtype).requires_grad_() for tensor in (q, k, v)]
+    found = attention(*leaves, causal=causal, dtype=dtype)
+    gradients = () if dout is None else torch.autograd.grad(found.out, leaves, dout.to(dtype))
+    return found.out.detach(), found.lse.detach(), gradients
+
+
+def results_of(design, tensors, dout, out, lse, causal):
+    """{name: result} of a design; a backward gets O and LSE of the definition. Memory is NaN before."""
+    import torch
+
+    made = [torch.full_like(tensor, float("nan")) for tensor in tensors]
+    if not is_backward(design):
+        forward(design, *tensors, made[0], causal=causal)
+        return {"out": made[0]}
+    out, lse = out.to(dout.dtype).contiguous(), lse.float().contiguous()
+    backward(design, *tensors, out, lse, dout, *made, causal=causal)
+    return dict(zip(("dq", "dk", "dv"), made))
+
+
+def refusal(design):
+    """Why not to time a kernel; None if it is as exact as tests demand: twice the error of plain 16-bit attention."""
+    import torch
+    from shared import attention
+
+    generator = torch.Generator(device=DEVICE).manual_seed(0)
+    dtype = getattr(torch, TORCH_DTYPES[design.dtype])
+    for (seqlen_q, seqlen_k), mask in itertools.product(CHECKED, design.masks):
+        shapes = [(2, length, 3, design.head_dim) for length in (seqlen_q, seqlen_k, seqlen_k, seqlen_q)]
+        *tensors, dout = (torch.randn(shape, device=DEVICE, generator=generator).to(dtype) for shape in shapes)
+        causal, wanted = mask == "causal", dout if is_backward(design) else None
+        exact = by_definition(attention, *tensors, wanted, causal, torch.float64)
+        plain = by_definition(attention, *tensors, wanted, causal, dtype)
+        try:
+            found = results_of(design, tensors, dout, *exact[:2], causal)
+        except (BuildError, RuntimeError) as error:
+            return str(error)
+        right, other = ({"out": out, **dict(zip(("dq", "dk", "dv"), grads))} for out, _, grads in (exact, plain))
+        for name, own in found.items():
+            error = (own.double() - right[name]).abs().max().item()
+            bound = 2 * (other[name].double() - right[name]).abs().max().item() + 1e-5
+            if not error <= bound:
+                return f"s {seqlen_q}, {seqlen_k}, {mask}: {name}: error {error:.2e} (bound {bound:.2e})"
+    return None
+
+
+def failures(designs, compiled, progress):
+    """{design: why it is not timed}."""
+    failed = {}
+    for design in dict.fromkeys(designs):
+        reason = "does not compile"
+        if design in compiled:
+            try:
+                with progress.watched(f"checking {identity(design)}"):
+                    reason = refusal(design)
+            except Ended as error:
+                reason = str(error)
+        if reason is not None:
+            failed[design] = reason
+            say(f"LEFT OUT: {design.name}: {reason}")
+    return failed
+
+
+# ---- times -----------------------------------------------------------------------------------------------------------
+
+
+def flash_attention(q, k, v, causal):
+    """O (b, s, h, d) and LSE (b, h, s) of torch's flash attention."""
+    import torch
+
+    views = [tensor.transpose(1, 2) for tensor in (q, k, v)]
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(*views, 0.0, causal)
+    return out.transpose(1, 2).contiguous(), lse.contiguous()
+
+
+def timed_call(design, tensors, causal):
+    """The function that is timed: the forward, or the backward with O and LSE of torch's flash attention."""
+    import torch
+
+    q, k, v, dout = tensors
+    made = [torch.empty_like(tensor) for tensor in (q, k, v)]
+    if not is_backward(design):
+        return lambda: forward(design, q, k, v, made[0], causal=causal)
+    out, lse = flash_attention(q, k, v, causal)
+    return lambda: backward(design, q, k, v, out, lse, dout, *made, causal=causal)
+
+
+def time_cell(timer, designs, case, budget):
+    """{design: median ms} on one problem, in turns."""
+    import torch
+    from timing import interleave, summarize
+
+    shape, tensors = (case.batch, case.seqlen_q, case.nheads, case.head_dim), {}
+    for dtype in dict.fromkeys(design.dtype for design in designs):
+        tensors[dtype] = [torch.randn(shape, device=DEVICE).to(getattr(torch, TORCH_DTYPES[dtype])) for _ in range(4)]
+    calls = {d: (contextlib.nullcontext, timed_call(d, tensors[d.dtype], case.causal)) for d in designs}
+    samples, _ = interleave(timer, calls, budget)
+    return {design: summarize(values)["median"] for design, values in samples.items()}
+
+
+def measure(title, entries, compiled, seqlens, timer, budget, progress):
+    """One group as plain data."""
+    from shared import bench_cells
+
+    designs = list(dict.fromkeys(entry.design for entry in entries))
+    failed, flops, times = failures(designs, compiled, progress), {}, {}
+    for case in bench_cells((designs[0].head_dim,)):
+        mask = "causal" if case.causal else "full"
+        good = [design for design in designs if design not in failed and mask in design.masks]
+        if case.seqlen_q not in seqlens or not good:
+            continue
+        cell = f"{mask} {case.seqlen_q}"
+        with contextlib.suppress(Ended), progress.watched(f"timing {len(good)} kernels, {title}, {cell}"):
+            for design, ms in time_cell(timer, good, case, budget).items():
+                times.setdefault(design, {})[cell] = ms
+            flops[cell] = case.flops * (BACKWARD_FLOPS if is_backward(good[0]) else 1.0)
+    rows = [
+        {"kind": e.kind, "label": e.label, "line": e.design.table_line, "facts": compiled.get(e.design),
+         "ms": times.get(e.design, {}), "failed": failed.get(e.design)}
+        for e in entries
+    ]  # fmt: skip
+    return {"flops": flops, "entries": rows}
+
+
+# ---- the programs ----------------------------------------------------------------------------------------------------
+
+
+def parser(description, name, min_ms):
+    """The options of both programs."""
+    made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--out", type=Path, default=ROOT / "build" / "lab" / f"{name}.json", help="the JSON result")
+    made.add_argument("--jobs", type=int, help="compilers at a time; default: what cores and memory carry")
+    made.add_argument("--min-ms", type=float, default=min_ms, help="time per kernel and cell")
+    made.add_argument("--list", action="store_true", help="print what would be measured")
+    made.add_argument("--without", nargs="+", default=[], metavar="LABEL", help="leave out designs by labels or names")
+    made.add_argument("--compile-only", action="store_true", help="stop after compiling; needs no GPU")
+    made.add_argument("--from-json", type=Path, metavar="FILE", help="report an earlier result")
+    return made
+
+
+def without(groups, left_out):
+    """The groups {key: [Entry]} without some entries; BuildError for what is the name or label of none."""
+    known = {word for entries in groups.values() for entry in entries for word in (entry.label, entry.design.name)}
+    if set(left_out) - known:
+        raise BuildError(f"--without: expected names of --list, got {', '.join(sorted(set(left_out) - known))}")
+    return {
+        key: [entry for entry in entries if not {entry.label, entry.design.name} & set(left_out)]
+        for key, entries in groups.items()
+    }
+
+
+def run(options, groups, seqlens, store, report):
+    """Measures {title: [Entry]}. store(result, title, found): keeps a group's result, or returns whether it is there
+    where found is None; report(result): the text that is printed."""
+    if options.from_json:
+        say(report(load(options.from_json)))
+        return
+    todo = without(groups, options.without)
+    if options.list:
+        say("\n".join(f"{title}: {e.kind}: {e.label}: {e.design.name}" for title, es in todo.items() for e in es))
+        return
+    compiler = make_compiler()
+    compiled = compiler.compile_all([e.design for entries in todo.values() for e in entries], say, options.jobs)
+    if options.compile_only:
+        return
+    import torch
+    from environment import describe_run
+    from timing import Budget, CudaTimer
+
+    timer = CudaTimer(torch.device(DEVICE))
+    budget = Budget(min_rounds=8, min_ms=options.min_ms, warmup_ms=3.0)
+    versions = {**compiler.versions, "torch": torch.__version__, "python": platform.python_version()}
+    progress = Progress(options.out, describe_run(torch.device(DEVICE), versions), {"seqlens": seqlens})
+    for title, entries in todo.items():
+        if not store(progress.result, title, None):
+            found = measure(title, entries, compiled, seqlens, timer, budget, progress)
+            store(progress.result, title, found)
+            progress.write()
+    progress.finish()
+    say("\n" + report(progress.result))

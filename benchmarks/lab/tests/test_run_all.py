@@ -1,0 +1,186 @@
+"""The list of experiments (run_all.py): their commands, and what it does with results and failures."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+LAB = Path(__file__).resolve().parents[1]
+ROOT = LAB.parents[1]
+sys.path[:] = [str(ROOT / "tools"), *sys.path, str(LAB), str(LAB.parent)]
+
+import implementations
+import kernel_library
+import pages
+import results
+import rows
+import run_all
+import scores
+from run_all import EXPERIMENTS, Experiment
+
+NAMES = [experiment.name for experiment in EXPERIMENTS]
+
+
+def ids(experiment):
+    return experiment.name
+
+
+def options_of(experiment):
+    """{option: its words} of the command."""
+    found, option = {}, None
+    for word in experiment.words(Path("out")):
+        if word.startswith("--"):
+            option = found.setdefault(word, [])
+        elif option is not None:
+            option.append(word)
+    return found
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS, ids=ids)
+def test_commands_are_of_programs_that_have_these_options(experiment):
+    program = next(word for word in experiment.words(Path("out")) if word.endswith((".py", ".sh")))
+    files = ROOT / program, ROOT / "benchmarks" / "lab" / "study.py"  # which has the options of two of them
+    text = "".join(path.read_text(encoding="utf-8") for path in files)
+    assert [option for option in options_of(experiment) if f'"{option}"' not in text] == []
+    assert experiment.seconds > 0 and experiment.shows and (ROOT / experiment.page).is_file()
+
+
+@pytest.mark.parametrize("experiment", [e for e in EXPERIMENTS if "benchmarks/run.py" in e.command], ids=ids)
+def test_grids_measure_what_the_stored_results_hold(experiment):
+    options = options_of(experiment)
+    assert set(options["--mode"]) <= set(rows.MODE_FLOPS) and set(options["--groups"]) <= set(rows.ALL_GROUPS)
+    peers = options["--peers"]
+    assert set(peers) <= {"all", *implementations.IMPLEMENTATIONS}
+    result = results.stored(experiment.name)
+    if result:
+        assert result["groups"] == options["--groups"] and sorted(scores.modes(result)) == sorted(options["--mode"])
+
+
+def test_every_stored_result_has_its_experiment():
+    if not results.RESULTS.is_dir():
+        pytest.skip("a source distribution has no results")
+    assert {path.stem for path in results.RESULTS.glob("*.json")} == set(NAMES)
+    assert "grid" in NAMES and pages.BLOCKS
+
+
+def test_names_are_distinct_and_all_fits_into_25_minutes():
+    assert len(set(NAMES)) == len(NAMES)
+    whole = [experiment.total_seconds for experiment in run_all.of_one_gpu()]
+    assert sum(whole) <= 25 * 60 and max(whole) + run_all.GRACE_SECONDS <= 480  # one fits into a sitting
+
+
+def test_the_list_names_everything(capsys):
+    assert run_all.main([]) == 0
+    text = capsys.readouterr().out
+    for experiment in EXPERIMENTS:
+        assert f"{experiment.name}: {experiment.shows}" in text and f"{experiment.total_seconds} s" in text
+
+
+def test_a_dry_run_prints_the_commands_and_runs_nothing(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(run_all.subprocess, "Popen", lambda *a, **k: pytest.fail("it ran something"))
+    out = tmp_path / "results"
+    assert run_all.main(["--all", "--dry-run", "--out", str(out)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == len(run_all.of_one_gpu()) and not out.exists()
+    assert f"{sys.executable} benchmarks/lab/theory.py --measure --out {out}/theory.json" in lines
+    assert all("{" not in line for line in lines)
+    assert sum(line.startswith("FLASH_ATTN_FAMILY=mma_sync ") for line in lines) == 1
+
+
+@pytest.mark.parametrize("arguments", (["nothing"], ["--all", "theory"]))
+def test_other_names_are_errors(arguments, capsys):
+    with pytest.raises(SystemExit):
+        run_all.main(arguments)
+    assert "expected --all or names of triton_ladder, grid" in capsys.readouterr().err
+
+
+def writer(name, code, **more):
+    return Experiment(name, "", f'{{python}} -c "{code}" {{out}} {{result}}', 1, "a page", **more)
+
+
+def test_results_are_collected_and_a_failure_stops_nothing(tmp_path, capsys, monkeypatch):
+    write = "import os, sys; open({0}, 'w').write(os.environ.get('SET', ''))"
+    experiments = [
+        writer("named", write.format("sys.argv[2]"), environment=(("SET", "yes"),)),
+        writer("broken", "raise SystemExit(3)"),
+        writer("silent", "pass"),
+        writer("renamed", write.format("sys.argv[1] + '/own.json'"), written="own.json"),
+    ]
+    monkeypatch.setattr(run_all, "EXPERIMENTS", tuple(experiments))
+    assert run_all.main(["--all", "--out", str(tmp_path)]) == 1
+    text = capsys.readouterr().out
+    assert "broken: FAILED, exit status 3" in text
+    assert f"silent: FAILED, {tmp_path}/silent.json was not written" in text
+    assert (tmp_path / "named.json").read_text() == "yes" and (tmp_path / "renamed.json").is_file()
+    assert run_all.main(["named", "renamed", "--out", str(tmp_path)]) == 0
+
+
+WRITES = "import sys; open(sys.argv[2], 'w').write('{{{{}}}}')"  # of str.format(), twice
+
+
+def test_a_run_goes_on_in_another_sitting(tmp_path, capsys, monkeypatch):
+    first, second = (writer(name, WRITES.format()) for name in ("first", "second"))
+    long = Experiment("long", "", "{python} -c 0", 1000, "a page")
+    monkeypatch.setattr(run_all, "EXPERIMENTS", (first, long, second))
+    out = tmp_path / "out"
+    arguments = ["--all", "--resume", "--out", str(out), "--within", "600"]
+    assert run_all.main(arguments) == 0
+    text = capsys.readouterr().out
+    assert "== for another sitting: long" in text and "== second: " in text
+    assert sorted(path.name for path in out.iterdir()) == ["first.json", "second.json", "state.json"]
+    assert json.loads((out / "state.json").read_text())["first"]["good"]
+    assert run_all.main(arguments) == 0
+    text = capsys.readouterr().out
+    assert "first: measured already" in text and "second: measured already" in text
+    assert run_all.main(["first", "--out", str(out)]) == 0
+    assert "measured already" not in capsys.readouterr().out
+
+
+def test_what_takes_too_long_is_ended_with_all_that_it_started(tmp_path, monkeypatch, capsys):
+    (tmp_path / "child.py").write_text(f"import time; time.sleep(1.5); open('{tmp_path}/survived', 'w')")
+    start = f"import subprocess, sys, time; subprocess.Popen([sys.executable, '{tmp_path}/child.py']); time.sleep(60)"
+    slow = writer("slow", start)
+    monkeypatch.setattr(run_all, "EXPERIMENTS", (slow,))
+    monkeypatch.setattr(run_all, "CPU_SECONDS", 0.5)
+    assert run_all.main(["slow", "--out", str(tmp_path)]) == 1
+    assert "slow: FAILED, not finished after 0 s" in capsys.readouterr().out
+    time.sleep(1.5)
+    assert not (tmp_path / "survived").exists()
+
+
+def test_a_program_that_a_kernel_ended_is_tried_again(tmp_path, monkeypatch):
+    """As long as it says what was under way, and goes on."""
+    code = (
+        "import os, sys; path = sys.argv[2]; now = path[:-5] + '.now'; "
+        "tries = len(open(path).read()) if os.path.exists(path) else 0; open(path, 'w').write('x' * (tries + 1)); "
+        "open(now, 'w') if tries < 2 else os.remove(now); sys.exit(tries < 2)"
+    )
+    monkeypatch.setattr(run_all, "EXPERIMENTS", (writer("hanging", code),))
+    assert run_all.main(["hanging", "--out", str(tmp_path)]) == 0
+    assert (tmp_path / "hanging.json").read_text() == "xxx"
+
+
+def test_one_name_of_the_variable_that_tells_of_built_kernels():
+    assert run_all.PREBUILT == kernel_library.PREBUILT
+    assert run_all.PREBUILT in (ROOT / "examples" / "minimal" / "run.sh").read_text(encoding="utf-8")
+
+
+SMALL = {experiment.name for experiment in EXPERIMENTS if experiment.small}
+
+
+@pytest.mark.parametrize("name", ["deterministic", "theory", "sdpa_step"])
+def test_experiments_run_in_miniature_on_a_cpu(name, tmp_path, monkeypatch, capfd):
+    """One of each program that no other test runs by its command line."""
+    pytest.importorskip({"sdpa_step": "transformers"}.get(name, "torch"))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert run_all.main([name, "--small", "--out", str(tmp_path)]) == 0, capfd.readouterr().out
+    assert json.loads((tmp_path / f"{name}.json").read_text(encoding="utf-8"))["rows"]
+
+
+def test_all_but_the_kernels_own_experiments_can_run_in_miniature():
+    names = {experiment.name for experiment in run_all.of_one_gpu()}
+    assert names - SMALL == {"minimal", "ablate", "sweep", "triton_ladder"}

@@ -1,0 +1,258 @@
+"""The sweep of tiles (sweep.py): its list, its report, and a build without a GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+LAB = Path(__file__).resolve().parents[1]
+ROOT = LAB.parents[1]
+sys.path[:] = [str(ROOT / "tools"), *sys.path, str(LAB), str(LAB.parent)]
+
+import plan_headers
+import resumable
+import study
+import sweep
+import sweep_report
+import tile_designs
+from errors import BuildError
+from tile_designs import KERNELS, TABLES, TileDesign
+from toolchain import find_cutlass, find_toolkit
+
+needs_gxx = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
+HEAD_DIMS = (32, 64, 96, 128, 192, 256)
+
+
+@needs_gxx
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_tiles_fit_and_the_first_of_a_group_is_in_use(kernel):
+    groups = tile_designs.groups([kernel])
+    missing = {"fwd_wgmma": {32}, "bwd_wgmma": {32, 256}}.get(kernel, set())  # one tile at most
+    assert {group.head_dim for group in groups} == set(HEAD_DIMS) - missing
+    assert {group.head_dim for group in groups if group.dtype == "fp16"} == {tile_designs.FP16_HEAD_DIM}
+    for group, entries in groups.items():
+        assert {entry.label: entry.design.problems() for entry in entries if entry.design.problems()} == {}
+        assert [entry.kind for entry in entries] == ["in use", *["other"] * (len(entries) - 1)]
+        assert (len(entries) > 1) == ((kernel, group.head_dim) not in [("bwd_wgmma", 96), ("bwd_wgmma", 128)])
+        assert len({entry.design for entry in entries}) == len({entry.label for entry in entries}) == len(entries)
+        assert {entry.design.dtype for entry in entries} == {group.dtype}
+    lines = re.sub(r"\s+", " ", (plan_headers.CSRC / plan_headers.TILES).read_text(encoding="utf-8")).replace(
+        " 0}", "}"
+    )
+    for group, (in_use, *_) in groups.items():
+        numbers = in_use.design.table_line.rstrip(",}").removesuffix(", 0, 0").removesuffix(", 0")
+        assert numbers in lines, group.title
+
+
+@needs_gxx
+def test_the_whole_sweep_is_small():
+    designs = [entry.design for entries in tile_designs.groups().values() for entry in entries]
+    assert len(set(designs)) == len(designs) <= 80
+    assert len({design.name for design in designs}) == len(designs)
+
+
+@needs_gxx
+@pytest.mark.parametrize(
+    "kernel, row, reason",
+    [
+        ("fwd_mma_sync", (64, 96, 64, 4, 2), "block_m: expected whole 16-row bands"),
+        ("fwd_mma_sync", (128, 128, 256, 4, 2), "shared memory: 2 CTAs of"),
+        ("fwd_mma_sync", (32, 128, 64, 8, 5), "registers: fewer than 64 per thread"),
+        ("bwd_mma_sync", (96, 64, 64, 8, 4, 2, 2, 1), "warps: expected whole 16 x 16 tiles"),
+        ("bwd_mma_sync", (256, 128, 128, 8, 4, 2, 2, 1), "shared memory: 1 CTAs of"),
+        ("bwd_wgmma", (128, 128, 128, 2, 0), "block_m: a row of dS^T"),
+        ("bwd_wgmma", (96, 64, 64, 2, 0), "block_n: halves of the columns"),
+        ("bwd_wgmma", (96, 64, 128, 2, 0), "head_dim: columns are whole swizzle atoms"),
+        ("bwd_wgmma", (128, 64, 64, 2, 0), "block_n: two passes have a tile of their own"),
+    ],
+)
+def test_impossible_tiles_are_refused_with_a_reason(kernel, row, reason):
+    assert any(problem.startswith(reason) for problem in TileDesign(kernel, row[0], row).problems())
+
+
+@needs_gxx
+@pytest.mark.parametrize("kernel", TABLES)
+def test_the_overlay_changes_one_lookup_and_nothing_else(kernel):
+    design = TileDesign(kernel, 128, plan_headers.shipped_row(kernel, 128))
+    ((path, text),) = design.overlay().items()
+    shipped = (plan_headers.CSRC / path).read_text(encoding="utf-8").splitlines()
+    added = [line for line in text.splitlines() if line not in shipped]
+    assert added == [f"  if (head_dim > 0) return {design.table.struct}{design.braces()};"]
+    assert len(text.splitlines()) == len(shipped) + 1
+    assert "#define LAB_DTYPE kFp16\n" in replace(design, dtype="fp16").header()
+
+
+@needs_gxx
+def test_the_list_is_printed_without_nvcc(capsys, monkeypatch):
+    monkeypatch.setattr(study, "make_compiler", lambda *_: pytest.fail("it looked for nvcc"))
+    asked = ["--list", "--kernels", "bwd_wgmma", "--head-dims", "96", "192"]
+    sweep.main(asked)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("bwd_wgmma, head dim 96, bf16: in use: kernel of 128: 64 × 128, 2 stages: bwd_wgmma_d96")
+    sweep.main([*asked, "--without", lines[0].split(": ")[-1]])
+    assert capsys.readouterr().out.splitlines() == lines[1:]
+    with pytest.raises(SystemExit, match="expected names of --list, got nothing"):
+        sweep.main(["--list", "--without", "nothing"])
+
+
+def fake_result():
+    """Two groups; in the second another tile is a quarter faster, and one failed."""
+
+    def entry(kind, label, factor):
+        times = {"full 1024": 1.0 * factor, "causal 1024": 0.5 * factor}
+        facts = {"registers": 168, "spills": 0, "smem_bytes": 65536, "serialized": False}
+        return {"kind": kind, "label": label, "line": f"{{{label}}},", "facts": facts, "ms": times, "failed": None}
+
+    def group(kernel, *entries):
+        sizes = {"kernel": kernel, "head_dim": 64, "dtype": "bf16", "masks": ["full", "causal"]}
+        return {**sizes, "flops": {"full 1024": 2e11, "causal 1024": 1e11}, "entries": list(entries)}
+
+    broken = entry("other", "broken", 1.0) | {"ms": {}, "failed": "error 1.0"}
+    origin = {"device": {"name": "GPU"}, "git": {"commit": "0123456789abcdef", "dirty": None}}
+    groups = [
+        group("fwd_wgmma", entry("in use", "a", 1.0), entry("other", "b", 2.0)),
+        group("bwd_mma_sync", entry("in use", "a", 1.0), entry("other", "c", 0.8), broken),
+    ]
+    return {**origin, "versions": {"nvcc": "13.0"}, "seqlens": [1024], "groups": groups}
+
+
+def test_scores_are_relative_to_the_tile_in_use():
+    found = sweep_report.scored(fake_result()["groups"][1])
+    rows = [(entry["label"], pytest.approx(score)) for entry, score, _ in found]
+    assert rows == [("c", 1.25), ("a", 1.0)]
+
+
+def test_the_report_states_figures_and_what_is_faster():
+    lines = sweep_report.report(fake_result()).splitlines()
+    assert lines[0] == "GPU, commit 0123456789ab; nvcc 13.0."
+    assert "| a (in use) | 168, 0 | 64 | 1.000 | 1.000 | 200 | 200 |" in lines
+    assert "| c | 168, 0 | 64 | 1.250 | 1.250 | 250 | 250 |" in lines
+    assert [line for line in lines if "× the tile in use" in line] == [
+        "- mma.sync backward, d 64 bf16: `{c},` 1.250 × the tile in use, worst 1.250"
+    ]
+    assert lines[-1] == "- left out: mma.sync backward, d 64 bf16, broken: error 1.0"
+    assert sweep_report.summary(fake_result())[2:] == [
+        "| Hopper forward, d 64 bf16 | a | b | 0.500 (0.500) |",
+        "| mma.sync backward, d 64 bf16 | a | c | 1.250 (1.250) |",
+    ]
+
+
+@pytest.mark.skipif("CI" not in os.environ, reason="nvcc takes half a minute: in CI only")
+def test_one_tile_compiles_and_links(tmp_path):
+    """The checks in the launcher fail to compile where the copied header is not the one that is included."""
+    if find_toolkit(sys.path) is None or shutil.which("g++") is None:
+        pytest.skip("nvcc or g++ is not installed")
+    try:
+        find_cutlass(ROOT, sys.path, ROOT / "build" / "cutlass")
+    except BuildError:
+        if "FLASH_ATTN_KERNEL_ARCHIVE" not in os.environ:
+            raise
+        pytest.skip("no CUTLASS headers, which an install from a kernel archive does not need")
+    program = (
+        "import sys, ctypes, json; from pathlib import Path; sys.path.insert(0, sys.argv[1])\n"
+        "import kernel_library; from tile_designs import TileDesign\n"
+        "design = TileDesign('fwd_mma_sync', 32, (32, 64, 64, 4, 4))\n"
+        "compiler = kernel_library.Compiler(folder=Path(sys.argv[2]))\n"
+        "facts = compiler.compile(design)\n"
+        "ctypes.CDLL(str(compiler.library(design))).lab_forward\n"
+        "print(json.dumps(facts))\n"
+    )
+    command = [sys.executable, "-c", program, str(LAB), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    facts = json.loads(done.stdout)
+    assert facts["threads"] == 128 and facts["smem_bytes"] == 12288 and 0 < facts["registers"] <= 128
+    assert facts["loop"] is None and not facts["serialized"]
+
+
+def exact(torch, attention, scale=1.0):
+    """(forward, backward) in place of the kernels, on the CPU; results times `scale`."""
+
+    def forward(design, q, k, v, out, causal):
+        out.copy_(scale * attention(q, k, v, causal=causal, dtype=torch.float32).out)
+
+    def backward(design, q, k, v, out, lse, dout, dq, dk, dv, causal):
+        _, _, grads = study.by_definition(attention, q, k, v, dout, causal, torch.float32)
+        for target, grad in zip((dq, dk, dv), grads):
+            target.copy_(scale * grad)
+
+    return forward, backward
+
+
+def test_backwards_are_checked_against_float64(monkeypatch):
+    import torch
+    from reference import attention
+
+    design = TileDesign("bwd_wgmma", 64, (64, 64, 128, 3, 0))
+    monkeypatch.setattr(study, "DEVICE", "cpu")
+    monkeypatch.setattr(study, "CHECKED", ((20, 20), (7, 33)))
+    monkeypatch.setattr(study, "backward", exact(torch, attention)[1])
+    assert study.refusal(design) is None
+    monkeypatch.setattr(study, "backward", exact(torch, attention, 1.1)[1])
+    assert "dq: error" in study.refusal(design)
+
+
+class FakeCompiler:
+    """Compiles all but one design."""
+
+    left_out = TileDesign("bwd_mma_sync", 128, (128, 64, 128, 8, 2, 4, 2, 1))
+    versions = {"nvcc": "13.0", "CUTLASS": "4.2"}
+
+    def compile_all(self, designs, progress, jobs):
+        facts = {"registers": 168, "spills": 0, "smem_bytes": 1024, "serialized": False}
+        return {design: facts for design in designs if design != self.left_out}
+
+
+@needs_gxx
+def test_a_dry_run_on_the_cpu(tmp_path, monkeypatch, capsys):
+    """All but nvcc and the kernels: checks, timing, the JSON and the report."""
+    import cases
+    import shared
+    import timing
+    import torch
+    from reference import attention
+
+    forward, backward = exact(torch, attention)
+    small = [cases.Case(1, s, s, 2, 2, 128, "bfloat16", causal) for causal in (False, True) for s in (16, 128)]
+    monkeypatch.setattr(study, "DEVICE", "cpu")
+    monkeypatch.setattr(study, "CHECKED", ((20, 20),))
+    monkeypatch.setattr(study, "forward", forward)
+    monkeypatch.setattr(study, "CHECKED", ((20, 20),))
+    monkeypatch.setattr(study, "forward", forward)
+    monkeypatch.setattr(study, "backward", backward)
+    monkeypatch.setattr(study, "flash_attention", lambda q, k, v, causal: (q, None))
+    monkeypatch.setattr(study, "make_compiler", FakeCompiler)
+    monkeypatch.setattr(sweep, "SEQLENS", (16, 128))
+    monkeypatch.setattr(shared, "bench_cells", lambda dims: small)
+    monkeypatch.setattr(timing, "CudaTimer", timing.HostTimer)
+    monkeypatch.setattr(resumable.faulthandler, "dump_traceback_later", lambda *a, **k: None)  # of a captured stderr
+    out = tmp_path / "sweep.json"
+    arguments = ["--head-dims", "128", "--dtypes", "bf16", "--min-ms", "0", "--out", str(out)]
+    sweep.main(arguments)
+    result = json.loads(out.read_text())
+    kernels = [group["kernel"] for group in result["groups"]]
+    assert kernels == ["fwd_mma_sync", "fwd_wgmma", "fwd_wgmma", "bwd_mma_sync", "bwd_wgmma"]
+    assert [sorted(group["flops"]) for group in result["groups"][:2]] == [
+        ["causal 128", "causal 16", "full 128", "full 16"], ["full 128", "full 16"]
+    ]  # fmt: skip
+    failed = [entry for group in result["groups"] for entry in group["entries"] if entry["failed"]]
+    assert [entry["failed"] for entry in failed] == ["does not compile"]
+    text = capsys.readouterr().out
+    tile = "64 × 128, 8 warps (2/4/2 along M), 1 CTA an SM"
+    assert "| Hopper backward, d 128 bf16 |" in text
+    assert f"- left out: mma.sync backward, d 128 bf16, {tile}: does" in text
+    sweep.main(["--from-json", str(out)])
+    assert capsys.readouterr().out.strip() in text
+    out.write_text(json.dumps({**result, "groups": result["groups"][:3], "finished": False}))
+    sweep.main(arguments)
+    again = json.loads(out.read_text())
+    assert again["groups"][:3] == result["groups"][:3] and len(again["groups"]) == 5 and again["finished"]
+    assert "checking fwd" not in capsys.readouterr().out

@@ -1,0 +1,151 @@
+"""The Triton comparator against float64 attention: by Triton's interpreter, compiled for Hopper, on a GPU."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from cases import Case
+from reference import assert_accurate, assert_gradient_accurate, attention
+from triton_compiled import compile_launch
+
+import flash_attn
+
+LAB = Path(__file__).resolve().parents[1]
+sys.path += [str(LAB), str(LAB.parent)]
+
+import implementations
+import measure
+import rows
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+# Triton's interpreter has no bfloat16.
+TRITON_CASES = [  # sq, sk, heads, K/V heads, head dim, causal
+    (40, 40, 2, 2, 64, False),
+    (37, 53, 4, 2, 64, True),
+    (53, 37, 2, 1, 96, True),
+    (1, 70, 2, 2, 40, False),
+    (33, 33, 1, 1, 128, True),
+    (16, 0, 1, 1, 64, False),
+]
+
+
+def attention_and_gradients(tensors, dout, causal, dtype):
+    """(out, lse, dq, dk, dv) of plain attention computed in `dtype`."""
+    leaves = [x.detach().to(dtype).requires_grad_() for x in tensors]
+    found = attention(*leaves, causal=causal, dtype=dtype)
+    return found.out, found.lse, *torch.autograd.grad(found.out, leaves, dout.to(dtype))
+
+
+def triton_inputs(case, dtype, device, strided):
+    """([q, k, v], dout) of an entry of TRITON_CASES; strided: heads before positions, dout with strides 0."""
+    sq, sk, h, h_k, d, _ = case
+    tensors = [torch.randn(2, s, n, d, dtype=dtype, device=device) for s, n in ((sq, h), (sk, h_k), (sk, h_k))]
+    dout = torch.randn_like(tensors[0])
+    if strided:
+        tensors = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors]
+        dout = dout.new_ones(()).expand(dout.shape)
+    return [x.requires_grad_() for x in tensors], dout
+
+
+def check_triton(triton_attention, device, dtype, variant, cases=TRITON_CASES):
+    """A variant of the comparator against float64 at small cases, by the error criterion: output, log-sum-exp and
+    gradients."""
+    for case, strided in itertools.product(cases, (False, True)):
+        tensors, dout = triton_inputs(case, dtype, device, strided)
+        causal = case[-1]
+        out, lse = triton_attention.triton_attention(*tensors, causal=causal, variant=variant)
+        found = (out, lse, *torch.autograd.grad(out, tensors, dout))
+        expected, plain = (attention_and_gradients(tensors, dout, causal, t) for t in (torch.float64, dtype))
+        assert [x.dtype for x in found] == [dtype, torch.float32, dtype, dtype, dtype]
+        for name, *triple in zip(("out", "lse"), found, expected, plain):
+            assert_accurate(*triple, name)
+        for name, *triple in zip(("dq", "dk", "dv"), found[2:], expected[2:], plain[2:]):
+            assert_gradient_accurate(*triple, name)
+
+
+def patch_interpreter():
+    """NumPy 2.4 and newer refuse int() of the arrays of one element that the interpreter keeps scalars in."""
+    from triton.runtime import interpreter
+
+    patch_tensor = interpreter._patch_lang_tensor
+
+    def patch_tensor_and_index(tensor, scope):
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    interpreter._patch_lang_tensor = patch_tensor_and_index
+
+
+def interpret_triton():
+    """What test_triton_by_the_interpreter runs in a process of its own."""
+    import triton_attention
+
+    patch_interpreter()
+    torch.manual_seed(0)
+    for use_tma in (True, False):
+        check_triton(triton_attention, "cpu", torch.float16, triton_attention.Variant(use_tma))
+
+
+def run_interpreted(code):
+    """Runs code of this folder's modules by Triton's interpreter, in a process of its own; returns its output."""
+    triton = pytest.importorskip("triton")
+    if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 6):
+        pytest.skip("the patch of the interpreter is made for Triton 3.6")
+    folders = (Path(flash_attn.__file__).parents[1], LAB.parents[1] / "tests", Path(__file__).parent)
+    paths = os.pathsep.join(map(str, folders))
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_triton_by_the_interpreter():
+    run_interpreted("import test_triton; test_triton.interpret_triton()")
+
+
+@needs_gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_triton_on_the_gpu(dtype, device="cuda"):
+    pytest.importorskip("triton")
+    import triton_attention
+
+    for tma in {False, torch.cuda.get_device_capability()[0] >= 9}:
+        check_triton(triton_attention, device, dtype, triton_attention.Variant(tma))
+    for head_dim, causal in itertools.product((64, 128, 256), (False, True)):
+        row = rows.Row("cells", Case(2, 1000, 1000, 8, 2, head_dim, "bfloat16", causal=causal))
+        inputs = implementations.make_inputs(row, torch.device(device), requires_grad=True)
+        implementation = implementations.IMPLEMENTATIONS["triton"]
+        _, facts = measure.probe(implementation, row, inputs, "fwd+bwd", torch.device(device))
+        assert facts["relative_error"] < 1e-2
+
+
+@needs_gpu
+def test_triton_backward_needs_no_large_temporaries(device="cuda"):
+    """Beyond the gradients: two numbers per row and head."""
+    pytest.importorskip("triton")
+    row = rows.Row("cells", Case(1, 4096, 4096, 8, 8, 64, "bfloat16", causal=True))
+    inputs = implementations.make_inputs(row, torch.device(device), requires_grad=True)
+    _, facts = measure.probe(implementations.IMPLEMENTATIONS["triton"], row, inputs, "bwd", torch.device(device))
+    assert facts["peak_bytes"] - facts["result_bytes"] <= 2 * 4 * 4096 * 8
+
+
+@pytest.mark.parametrize("use_tma", [True, False])
+@pytest.mark.parametrize("block_d", [64, 128, 256])
+def test_triton_compiles_for_hopper(block_d, use_tma):
+    triton = pytest.importorskip("triton")
+    if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 6):
+        pytest.skip("compiling ahead of time is written for Triton 3.6")
+    import triton_ladder
+    from triton_variants import Variant
+
+    for causal in (False, True):
+        for launch, tiles in triton_ladder.make_launches(Variant(use_tma), block_d, causal, "cpu", torch.bfloat16):
+            ptx = compile_launch(launch, tiles[0]).asm["ptx"]
+            assert "wgmma.mma_async" in ptx
+            assert ("cp.async.bulk.tensor" in ptx) == use_tma

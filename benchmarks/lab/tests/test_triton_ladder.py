@@ -1,0 +1,148 @@
+"""The Triton ladder: its rungs are attention, its program measures them, its page says what was measured.
+
+Without a GPU the kernels run by Triton's interpreter, tensor descriptors included.
+"""
+
+import itertools
+import json
+import re
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from test_triton import TRITON_CASES, check_triton, patch_interpreter, run_interpreted
+from triton_compiled import compile_launch
+
+LAB = Path(__file__).resolve().parents[1]
+sys.path += [str(LAB), str(LAB.parent)]
+
+import triton_ladder
+import triton_report
+from triton_variants import MODES, RUNGS, Tile, Variant
+
+BY_NAME = {rung.name: rung for rung in RUNGS}
+KERNEL = dict(zip(triton_ladder.KERNELS, range(3)))
+
+
+@pytest.fixture(scope="module")
+def compiler():
+    triton = pytest.importorskip("triton")
+    if tuple(map(int, triton.__version__.split(".")[:2])) != (3, 6):
+        pytest.skip("what Triton 3.6 makes of it")
+
+
+def test_rungs_add_up():
+    assert [rung.over for rung in RUNGS] == ["", *(rung.name for rung in RUNGS[:-1])]
+    for before, rung in zip(RUNGS, RUNGS[1:]):
+        assert sum(x != y for x, y in zip(before.variant, rung.variant)) == 1
+        assert set(rung.modes) <= set(before.modes)
+    assert RUNGS[-1].variant._replace(use_tma=None) == Variant()  # the comparator
+
+
+def interpret(folder):
+    """What test_the_program_and_its_rungs_by_the_interpreter runs in a process of its own."""
+    import timing
+    import triton_attention
+
+    patch_interpreter()
+    timing.FEWEST_ROUNDS = 1
+    options = ["--device", "cpu", "--head-dims", "64", "--seqlens", "1024"]
+    assert triton_ladder.main([*options, "--out", f"{folder}/ladder.json"]) == 0
+    torch.manual_seed(0)
+    odd = [TRITON_CASES[2], TRITON_CASES[5]]  # more queries than keys, grouped heads, no keys
+    for variant in (BY_NAME["baseline"].variant, BY_NAME["descriptors"].variant):
+        check_triton(triton_attention, "cpu", torch.float16, variant, odd)
+
+
+def test_the_program_and_its_rungs_by_the_interpreter(tmp_path):
+    run_interpreted(f"import test_triton_ladder; test_triton_ladder.interpret({str(tmp_path)!r})")
+    result = json.loads((tmp_path / "ladder.json").read_text())
+    assert {"device", "versions", "git", "started"} <= set(result) and len(result["rows"]) == 4
+    for row in result["rows"]:
+        rungs = {rung.name for rung in RUNGS if row["mode"] in rung.modes}
+        assert set(row["results"]) == rungs | {"ours", "sdpa_flash"} and row["failed"] == []
+        assert all(found["relative_error"] < 2e-3 for found in row["results"].values())
+
+
+def ptx(variant, kernel, head_dim, tile, causal=False):
+    launch, _ = triton_ladder.make_launches(variant, head_dim, causal, "cpu", torch.bfloat16)[KERNEL[kernel]]
+    return compile_launch(launch, tile).asm["ptx"]
+
+
+@pytest.mark.parametrize("kernel", KERNEL)
+def test_the_baseline_compiles_for_hopper(kernel, compiler):
+    variant = BY_NAME["baseline"].variant
+    code = ptx(variant, kernel, 128, variant.tiles[KERNEL[kernel]][0], causal=True)
+    assert "wgmma.mma_async" in code and "cp.async.bulk.tensor" not in code
+
+
+def test_each_kernel_loads_what_its_rung_says(compiler):
+    """TMA loads of dK and dV: Q and dO, and O where delta is not shared."""
+    tile = Tile(64, 64, 4, 2)
+    params = [
+        len(set(re.findall(r"_param_(\d+)\[128\]|_param_(\d+)\[64\]\b", ptx(variant, "dkdv", 64, tile))))
+        for variant in (Variant(True), Variant(True, shared_delta=False))
+    ]
+    assert params == [2, 3]
+
+
+def test_the_forward_waits_for_all_products_before_a_softmax(compiler):
+    code = ptx(Variant(True), "forward", 128, Tile(128, 128, 8, 2))
+    assert set(re.findall(r"wgmma\.wait_group\.sync\.aligned\s+(\d+)", code)) == {"0"}
+    events = re.findall(r"wgmma\.commit_group|wgmma\.wait_group|ex2\.approx", code)
+    first = events.index("ex2.approx.ftz.f32" if "ex2.approx.ftz.f32" in events else "ex2.approx")
+    assert events[first - 2 : first] == ["wgmma.commit_group", "wgmma.wait_group"]
+
+
+def test_every_kernel_is_compiled_once_and_what_fails_is_not_tried(monkeypatch):
+    pytest.importorskip("triton")
+    import triton_common
+
+    wanted = triton_ladder.compilations((64,))
+    assert len({job[0] for job in wanted.values()}) == len(RUNGS) and len(set(wanted.values())) == len(wanted)
+    monkeypatch.setattr(triton_common, "tuned_tiles", {})
+    launch = SimpleNamespace(kernel=None, kernel_key="kernel", tuning_key=("kernel", "long"))
+    tiles = (Tile(64, 64, 4, 2), Tile(64, 128, 4, 2), Tile(128, 128, 8, 2))
+    monkeypatch.setattr(triton_common, "milliseconds", lambda own, tried: {tile: -tile.block_m for tile in tried})
+    monkeypatch.setattr(triton_common, "not_compiled", {("kernel", tiles[2])})
+    assert triton_common.chosen_tile(launch, tiles) == tiles[0]
+    assert triton_common.chosen_tile(launch, tiles[1:]) == tiles[1]
+    with pytest.raises(RuntimeError, match="expected a tile that compiles, of 1 none does"):
+        launch.kernel = SimpleNamespace(__name__="dq_kernel")
+        triton_common.chosen_tile(launch, tiles[2:])
+
+
+def measured():
+    """A result in which each step doubles the speed."""
+    speeds = {"ours": 100.0, "sdpa_flash": 50.0}
+    for rung in RUNGS:
+        speeds[rung.name] = speeds[rung.over] * 2 if rung.over else 5.0
+    rows = []
+    for mode, head_dim, causal, seqlen in itertools.product(MODES, (64, 128), (False, True), (1, 2)):
+        names = [name for name in speeds if name not in BY_NAME or mode in BY_NAME[name].modes]
+        results = {name: {"tflops": speeds[name] * seqlen, "ms": 1 / speeds[name]} for name in names}
+        cell = {"mode": mode, "head_dim": head_dim, "causal": causal, "seqlen_k": seqlen}
+        label = f"d{head_dim} {causal} s{seqlen}"
+        rows.append({"group": "cells", "id": label, "label": label, **cell, "results": results})
+    origin = {"device": {"type": "cpu", "name": "GPU", "threads": 1}, "versions": {"torch": "2"}, "dtype": "bfloat16"}
+    origin.update(build={"commit": "0123456789abcdef"}, implementations=dict.fromkeys(speeds))
+    return {**origin, "rows": rows}
+
+
+def test_the_tables_state_each_step():
+    text = "\n".join(triton_report.block(measured()))
+    assert "| `descriptors` | 40.0 (2.00×) | 40.0 (2.00×) |" in text and "commit 0123456789ab" in text
+    assert "| `shared_delta` | – | – | – | – | 80.0 (2.00×) |" in text
+    assert "| `ours` | 200 (0.20×) |" in text
+
+
+def test_the_rungs_on_the_gpu():
+    pytest.importorskip("triton")
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("tensor descriptors and the tiles of Hopper")
+    import triton_attention
+
+    for rung in RUNGS:
+        check_triton(triton_attention, "cuda", torch.bfloat16, rung.variant, TRITON_CASES[:1])

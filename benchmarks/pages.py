@@ -1,0 +1,328 @@
+"""The generated parts of README.md, docs/benchmarks.md, docs/fp8.md and docs/context_parallel.md.
+
+Each block is a function of stored results (results.py) and gives lines of Markdown. BLOCKS says which page has which;
+`python benchmarks/report.py --docs` writes them, --check compares them.
+"""
+
+from __future__ import annotations
+
+from statistics import geometric_mean
+
+import cp_tables
+from markdown import markdown_table, mask, rewritten, wrapped
+from plots import PLOTTED_GROUPS
+from results import ROOT, device_name, environment_line, measured_commit, stored
+from scores import (
+    PLAIN,
+    gigabytes_per_second,
+    judged_pairs,
+    memory_lines,
+    modes,
+    overhead_lines,
+    ratios,
+    rows_of,
+    score_line,
+    share_of_plain,
+    significant,
+    speed,
+)
+
+README_PEERS = ("sdpa_flash", "sdpa_cudnn")
+FP8 = {"ours": "`bf16`", "ours_fp8": "`fp8`", "ours_fp8_fast": "`fp8 fast`", "cudnn_fp8": "`cudnn`"}
+
+
+def origin(result, name):
+    """Where the figures of a table are from, and the command that measures them again."""
+    again = f"`python benchmarks/lab/run_all.py {name}`"
+    return wrapped(f"{result['dtype']}, {environment_line(result)}; `benchmarks/results/{name}.json`, {again}.")
+
+
+def gain(ratio):
+    return "–" if ratio is None else f"{ratio:.2f}×"
+
+
+def mean_and_worst(found):
+    """Geometric mean and worst of [(label, ratio)] in a cell."""
+    values = [ratio for _, ratio in found]
+    return f"{geometric_mean(values):.2f}× ({min(values):.2f}×)" if values else "–"
+
+
+# ---- forward and backward --------------------------------------------------------------------------------------------
+
+
+def cell_entry(row, peers):
+    mine = row["results"]["ours"]
+    against = [gain(row["results"][peer]["ms"] / mine["ms"] if peer in row["results"] else None) for peer in peers]
+    return f"{significant(mine['tflops'])} ({', '.join(against)})"
+
+
+def cell_tables(result):
+    """A table per mode: a line per head dim and mask, a column per sequence length."""
+    peers, lines = [name for name in result["implementations"] if name in README_PEERS], []
+    for mode in modes(result):
+        cells = [row for row in rows_of(result, PLOTTED_GROUPS, mode) if "ours" in row["results"]]
+        lengths = sorted({row["seqlen_k"] for row in cells})
+        entries = {(row["head_dim"], row["causal"], row["seqlen_k"]): cell_entry(row, peers) for row in cells}
+        rows = [
+            [str(head_dim), mask(causal), *(entries.get((head_dim, causal, n), "") for n in lengths)]
+            for head_dim, causal in sorted({(row["head_dim"], row["causal"]) for row in cells})
+        ]
+        lines += ["", *markdown_table([f"{mode}: head dim", "mask", *(f"s {length}" for length in lengths)], rows)]
+    return lines
+
+
+def score_table(result, groups=None):
+    """Geometric mean and worst ratio of every group, mode and pair."""
+    rows = []
+    for group in groups or result["groups"]:
+        for mode in modes(result):
+            for name, peer in judged_pairs(result):
+                found = ratios(result, result, peer, mode, group, name)
+                if found:
+                    label, worst = min(found, key=lambda item: item[1])
+                    mean = geometric_mean([ratio for _, ratio in found])
+                    score = [f"{mean:.2f}×", f"{worst:.2f}× ({label})", str(len(found))]
+                    rows.append([f"`{group}` {mode}", f"`{name}`", f"`{peer}`", *score])
+    return markdown_table(["rows", "speed of", "relative to", "geometric mean", "worst", "count"], rows)
+
+
+def grid_block():
+    result = stored("grid")
+    lines = [*origin(result, "grid"), *cell_tables(result), ""]
+    return lines + [f"- {line}" for line in overhead_lines(result) + memory_lines(result)]
+
+
+def everyone_block():
+    """Both grids against every implementation."""
+    lines = []
+    for name, group in (("grid", "cells"), ("grid", "gqa"), ("grid_b4h8", "b4h8")):
+        result = stored(name)
+        lines += score_table(result, [group])[2 if lines else 0 :]
+    return [*lines, "", *origin(result, "grid_b4h8")]
+
+
+# ---- features --------------------------------------------------------------------------------------------------------
+
+
+def row_table(result, groups):
+    """Every row of some groups: time, TFLOPS, the share of its plain call, peers."""
+    rows = [row for row in rows_of(result, groups) if "ours" in row["results"]]
+    peers = [name for name in result["implementations"] if name not in ("ours", PLAIN)]
+    peers = [name for name in peers if any(name in row["results"] for row in rows)]
+    lines = []
+    for row in rows:
+        mine, share = row["results"]["ours"], share_of_plain(row)
+        times = [row["results"][peer]["ms"] / mine["ms"] if peer in row["results"] else None for peer in peers]
+        cells = [row["label"], significant(1000 * mine["ms"]), speed(row, "ours"), f"{share:.2f}" if share else "–"]
+        lines.append([*cells, *map(gain, times)])
+    return markdown_table(["problem", "µs", "TFLOPS", "of plain", *(f"against `{peer}`" for peer in peers)], lines)
+
+
+def features_block():
+    result = stored("fwd_other")
+    groups = ("window", "varlen_equal", "features", "value_dim")
+    scored = ["gqa", "varlen", "small", "one_wave", "small_eager"]
+    lines = [*origin(result, "fwd_other"), "", *row_table(result, groups), "", *score_table(result, scored)]
+    return lines
+
+
+def deterministic_block():
+    result = stored("deterministic")
+    return [*score_table(result), "", *origin(result, "deterministic")]
+
+
+def mma_sync_block():
+    result = stored("fwd_bwd")
+    return [*score_table(result), "", *origin(result, "fwd_bwd")]
+
+
+# ---- decoding --------------------------------------------------------------------------------------------------------
+
+
+def cache_key(row):
+    """What a row over a cache shares with another row over the same cache."""
+    return tuple(row.get(name) for name in ("batch", "seqlen_k", "nheads", "nheads_k", "head_dim", "page_size"))
+
+
+def decode_table(result):
+    """One token over a cache: µs by page size, the share of the read ceiling, SDPA, a layer of a model."""
+    ceiling = result["read_ceiling"]["gbs"]
+    layers = {cache_key(row): row for row in rows_of(result, "decode_layers")}
+    by_size = {}
+    for row in rows_of(result, "decode"):
+        by_size.setdefault((row["nheads"], row["nheads_k"], row["batch"], row["seqlen_k"]), []).append(row)
+
+    def times(rows, name):
+        return " / ".join(significant(1000 * row["results"][name]["ms"]) if row else "–" for row in rows)
+
+    lines = []
+    for (heads, heads_k, batch, keys), rows in by_size.items():
+        of_layers = [layers.get(cache_key(row)) for row in rows[:2]]
+        share = f"{gigabytes_per_second(rows[0], 'ours') / ceiling:.0%}"
+        share += f" (layers {gigabytes_per_second(of_layers[0], 'ours') / ceiling:.0%})" if of_layers[0] else ""
+        layer = times(of_layers, "ours") if any(of_layers) else "–"
+        size = f"{heads}/{heads_k}, {batch} × {keys}"
+        lines.append([size, times(rows, "ours"), share, times(rows[:1], "sdpa_flash"), layer])
+    pages = " / ".join(f"pages of {row['page_size']}" if row.get("page_size") else "dense" for row in rows)
+    header = ["heads, batch × keys", f"one call, µs: {pages}", "share of the read ceiling, dense"]
+    return markdown_table([*header, "`sdpa_flash`, µs", "a layer, µs: dense / pages of 16"], lines)
+
+
+def relative_table(result):
+    """Other calls over a cache relative to one token over the same cache, of 16 bits: the geometric mean of times."""
+    base = {cache_key(row): row["results"]["ours"]["ms"] for row in rows_of(result, ("decode", "decode_layers"))}
+    layers = {cache_key(row): row["results"]["ours"]["ms"] for row in rows_of(result, "decode_layers")}
+    rows = []
+    for group in ("decode_append", "decode_tokens", "decode_invariant", "decode_8bit", "decode_features"):
+        others = layers if group == "decode_8bit" else base
+        found = [row for row in rows_of(result, group) if "ours" in row["results"]]
+        times = [(row["label"], row["results"]["ours"]["ms"] / others[cache_key(row)]) for row in found
+                 if cache_key(row) in others]  # fmt: skip
+        speeds = [gigabytes_per_second(row, "ours") for row in found]
+        cells = [f"`{group}`", str(len(found)), f"{min(speeds):.0f} to {max(speeds):.0f}"]
+        longest = max(times, key=lambda item: item[1], default=None)
+        mean = f"{geometric_mean([ratio for _, ratio in times]):.2f}×" if times else "–"
+        rows.append([*cells, mean, f"{longest[1]:.2f}× ({longest[0]})" if longest else "–"])
+    return markdown_table(["rows", "count", "GB/s", "time of `decode`", "longest"], rows)
+
+
+def decode_block():
+    result = stored("decode")
+    ceiling = result["read_ceiling"]
+    lines = [*origin(result, "decode"), "", *decode_table(result), "", *relative_table(result), ""]
+    lines += score_table(result, ["decode", "decode_layers", "decode_eager", "prefill_cache"])
+    lines += ["", f"- read ceiling of this run: {ceiling['gbs']:.0f} GB/s of device memory ({ceiling['method']})"]
+    return lines + [f"- {line}" for line in overhead_lines(result)]
+
+
+# ---- training --------------------------------------------------------------------------------------------------------
+
+
+def loss_block():
+    """The runs of examples/train_char_lm.py."""
+    result = stored("train_char_lm")
+    lines = []
+    for name, run in result["runs"].items():
+        gaps = result["difference_to_plain"].get(name)
+        curve = [f"{run['losses'][0]:.3f}", f"{run['losses'][-1]:.3f}", f"{run['validation']:.3f}"]
+        lines.append([f"`{name}`", *curve, *([f"{x:.1e}" for x in gaps] if gaps else ["–", "–"])])
+    header = ["attention", "first loss", "last loss", "held out", "rms difference to plain", "largest"]
+    config = ", ".join(f"{key} {value}" for key, value in result["config"].items())
+    told = f"{device_name(result)}, commit {measured_commit(result)}; {config}."
+    return [*markdown_table(header, lines), "", *wrapped(told)]
+
+
+def steps_block():
+    """Steps of a transformers model by SDPA (sdpa_step.py): milliseconds, and what the provider gains."""
+    result = stored("sdpa_step")
+    header = ["layers × width, heads, tokens", "PyTorch's choice", "its flash attention", "`register`", "`use`"]
+    lines = []
+    for row in result["rows"]:
+        ms, tokens = row["ms"], f"{row['batch']} × {row['seqlen']}"
+        shape = f"{row['layers']} × {row['dim']}, {row['heads']}/{row['heads_k']}, {tokens}"
+        gained = [f"{ms[name]:.1f} ({ms[name] / ms['provider']:.2f}×)" for name in ("torch", "flash")]
+        lines.append([shape, *gained, *(f"{ms[name]:.1f}" for name in ("provider", "scope"))])
+    told = "Milliseconds of a training step of transformers' Llama with *sdpa* attention (relative to `register`); "
+    told += f"{environment_line(result)}, transformers {result['versions']['transformers']}."
+    return [*markdown_table(header, lines), "", *wrapped(told)]
+
+
+# ---- 8 bits ----------------------------------------------------------------------------------------------------------
+
+
+def fp8_cell(row, names):
+    """TFLOPS by call, bold where no other is higher."""
+    rates = {name: round(row["results"][name]["tflops"]) for name in names if name in row["results"]}
+    highest = max(rates.values())
+    shown = {name: f"**{rate}**" if rate == highest else str(rate) for name, rate in rates.items()}
+    return " / ".join(shown.get(name, "–") for name in names)
+
+
+def fp8_block():
+    result = stored("fp8")
+    rows = rows_of(result, "fp8")
+    names = [name for name in FP8 if any(name in row["results"] for row in rows)]
+    lengths = sorted({row["seqlen_k"] for row in rows})
+    by_shape = {}
+    for row in rows:
+        shape = row["head_dim"], row["nheads"], row["nheads_k"], row["causal"]
+        by_shape.setdefault(shape, {})[row["seqlen_k"]] = fp8_cell(row, names)
+    lines = [
+        [str(d), f"{heads}/{heads_k}", mask(causal), *(cells.get(length, "–") for length in lengths)]
+        for (d, heads, heads_k, causal), cells in sorted(by_shape.items())
+    ]
+    tokens = sorted({row["batch"] * row["seqlen_k"] for row in rows})
+    told = f"TFLOPS of {' / '.join(FP8[name] for name in names)}, the fastest in bold, batch × s = "
+    told += f"{' or '.join(map(str, tokens))}. `fp8`: e4m3 q, k and v with descales of heads, the transposition of V "
+    told += 'included; `fp8 fast`: the same with `exp="fast"`.'
+    scores = [
+        f"- {score_line(found, f'{FP8[name]} against `bf16`')}"
+        for name in names[1:]
+        if (found := ratios(result, result, "ours", "fwd", "fp8", name))
+    ]
+    products = ", ".join(f"`{name}` {rate:.0f}" for name, rate in result["fp8_products"]["tflops"].items())
+    size = result["fp8_products"]["size"]
+    scores.append(f"- torch's product of e4m3 matrices, {size} × {size}, TFLOPS: {products}")
+    table = markdown_table(["head dim", "heads", "mask", *(f"s {length}" for length in lengths)], lines)
+    return [*wrapped(told), "", *table, "", *scores, "", *wrapped(f"{environment_line(result)}.")]
+
+
+# ---- the README ------------------------------------------------------------------------------------------------------
+
+
+def speed_block():
+    """Six rows of speed."""
+    trained, other, decoded = (stored(name) for name in ("grid", "fwd_other", "decode"))
+
+    def line(title, result, group, mode):
+        rows = [row for row in rows_of(result, group, mode) if "ours" in row["results"]]
+        fastest = max(row["results"]["ours"]["tflops"] for row in rows)
+        against = [mean_and_worst(ratios(result, result, peer, mode, group)) for peer in README_PEERS]
+        return [f"{title}, {len(rows)} shapes", f"up to {fastest:.0f} TFLOPS", *against]
+
+    decode = rows_of(decoded, "decode", "fwd")
+    share = max(gigabytes_per_second(row, "ours") for row in decode) / decoded["read_ceiling"]["gbs"]
+    against = mean_and_worst(ratios(decoded, decoded, "sdpa_flash", "fwd", "decode"))
+    rows = [
+        line("forward", trained, "cells", "fwd"),
+        line("backward", trained, "cells", "bwd"),
+        line("forward and backward", trained, "cells", "fwd+bwd"),
+        line("packed sequences, forward", other, "varlen", "fwd"),
+        [f"decoding, {len(decode)} caches", f"up to {share:.0%} of the read ceiling", against, "–"],
+        line("prompts over a cache", decoded, "prefill_cache", "fwd"),
+    ]
+    header = ["", "this package", "FlashAttention-2 (SDPA)", "cuDNN (SDPA)"]
+    told = f"Geometric mean of our speed relative to theirs (worst shape). {environment_line(trained)}."
+    return [*markdown_table(header, rows), "", told, "All shapes: [docs/benchmarks.md](docs/benchmarks.md)."]
+
+
+def plot_block():
+    return ["![forward, head dim 128, and its peers](benchmarks/results/plots/fwd_d128.png)"]
+
+
+BLOCKS = {
+    "README.md": {"plot": plot_block, "speed": speed_block, "steps": steps_block},
+    "docs/benchmarks.md": {
+        "grid": grid_block,
+        "everyone": everyone_block,
+        "features": features_block,
+        "deterministic": deterministic_block,
+        "mma_sync": mma_sync_block,
+        "decode": decode_block,
+        "loss": loss_block,
+        "steps": steps_block,
+    },
+    "docs/fp8.md": {"fp8_speed": fp8_block},
+    "docs/context_parallel.md": {"cp-measured": cp_tables.measured_block},
+}
+
+
+def pages(blocks, root=ROOT):
+    """{path: (text, text with its blocks written anew)}."""
+    found = {}
+    for name, of_page in blocks.items():
+        text = written = (root / name).read_text(encoding="utf-8")
+        for block, lines in of_page.items():
+            written = rewritten(written, block, lines())
+        found[root / name] = text, written
+    return found

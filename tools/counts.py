@@ -1,0 +1,75 @@
+"""How much of the tree is about itself: lines, words and bytes, with their limits. `python tools/counts.py`.
+
+Lines of Python, C++, CUDA and shell; documents count by lines too. The tests of tests/build that are about installs and
+builds count as product (INSTALL_TESTS).
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+CODE = (".py", ".h", ".cpp", ".cu", ".cuh", ".sh")
+LAB = ROOT / "benchmarks" / "lab"
+INSTALL_TESTS = (
+    "build", "cpu_only_module", "flash_attn_3_install", "install", "layering", "main", "package", "resources", "sizes",
+    "wheel", "host_cpp",
+)  # fmt: skip
+
+
+def files(folder, suffixes=CODE, without=()):
+    """The files below a folder of the tree, but for those below the folders `without`."""
+    found = (path for path in (ROOT / folder).rglob("*") if path.is_file() and path.suffix in suffixes)
+    return [path for path in found if "__pycache__" not in path.parts and not set(path.parents) & set(without)]
+
+
+def lines(paths):
+    return sum(len(path.read_text(encoding="utf-8").splitlines()) for path in paths)
+
+
+def words(paths):
+    return sum(len(path.read_text(encoding="utf-8").split()) for path in paths)
+
+
+def self_tests():
+    """Tests of benchmarks, tools, documents and examples."""
+    return [path for path in files("tests/build") if path.stem.removeprefix("test_") not in INSTALL_TESTS]
+
+
+def counts():
+    """[(what, count, limit or None)]"""
+    documents = files("docs", (".md",))
+    benchmarks, laboratory = lines(files("benchmarks", without=[LAB])), lines(files(LAB, without=[LAB / "tests"]))
+    tools, pages = lines(files("tools")), lines(documents)
+    tests = lines(self_tests()) + lines(files(LAB / "tests"))
+    results = files("benchmarks/results", (".json", ".png"))
+    return [
+        ("lines of benchmarks", benchmarks, 4000),
+        ("lines of the laboratory", laboratory, 4500),
+        ("lines of tools", tools, None),
+        ("lines of documents", pages, None),
+        ("lines of tests of these", tests, None),
+        ("lines about itself", benchmarks + laboratory + tools + pages + tests, 16000),
+        ("words of documents", words(documents), 60000),
+        ("words of the longest document", max(words([path]) for path in documents), None),
+        (
+            "bytes of results",
+            sum(path.stat().st_size for path in results),
+            10**6,
+        ),
+        ("lines of csrc", lines(files("csrc")), None),
+        ("lines of the package", lines(files("flash_attn")), None),
+    ]
+
+
+def main():
+    over = False
+    for what, count, limit in counts():
+        over |= limit is not None and count > limit
+        print(f"{count:>8} {what}" + (f", at most {limit}" if limit else ""))
+    return 1 if over else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
