@@ -1,4 +1,4 @@
-"""Backward attention on CPU tensors, by recomputation of the probabilities from the log-sum-exp."""
+"""Backward attention on CPU tensors: probabilities recomputed from the log-sum-exp, or PyTorch's fused operator."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from . import checks
+from . import checks, torch_flash
 from .dq_stage import DqStage
 from .entry import entry_point
 from .explain import Problem, explain_attention
@@ -58,13 +58,29 @@ def sink_gradient(sinks, lse, delta) -> torch.Tensor:
     return -(probability * delta).sum((0, 2)).to(sinks.dtype)
 
 
-def attend_backward(dout, q, k, v, lse, delta, dq, dk, dv, rule: ScoreRule, dropout: Dropout | None) -> None:
-    """Write dq, dk, dv (like q, k, v) in place; delta (b, h, sq): see row_deltas.
+def attend_backward(
+    dout, q, k, v, out, lse, delta, dq, dk, dv, rule: ScoreRule, dropout: Dropout | None, may_fuse: bool
+) -> list[torch.Tensor]:
+    """[dq, dk, dv], like q, k, v: those given, written in place, or new ones for None. delta (b, h, sq): see
+    row_deltas; may_fuse says that it is rowsum(dout * out) alone.
 
     Dao, "FlashAttention-2" (2023), algorithm 2. lse (b, h, sq) may come from another call and may cover more keys than
     k has; rows with an infinite lse (fully masked) get no gradient. Sums over tiles and over the query heads of a group
     are taken in the compute dtype.
     """
+    given = (dq, dk, dv)
+    fused = torch_flash.gradients(dout, q, k, v, out, lse, rule) if may_fuse and dropout is None else None
+    if fused is not None:
+        return [
+            new.to(q.dtype, memory_format=torch.contiguous_format) if old is None else old.copy_(new)
+            for old, new in zip(given, fused)
+        ]
+    dq, dk, dv = (x.new_empty(x.shape) if old is None else old for old, x in zip(given, (q, k, v)))
+    _attend_backward_tiled(dout, q, k, v, lse, delta, dq, dk, dv, rule, dropout)
+    return [dq, dk, dv]
+
+
+def _attend_backward_tiled(dout, q, k, v, lse, delta, dq, dk, dv, rule: ScoreRule, dropout: Dropout | None) -> None:
     sq, sk = q.shape[1], k.shape[1]
     first_row = rule.first_unmasked_row(sq, sk)
     dq[:, :first_row].zero_()
@@ -199,10 +215,10 @@ def bwd(
     stage.check(q, dq, dk, dv, d_shape)
     check_written({"dq": dq, "dk": dk, "dv": dv, "dq_sum": dq_sum}, read)
 
-    rule = ScoreRule.create(options, batch, q.dtype)
+    rule, may_fuse = ScoreRule.create(options, batch, q.dtype), stage.may_fuse(dlse)
     if explain:
         problems = [Problem(1, sq, k.shape[1])] * batch if batch_invariant else [Problem(batch, sq, k.shape[1])]
-        return explain_attention("backward", q, k, v, rule, problems)
+        return explain_attention("backward", q, k, v, rule, problems, may_fuse and p_dropout == 0.0)
     if dq_stage == "end":
         return stage.end(q, dq)
     softmax_d = stage.softmax_d(q, d_shape)
@@ -216,14 +232,14 @@ def bwd(
         return [dq, None, None, softmax_d, *dsinks]
     if sums is not None:
         dk, dv = sums.parts
-    dk, dv = (x.new_empty(x.shape) if grad is None else grad for grad, x in ((dk, k), (dv, v)))
     dropout = dropout_of_state(p_dropout, rng_state)
-    arguments = (dout, q, k, v, softmax_lse, delta, dq, dk, dv)
+    read = (dout, q, k, v, out, softmax_lse, delta)
     if batch_invariant or options.origins is not None:
-        for i, entry in enumerate(zip(*(x.split(1) for x in arguments))):
-            attend_backward(*entry, *part_of(i, options, rule, dropout, sq, k.shape[1]))
+        dq, dk, dv = (x.new_empty(x.shape) if grad is None else grad for grad, x in ((dq, q), (dk, k), (dv, v)))
+        for i, entry in enumerate(zip(*(x.split(1) for x in (*read, dq, dk, dv)))):
+            attend_backward(*entry, *part_of(i, options, rule, dropout, sq, k.shape[1]), may_fuse)
     else:
-        attend_backward(*arguments, rule, dropout)
+        dq, dk, dv = attend_backward(*read, dq, dk, dv, rule, dropout, may_fuse)
     if sums is not None:
         dk, dv = sums.added()
     return [stage.added(dq), dk, dv, softmax_d, *dsinks]

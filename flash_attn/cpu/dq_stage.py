@@ -45,14 +45,16 @@ class DqStage:
         """For row_deltas: other calls may have keys for rows that this one has none for."""
         return None if self.stage else first_unmasked
 
+    def may_fuse(self, dlse) -> bool:
+        """Whether rowsum(dout * out) is all that the call subtracts from dP, as in PyTorch's fused operator."""
+        return self.stage == "" and dlse is None
+
     def softmax_d(self, q, shape) -> torch.Tensor:
         return q.new_zeros(shape, dtype=compute_dtype(q.dtype)) if self._softmax_d is None else self._softmax_d
 
-    def new_dq(self, q, dq) -> torch.Tensor:
-        """Where the call writes its part."""
-        if self.stage:
-            return q.new_zeros(q.shape, dtype=compute_dtype(q.dtype))
-        return q.new_zeros(q.shape) if dq is None else dq.zero_()
+    def new_dq(self, q, dq):
+        """Where the call writes its part, None if that is new: what is given, or zeros for a sum."""
+        return q.new_zeros(q.shape, dtype=compute_dtype(q.dtype)) if self.stage else dq
 
     def added(self, part) -> torch.Tensor:
         """The call's dq, or the sum with its part."""

@@ -32,12 +32,13 @@ def explain_attention(
 ) -> dict[str, Any]:
     """The plan of these problems, which have the heads, head dims and dtype of q, k and v.
 
-    is_plain: no dropout, sinks or max_logit. block_keys: keys of a block where rows are computed one by one.
+    is_plain: no dropout, in the forward no sinks or max_logit, in the backward no dlse or stage. block_keys: keys of a
+    block where rows are computed one by one.
     kernel is "tiled", "by_row", "none", or "torch_flash": PyTorch's own, where all scores are finite. Problems that
     differ may have several, joined by "+"; block sizes are then the largest, num_work_tiles the sum.
     """
     heads, heads_k = q.shape[-2], k.shape[-2]
-    may_fuse = is_plain and direction != "backward" and q.shape[-1] == v.shape[-1]
+    may_fuse = is_plain and q.shape[-1] == v.shape[-1]
     schedules = [_schedule(problem, heads, heads_k, rule, may_fuse, block_keys) for problem in problems]
     kernels = sorted({x.kernel for x in schedules} - {"none"}) or ["none"]
     fields: dict[str, Any] = {"direction": direction, "kernel": "+".join(kernels)}

@@ -1,4 +1,4 @@
-"""Forward attention on CPU tensors: online softmax over tiles, or PyTorch's fused kernel where it is the same maths."""
+"""Forward attention on CPU tensors: online softmax over tiles, or PyTorch's fused operator."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from ..dropout import dropout_streams, dropout_threshold, keep_mask, keep_scale
 from ..eight_bit import Descales
-from . import checks
+from . import checks, torch_flash
 from .entry import entry_point
 from .explain import Problem, explain_attention
 from .overlap import check_written
@@ -19,8 +19,6 @@ from .tiles import HeadRange, blocks, head_ranges, tile_shape
 
 DENSE_Q_AXES = "batch, seqlen, heads, head_dim"
 S_DMASK_MULTIPLE = 128
-_CACHE_LINE_BYTES = 64
-_FUSED_KERNEL = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
 @dataclass(frozen=True)
@@ -96,21 +94,34 @@ def new_max_logit(q: torch.Tensor, wanted: bool):
     return q.new_full((q.shape[-2],), -math.inf, dtype=compute_dtype(q.dtype)) if wanted else None
 
 
-def attend(q, k, v, out, lse, rule: ScoreRule, dropout: Dropout | None = None, sinks=None, max_logit=None) -> None:
+def attend(q, k, v, out, lse, rule: ScoreRule, dropout: Dropout | None = None, sinks=None, max_logit=None):
     """Exact attention: q (b, sq, h, d), k (b, sk, h_k, d), v (b, sk, h_k, d_v) -> out (b, sq, h, d_v) and lse
-    (b, h, sq), written in place. k and v may be of other dtypes than q.
+    (b, h, sq): those given, written in place, or new ones for None. k and v may be of other dtypes than q.
 
-    Dao, "FlashAttention-2" (2023), algorithm 1, on tiles. sinks: None or (h). Fully masked rows: out 0, lse the
-    sink, or +inf without one. Keys that no row sees are never read. max_logit: None or (h), updated in place.
+    sinks: None or (h). Fully masked rows: out 0, lse the sink, or +inf without one. Keys that no row sees are never
+    read. max_logit: None or (h), updated in place.
     """
+    is_plain = dropout is None and sinks is None and max_logit is None
+    fused = torch_flash.attend(q, k, v, rule) if is_plain else None
+    if fused is not None:
+        return tuple(new if old is None else old.copy_(new) for old, new in zip((out, lse), fused))
+    out = q.new_empty(checks.output_shape(q, v)) if out is None else out
+    lse = new_lse(q) if lse is None else lse
+    _attend_tiled(q, k, v, out, lse, rule, dropout, sinks, max_logit)
+    return out, lse
+
+
+def new_lse(q) -> torch.Tensor:
+    return q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=compute_dtype(q.dtype))
+
+
+def _attend_tiled(q, k, v, out, lse, rule: ScoreRule, dropout: Dropout | None, sinks, max_logit) -> None:
+    """Dao, "FlashAttention-2" (2023), algorithm 1, on tiles."""
     sq, sk = q.shape[1], k.shape[1]
     first_row = rule.first_unmasked_row(sq, sk)
     out[:, :first_row].zero_()
     fill_fully_masked_lse(lse[:, :, :first_row], sinks)
     if first_row == sq or q.shape[0] == 0 or q.shape[2] == 0:
-        return
-    if sinks is None and max_logit is None and _fused_kernel_fits(q, k, v, rule, dropout):
-        _attend_fused(q, k, v, out, lse, rule)
         return
     dtype = compute_dtype(q.dtype)
     group = q.shape[2] // k.shape[2]
@@ -198,51 +209,6 @@ class _RowState:
         out = self.acc_o.mul_(o_scale / self.row_sum.masked_fill(empty, 1.0))
         lse = (self.row_max + self.row_sum.log2()).mul_(LN2)
         return out, lse.masked_fill_(empty, math.inf)
-
-
-def _fused_kernel_fits(q, k, v, rule: ScoreRule, dropout: Dropout | None) -> bool:
-    """Whether torch's CPU flash kernel computes this, of scores that are all finite."""
-    shapes_fit = rule.fits_torch_kernel(q.shape[1], k.shape[1]) and q.shape[-1] == v.shape[-1] > 0
-    return q.dtype == k.dtype == v.dtype and shapes_fit and dropout is None and _scores_are_finite(q, k, rule)
-
-
-def _scores_are_finite(q, k, rule: ScoreRule) -> bool:
-    """Whether no score of q and k can be NaN or infinite: torch's kernel gives out 0 for some of those."""
-    bound = q.shape[-1] * max(rule.scale, 1.0)
-    for x in (q, k):
-        low, high = torch.aminmax(x)  # NaN if there is one
-        bound *= max(abs(low.item()), abs(high.item()))
-    return bound < torch.finfo(compute_dtype(q.dtype)).max  # not if it is NaN
-
-
-def _aligned(x: torch.Tensor) -> torch.Tensor:
-    """x in the one layout for which the matrix products of equal values are bitwise equal."""
-    if x.is_contiguous() and x.data_ptr() % _CACHE_LINE_BYTES == 0:
-        return x
-    return x.clone(memory_format=torch.contiguous_format)
-
-
-def _attend_fused(q, k, v, out, lse, rule: ScoreRule) -> None:
-    """Run torch's kernel without repeating K and V for the query heads of a group.
-
-    Without a mask the heads of a group are stacked as rows of one call; under a causal mask each member is a call.
-    """
-    q, k, v = _aligned(q), _aligned(k), _aligned(v)
-    sq, sk, kv_heads = q.shape[1], k.shape[1], k.shape[2]
-    groups = (kv_heads, q.shape[2] // kv_heads)
-    keys, values = k.transpose(1, 2), v.transpose(1, 2)
-    q, out, lse = q.unflatten(2, groups), out.unflatten(2, groups), lse.unflatten(1, groups)
-    if rule.is_unmasked(sq, sk):
-        stacked = q.permute(0, 2, 3, 1, 4).flatten(2, 3)
-        fused_out, fused_lse = _FUSED_KERNEL(stacked, keys, values, 0.0, False, scale=rule.scale)
-        out.copy_(fused_out.unflatten(2, (groups[1], sq)).permute(0, 3, 1, 2, 4))
-        lse.copy_(fused_lse.unflatten(2, (groups[1], sq)))
-        return
-    for member in range(groups[1]):
-        queries = q[:, :, :, member].transpose(1, 2)
-        fused_out, fused_lse = _FUSED_KERNEL(queries, keys, values, 0.0, True, scale=rule.scale)
-        out[:, :, :, member].copy_(fused_out.transpose(1, 2))
-        lse[:, :, member].copy_(fused_lse)
 
 
 def write_s_dmask(q, k, lse, rule: ScoreRule, dropout: Dropout, s_dmask: torch.Tensor) -> None:
@@ -350,19 +316,22 @@ def fwd(
         is_plain = p_dropout == 0.0 and sinks is None and not return_max_logit and call is None
         return explain_attention("forward", q, k, v, rule, problems, is_plain)
     dropout = dropout_of_call(p_dropout, gen, rng_state)
-    if out is None:
+    by_entry = batch_invariant or options.origins is not None
+    if out is None and (by_entry or call is not None):
         out = q.new_empty(checks.output_shape(q, v), dtype=output_dtype(q, v, call))
     scaling = scaling_of(q, k, v, call)
     if scaling is not None:
         q, k, v = scaling.queries(q), scaling.scaled(k, scaling.k_rows), scaling.scaled(v, scaling.v_rows)
     result = result_like(out, scaling)
-    lse = q.new_empty((batch, heads, sq), dtype=compute_dtype(q.dtype))
     max_logit = new_max_logit(q, return_max_logit)
-    if batch_invariant or options.origins is not None:
+    if by_entry:
+        lse = new_lse(q)
         _attend_each(q, k, v, result, lse, options, rule, dropout, sinks, max_logit)
     else:
-        attend(q, k, v, result, lse, rule, dropout, sinks, max_logit)
-    if scaling is not None:
+        result, lse = attend(q, k, v, result, None, rule, dropout, sinks, max_logit)
+    if scaling is None:
+        out = result
+    else:
         scaling.store(out, result)
     s_dmask = new_s_dmask(out, (batch, heads, sq, k.shape[1]), return_softmax, dropout)
     if s_dmask.numel():

@@ -286,14 +286,15 @@ def varlen_bwd(
     stage.check(q, dq, dk, dv, d_shape)
     check_written({"dq": dq, "dk": dk, "dv": dv, "dq_sum": dq_sum}, read)
 
-    rule = ScoreRule.create(options, batch, q.dtype)
+    rule, may_fuse = ScoreRule.create(options, batch, q.dtype), stage.may_fuse(dlse)
     layout = sequences(total_q, k, cu_seqlens_q, cu_seqlens_k)
     if explain:
-        return explain_attention("backward", q, k, v, rule, _problems(layout))
+        return explain_attention("backward", q, k, v, rule, _problems(layout), may_fuse and p_dropout == 0.0)
     if dq_stage == "end":
         return stage.end(q, dq)
     dropout = dropout_of_state(p_dropout, rng_state)
-    grads = [stage.new_dq(q, dq), None, None]
+    dq = stage.new_dq(q, dq)
+    grads = [q.new_zeros(q.shape) if dq is None else dq.zero_(), None, None]
     if stage.adds:
         if sums is not None:
             dk, dv = sums.parts
@@ -317,11 +318,13 @@ def varlen_bwd(
         attend_backward(
             *(x[rows].unsqueeze(0) for x in (dout, q)),
             *(x[cols].unsqueeze(0) for x in (k, v)),
+            out[rows].unsqueeze(0),
             row_lse,
             delta,
             *(grad[span].unsqueeze(0) for grad, span in zip(grads, (rows, cols, cols))),
             rule.for_batch(i).at(origin, sq, sk),
             None if dropout is None else dropout.for_batch(i).at(origin),
+            may_fuse,
         )
     grads[0] = stage.added(grads[0])
     if sums is not None:

@@ -120,6 +120,52 @@ def test_dout_of_any_strides(device, layout):
     check_training_step(problem, dout=dout)
 
 
+@pytest.mark.parametrize("causal", (False, True))
+@pytest.mark.parametrize("dtype", ("bfloat16", "float32", "float64"))
+@pytest.mark.parametrize("nheads_k", (1, 4))
+def test_plain_calls_of_any_layout(device, dtype, nheads_k, causal):
+    """Where no fully masked row, dlse or dropout asks for more than plain attention: also expanded, unaligned and
+    strided inputs; the gradients of fewer keys than queries, under a causal mask those of as many."""
+    if device == "cuda" and dtype != "bfloat16":
+        pytest.skip("the kernels take half precision")
+    problem = make_problem(Case(2, 300, 300 if causal else 170, 4, nheads_k, 40, dtype, causal=causal), device)
+    q, k, v = problem.q, problem.k, problem.v
+    problem.q = torch.cat((q, q), -1)[..., 8:48]
+    problem.k = torch.randn_like(k[:1]).expand(k.shape)
+    problem.v = torch.randn(v.numel() + 1, device=device, dtype=v.dtype)[1:].view(v.shape)
+    leaves = [problem.q, problem.k, problem.v]
+    for x in leaves:
+        x.requires_grad_()
+    out = flash_attn_func(*leaves, causal=causal)
+    dout = torch.randn(2, 4, 300, 40, device=device, dtype=q.dtype).transpose(1, 2)
+    check_gradients(problem, dout, torch.autograd.grad(out, leaves, dout))
+
+
+@pytest.mark.devices("cpu")
+def test_an_lse_of_more_keys(device):
+    """Rows may have their LSE and output from another call's keys, and some of them none at all: lse is infinite."""
+    q, k, v, dout = (torch.randn(1, 30, 2, 16, device=device, dtype=torch.float64) for _ in range(4))
+    more, ours = torch.randn(2, 1, 20, 2, 16, device=device, dtype=torch.float64), slice(0, 30)
+    leaves = [torch.cat(x, 1).requires_grad_() for x in ((q,), (k, more[0]), (v, more[1]))]
+    scores = torch.einsum("bqhd,bkhd->bhqk", *leaves[:2]) / 4
+    out = torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), leaves[2])
+    lse = scores.logsumexp(-1)
+    exact = torch.autograd.grad(out, leaves[1:], dout)
+    out, lse, keyless = out.detach(), lse.detach(), dout.clone()
+    backend, tail = backends.get(device), (None, 0.0, 0.25, False, -1, -1, 0.0, True, None, None)
+    grads = backend.bwd(dout, q, k, v, out, lse, None, None, None, *tail)
+    for grad, reference in zip(grads[1:3], exact):
+        torch.testing.assert_close(grad, reference[:, ours])
+    keyless[:, :7] = 0
+    rest = backend.bwd(keyless, q, k, v, out, lse, None, None, None, *tail)
+    for infinity in (float("inf"), -float("inf")):
+        lse[:, :, :7], dout[:, :7] = infinity, 5.0
+        grads = backend.bwd(dout, q, k, v, out, lse, None, None, None, *tail)
+        assert (grads[0][:, :7] == 0).all()
+        for grad, reference in zip(grads[1:3], rest[1:3]):
+            torch.testing.assert_close(grad, reference)
+
+
 @pytest.mark.parametrize("dropout_p", (0.0, 0.3))
 def test_packed_gradients_equal_the_separate_ones(device, dropout_p):
     dtype = getattr(torch, CLOSE_DTYPE[device])
