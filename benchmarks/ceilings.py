@@ -8,7 +8,7 @@ MATRIX = 8192  # rows and columns
 
 
 def event_ms(call, repeats):
-    """The shortest time of so many calls."""
+    """The shortest time of several calls."""
     best = float("inf")
     for _ in range(repeats):
         start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

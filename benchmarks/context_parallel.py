@@ -164,7 +164,7 @@ class Ranks:
         return self.largest(begin.elapsed_time(end) / count / 1000)
 
     def medians(self, implementations: dict) -> dict:
-        """{name: (median, rounds, fastest, slowest)}: in each round each has one time, in an order of its own."""
+        """{name: (median, rounds, fastest, slowest)}: every round times each once, in a random order."""
         times, counts = {}, {}
         for name, call in implementations.items():
             if self.device.type == "cuda":

@@ -111,7 +111,7 @@ def compile_kernel(job):
     arguments = (*launch.described(tile), *launch.arguments)
     try:
         launch.kernel.warmup(*arguments, grid=launch.grid(tile), **launch.options(tile))._init_handles()
-    except Exception as error:  # the compiler raises types of its own; one kernel must not end the run
+    except Exception as error:  # Triton has its own error types; one kernel must not end the run
         return first_line(error)
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flash_attn.batch_invariance import is_batch_invariant
-from flash_attn.eight_bit import E4M3, EIGHT_BIT
+from flash_attn.eight_bit import E4M3, EIGHT_BIT, named
 from flash_attn.integrations.token_layout import as_pages
 from flash_attn.ops import arguments, calls, context
 from flash_attn.ops.rows import RowsInUse, equal_steps
@@ -26,7 +26,7 @@ def reject(**given: Any) -> None:
 
 def reject_8_bit(**tensors: Tensor) -> None:
     for name, tensor in tensors.items():
-        _require(tensor.element_size() > 1, name, "float16 or bfloat16", _named(tensor.dtype))
+        _require(tensor.element_size() > 1, name, "float16 or bfloat16", named(tensor.dtype))
 
 
 def check_8_bit(names: tuple[str, str, str], q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -40,10 +40,10 @@ def check_8_bit(names: tuple[str, str, str], q: Tensor, k: Tensor, v: Tensor) ->
         return False
     q_name, k_name, v_name = names
     if q.element_size() == 1:
-        _require(q.dtype is E4M3, q_name, "float16, bfloat16 or float8_e4m3fn", _named(q.dtype))
-        _require(k.dtype is E4M3, k_name, "the dtype of q (float8_e4m3fn)", _named(k.dtype))
-    _require(k.dtype in EIGHT_BIT, k_name, "float8_e4m3fn or int8", _named(k.dtype))
-    _require(v.dtype is k.dtype, v_name, f"the dtype of {k_name} ({_named(k.dtype)})", _named(v.dtype))
+        _require(q.dtype is E4M3, q_name, "float16, bfloat16 or float8_e4m3fn", named(q.dtype))
+        _require(k.dtype is E4M3, k_name, "the dtype of q (float8_e4m3fn)", named(k.dtype))
+    _require(k.dtype in EIGHT_BIT, k_name, "float8_e4m3fn or int8", named(k.dtype))
+    _require(v.dtype is k.dtype, v_name, f"the dtype of {k_name} ({named(k.dtype)})", named(v.dtype))
     if k.dim() == 4:
         _require(v.shape[-1] == q.shape[-1], v_name, f"the head dim of q ({q.shape[-1]}) in 8 bits", v.shape[-1])
         _require(q.shape[-1] % 8 == 0, q_name, "a head dim that is a multiple of 8 over 8 bits", q.shape[-1])
@@ -53,10 +53,6 @@ def check_8_bit(names: tuple[str, str, str], q: Tensor, k: Tensor, v: Tensor) ->
 def _require(condition: bool, name: str, expected: str, got: Any) -> None:
     if not condition:
         raise NotImplementedError(f"{name}: expected {expected}, got {got}: it is not supported")
-
-
-def _named(dtype: Any) -> str:
-    return str(dtype).replace("torch.", "")
 
 
 @functools.lru_cache
@@ -154,5 +150,5 @@ def _scaling(q, k, v, q_descale, k_descale, v_descale, out):
     if out is None or q.dtype not in EIGHT_BIT:
         return descales
     if out.dtype not in (torch.float16, torch.bfloat16):
-        raise RuntimeError(f"out: expected dtype float16 or bfloat16, got {_named(out.dtype)}")
+        raise RuntimeError(f"out: expected dtype float16 or bfloat16, got {named(out.dtype)}")
     return {**descales, "out_dtype": out.dtype}

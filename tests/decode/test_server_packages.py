@@ -1,4 +1,4 @@
-"""The adapters inside the real servers' packages, each in a process of its own, which takes its platform as it likes.
+"""The adapters inside the real servers' packages, each in a separate process, which takes its platform as it likes.
 
 The packages are too large for the extra `test`. tests/servers/README.md says how to put them where they are found.
 """

@@ -1,4 +1,4 @@
-"""The adapter inside SGLang 0.5.23 itself, on the CPU: test_server_packages.py runs this file in a process of its own.
+"""The adapter inside SGLang 0.5.23 itself, on the CPU: test_server_packages.py runs this file in a separate process.
 
 SGLang takes the machine for one with a Hopper GPU; sgl-kernel, which has no part in these calls, is a stand-in.
 """

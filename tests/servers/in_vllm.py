@@ -1,4 +1,4 @@
-"""The adapter inside vLLM 0.33.0 itself, on the CPU: test_server_packages.py runs this file in a process of its own.
+"""The adapter inside vLLM 0.33.0 itself, on the CPU: test_server_packages.py runs this file in a separate process.
 
 vLLM takes the machine for one with a Hopper GPU and its compiled extensions for loaded: nothing here calls them.
 """

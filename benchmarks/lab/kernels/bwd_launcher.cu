@@ -1,5 +1,5 @@
 // A shipped backward, of the wgmma family with LAB_WGMMA, else of mma.sync, with the laboratory's tile, LAB_TILE of
-// dtype LAB_DTYPE, behind a C function, for benchmarks/lab/kernel_library.py. plan/tiles.h is a copy with one return
+// dtype LAB_DTYPE, with a C interface, for benchmarks/lab/kernel_library.py. plan/tiles.h is a copy with one return
 // more (benchmarks/lab/tile_designs.py).
 #include "dense_call.h"
 #if LAB_WGMMA

@@ -1,4 +1,4 @@
-// One design of the laboratory's mma.sync forward behind C functions, for benchmarks/lab/kernel_library.py. Compiled
+// One design of the laboratory's mma.sync forward with a C interface, for benchmarks/lab/kernel_library.py. Compiled
 // with LAB_DESIGN, the fields of FwdDesign in braces.
 #include <cmath>
 

@@ -1,4 +1,4 @@
-// The shipped wgmma forward with the laboratory's tile and policy row, behind a C function, for
+// The shipped wgmma forward with the laboratory's tile and policy row, with a C interface, for
 // benchmarks/lab/kernel_library.py. plan/tiles.h and plan/fwd_policy_sm90.h are copies with one return more
 // (benchmarks/lab/sm90_designs.py); LAB_HEAD_DIM, LAB_DTYPE, LAB_VARIANT, LAB_BLOCK_M, LAB_BLOCK_N and LAB_FEATURES
 // come with them.

@@ -83,7 +83,7 @@ def patch_interpreter():
 
 
 def interpret_triton():
-    """What test_triton_by_the_interpreter runs in a process of its own."""
+    """What test_triton_by_the_interpreter runs in a separate process."""
     import triton_attention
 
     patch_interpreter()
@@ -93,7 +93,7 @@ def interpret_triton():
 
 
 def run_interpreted(code):
-    """Runs code of this folder's modules by Triton's interpreter, in a process of its own; returns its output."""
+    """Runs code of this folder's modules by Triton's interpreter, in a separate process; returns its output."""
     triton = pytest.importorskip("triton")
     if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 6):
         pytest.skip("the patch of the interpreter is made for Triton 3.6")

@@ -42,7 +42,7 @@ def test_rungs_add_up():
 
 
 def interpret(folder):
-    """What test_the_program_and_its_rungs_by_the_interpreter runs in a process of its own."""
+    """What test_the_program_and_its_rungs_by_the_interpreter runs in a separate process."""
     import timing
     import triton_attention
 

@@ -11,9 +11,9 @@
 
 namespace flash {
 
-// Whether passes convert queries and results: of bf16, whose products with descales would lose bits. K and V are then
-// the codes themselves, times descales of rows; the others go into queries and results, but for the power of two in
-// those of K, which K takes as far as its codes stay exact: queries times the whole could leave the range of fp16.
+// Whether queries and results are converted: those of bf16, whose products with descales would lose bits. K and V are
+// then multiplied by their per-row descales only; queries and results take the others. Of K's descale K takes the power
+// of two, as far as it stays exact in fp16: queries times the whole descale could leave the range of fp16.
 inline bool converts_queries(const Flash_kvcache_params& params) { return params.q_dtype == Dtype::kBf16; }
 
 // Of queries that a pass writes.
