@@ -3,8 +3,11 @@
 // more (benchmarks/lab/tile_designs.py).
 #include "dense_call.h"
 #if LAB_WGMMA
+#include "kernels/sm90/bwd_config.h"
 #include "kernels/sm90/bwd_launch.h"
+#include "kernels/sm90/bwd_wide_config.h"
 #else
+#include "kernels/sm80/bwd_config.h"
 #include "kernels/sm80/bwd_launch.h"
 #endif
 
@@ -17,15 +20,17 @@ constexpr flash::Dtype kDtype = flash::Dtype::LAB_DTYPE;
 constexpr plan::Sm90BwdTile kWanted = LAB_TILE;
 constexpr auto kVariant = flash::sm90::BwdVariant::kPlain;
 using Config =
-    std::conditional_t<plan::has_dq_pass(kWanted), flash::sm90::BwdWideConfig<kDtype, kWanted.head_dim, kVariant>,
-                       flash::sm90::BwdConfig<kDtype, kWanted.head_dim, kVariant>>;
+    std::conditional_t<plan::has_dq_pass(kWanted),
+                       flash::sm90::BwdWideConfig<kDtype, kWanted.head_dim, kVariant, kWanted.head_dim>,
+                       flash::sm90::BwdConfig<kDtype, kWanted.head_dim, kVariant, flash::sm90::DqLocation::kGlobal>>;
 
 template <class Config>
 cudaError_t run_wgmma(const flash::Flash_bwd_params& params, const plan::BwdPlan& made, cudaStream_t stream) {
   if constexpr (plan::has_dq_pass(Config::kTile)) {
     return flash::sm90::run_flash_bwd_passes<Config, Config>(params, made, stream);
   } else {
-    return flash::sm90::run_flash_bwd<Config>(params, made, stream);
+    return flash::sm90::run_flash_bwd<kDtype, kWanted.head_dim, kVariant, flash::sm90::DqLocation::kGlobal>(
+        params, made, stream);
   }
 }
 
@@ -33,7 +38,7 @@ static_assert(Config::kStages == kWanted.stages);
 constexpr const char* kForced = nullptr;
 #else
 constexpr plan::BwdTile kWanted = LAB_TILE;
-using Config = flash::sm80::BwdConfig<kDtype, kWanted.head_dim, flash::sm80::BwdVariant::kPlain>;
+using Config = flash::sm80::BwdConfig<kDtype, kWanted.head_dim, flash::sm80::BwdVariant::kPlain, false>;
 static_assert(Config::kTile.warps == kWanted.warps && Config::kTile.blocks_per_sm == kWanted.blocks_per_sm);
 constexpr const char* kForced = "mma_sync";
 #endif

@@ -1,6 +1,7 @@
 // The shipped mma.sync forward with the laboratory's tile, LAB_TILE of dtype LAB_DTYPE, with a C interface, for
 // benchmarks/lab/kernel_library.py. plan/tiles.h is a copy with one return more (benchmarks/lab/tile_designs.py).
 #include "dense_call.h"
+#include "kernels/sm80/fwd_config.h"
 #include "kernels/sm80/fwd_launch.h"
 
 namespace {

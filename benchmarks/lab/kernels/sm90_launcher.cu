@@ -3,13 +3,14 @@
 // (benchmarks/lab/sm90_designs.py); LAB_HEAD_DIM, LAB_DTYPE, LAB_VARIANT, LAB_BLOCK_M, LAB_BLOCK_N and LAB_FEATURES
 // come with them.
 #include "dense_call.h"
+#include "kernels/sm90/fwd_config.h"
 #include "kernels/sm90/fwd_launch.h"
 
 namespace {
 
 namespace plan = flash::plan;
 constexpr flash::Dtype kDtype = flash::Dtype::LAB_DTYPE;
-using Config = flash::sm90::FwdConfig<kDtype, LAB_HEAD_DIM, plan::FwdVariant::LAB_VARIANT>;
+using Config = flash::sm90::FwdConfig<kDtype, LAB_HEAD_DIM, plan::FwdVariant::LAB_VARIANT, LAB_HEAD_DIM>;
 static_assert(Config::kBlockM == LAB_BLOCK_M && Config::kBlockN == LAB_BLOCK_N &&
                   Config::kPolicy.features == (LAB_FEATURES),
               "the laboratory's headers were not the ones included");
@@ -68,5 +69,5 @@ LAB_EXPORT int lab_forward(const void* q, const void* k, const void* v, void* ou
   const plan::FwdPlan made = make_plan(sizes, device);
   if (made.is_dynamic) status = cudaMemsetAsync(params.tile_count_semaphore, 0, sizeof(int), stream);
   if (status != cudaSuccess) return status;
-  return flash::sm90::run_flash_fwd<Config, kDtype>(params, made, stream);
+  return flash::sm90::run_flash_fwd<kDtype, LAB_HEAD_DIM, Config::kVariant>(params, made, stream);
 }

@@ -145,9 +145,13 @@ def test_the_report_states_figures_and_what_is_faster():
     ]
 
 
-@pytest.mark.skipif("CI" not in os.environ, reason="nvcc takes half a minute: in CI only")
-def test_one_tile_compiles_and_links(tmp_path):
-    """The checks in the launcher fail to compile where the copied header is not the one that is included."""
+@pytest.mark.skipif("CI" not in os.environ, reason="nvcc takes 20 seconds a kernel: in CI only")
+@pytest.mark.parametrize(
+    "kernel, head_dim",
+    [("fwd_mma_sync", 32), ("fwd_wgmma", 64), ("bwd_mma_sync", 32), ("bwd_wgmma", 64), ("bwd_wgmma", 192)],
+)
+def test_launchers_compile_and_link(kernel, head_dim, tmp_path):
+    """The checks in a launcher fail to compile where the copied header is not the one that is included."""
     if find_toolkit(sys.path) is None or shutil.which("g++") is None:
         pytest.skip("nvcc or g++ is not installed")
     try:
@@ -158,19 +162,19 @@ def test_one_tile_compiles_and_links(tmp_path):
         pytest.skip("no CUTLASS headers, which an install from a kernel archive does not need")
     program = (
         "import sys, ctypes, json; from pathlib import Path; sys.path.insert(0, sys.argv[1])\n"
-        "import kernel_library; from tile_designs import TileDesign\n"
-        "design = TileDesign('fwd_mma_sync', 32, (32, 64, 64, 4, 4))\n"
+        "import kernel_library, tile_designs\n"
+        "groups = tile_designs.groups([sys.argv[3]]).items()\n"
+        "design = next(entries[0].design for group, entries in groups if group.head_dim == int(sys.argv[4]))\n"
         "compiler = kernel_library.Compiler(folder=Path(sys.argv[2]))\n"
-        "facts = compiler.compile(design)\n"
-        "ctypes.CDLL(str(compiler.library(design))).lab_forward\n"
-        "print(json.dumps(facts))\n"
+        "print(json.dumps(compiler.compile(design)))\n"
+        "ctypes.CDLL(str(compiler.library(design)))['lab_' + sys.argv[5]]\n"
     )
-    command = [sys.executable, "-c", program, str(LAB), str(tmp_path)]
+    function = "backward" if kernel.startswith("bwd") else "forward"
+    command = [sys.executable, "-c", program, str(LAB), str(tmp_path), kernel, str(head_dim), function]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     facts = json.loads(done.stdout)
-    assert facts["threads"] == 128 and facts["smem_bytes"] == 12288 and 0 < facts["registers"] <= 128
-    assert facts["loop"] is None and not facts["serialized"]
+    assert facts["threads"] >= 128 and facts["smem_bytes"] > 0 and not facts["spills"] and not facts["serialized"]
 
 
 def exact(torch, attention, scale=1.0):
