@@ -5,9 +5,11 @@
 
 #include <cstdint>
 
+#include "core/block_list.h"
 #include "core/block_range.h"
 #include "core/fast_div.h"
 #include "core/host_device.h"
+#include "core/mask_factors.h"
 #include "core/softcap_series.h"
 #include "params/dtype.h"
 #include "params/modifiers.h"
@@ -141,8 +143,16 @@ struct KvSplits {
   float* __restrict__ lse_ptr = nullptr;  // (count, rows), without sinks; +inf there
 };
 
+// Of a kernel that visits the blocks of its work tiles by list.
+struct MaskParams {
+  MaskFactors factors;
+  BlockLists lists;
+  SeenBits seen;
+};
+
 struct Flash_fwd_split_params : Flash_fwd_params {
   KvSplits splits;
+  MaskParams mask;
 };
 
 // The backward takes the parameters of the forward too: O and LSE may come from another call.

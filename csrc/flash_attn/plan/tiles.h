@@ -26,7 +26,8 @@ constexpr int kNumHeadDims = 6;
 // kMasked: in the wgmma family, masked calls where these have a tile of their own; kPlain has no mask there.
 // kOneWave: in the wgmma family, in place of kPlain and kShort, for calls with at most one wave of m_blocks and for KV
 // splits. The variants with score modifiers do both, kDropout calls of one wave.
-enum class FwdVariant { kPlain, kShort, kDropout, kScoreMod, kMasked, kOneWave, kSoftcap, kAlibi };
+// kListed: blocks by list, of a mask as data (core/block_list.h).
+enum class FwdVariant { kPlain, kShort, kDropout, kScoreMod, kMasked, kOneWave, kSoftcap, kAlibi, kListed };
 
 constexpr const char* variant_name(FwdVariant variant) {
   switch (variant) {
@@ -38,6 +39,7 @@ constexpr const char* variant_name(FwdVariant variant) {
     case FwdVariant::kOneWave: return "one_wave";
     case FwdVariant::kSoftcap: return "softcap";
     case FwdVariant::kAlibi: return "alibi";
+    case FwdVariant::kListed: return "listed";
   }
   return "";
 }
@@ -171,6 +173,10 @@ constexpr Sm90FwdTile sm90_fwd_tile(int head_dim, FwdVariant variant) {
     if (head_dim_index(head_dim) == head_dim_index(kSm90MaskedTile.head_dim)) return kSm90MaskedTile;
     variant = FwdVariant::kPlain;
   }
+  if (variant == FwdVariant::kListed) {
+    if (head_dim_index(head_dim) == head_dim_index(kSm90MaskedTile.head_dim)) return kSm90MaskedTile;
+    variant = FwdVariant::kPlain;
+  }
   if (variant == FwdVariant::kOneWave) return kSm90OneWaveTiles[head_dim_index(head_dim) - kSm90FirstHeadDim];
   if (modifies_scores(variant)) variant = FwdVariant::kScoreMod;
   return kSm90FwdTiles[static_cast<int>(variant)][head_dim_index(head_dim) - kSm90FirstHeadDim];
@@ -179,7 +185,8 @@ constexpr Sm90FwdTile sm90_fwd_tile(int head_dim, FwdVariant variant) {
 // Whether kernels of a tile read paged K and V: two consumer groups, and dropout, leave no warps for it; rows are
 // looked up 32 at a time.
 constexpr bool sm90_reads_pages(const Sm90FwdTile& tile, FwdVariant variant) {
-  return tile.consumer_groups == 1 && variant != FwdVariant::kDropout && tile.block_n % 32 == 0;
+  return tile.consumer_groups == 1 && variant != FwdVariant::kDropout && variant != FwdVariant::kListed &&
+         tile.block_n % 32 == 0;
 }
 
 // Whether masked calls of this head dim have a tile of their own.

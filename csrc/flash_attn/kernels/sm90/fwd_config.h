@@ -4,6 +4,7 @@
 
 #include <cute/tensor.hpp>
 
+#include "core/block_list.h"
 #include "core/trip_count.h"
 #include "kernels/common/accumulator.h"
 #include "kernels/common/convert.h"
@@ -65,11 +66,18 @@ struct FwdConfig {
   // KV blocks are walked upwards, unmasked ones first; P V reads V as it is.
   static constexpr bool kDescending = false;
   static constexpr bool kTransposedV = false;
-  using TripCount = WarpgroupTripCount<typename MaskOf<FwdConfig>::Bounds>;
+  static constexpr bool kListed = kVariant == FwdVariant::kListed;  // blocks in the order of a list
+  struct NoTripCount {};
+  using Order = std::conditional_t<kListed, BlockList, KvBlockOrder>;
+  using TripCount = std::conditional_t<kListed, NoTripCount, WarpgroupTripCount<typename MaskOf<FwdConfig>::Bounds>>;
   template <class Mask>
-  __device__ __forceinline__ static TripCount trip_count(const Mask& mask, const KvBlockOrder& order, int row_begin,
+  __device__ __forceinline__ static TripCount trip_count(const Mask& mask, const Order& order, int row_begin,
                                                          int row_end) {
-    return warpgroup_trip_count(mask, order, row_begin, row_end, kBlockN);
+    if constexpr (kListed) {
+      return {};
+    } else {
+      return warpgroup_trip_count(mask, order, row_begin, row_end, kBlockN);
+    }
   }
 
   // What follows from the variant.
@@ -99,6 +107,7 @@ struct FwdConfig {
   static constexpr bool kPackedDropout = kPolicy.has(plan::fwd_feature::kPackedDropout);
   static constexpr bool kRandomBitsInPv = kPolicy.has(plan::fwd_feature::kRandomBitsInPv);
   static constexpr bool kSplitKv = kPolicy.has(plan::fwd_feature::kSplitKv);
+  static constexpr int kMostListedSkips = plan::sm90_most_listed_skips(kTile, kPolicy);
   static constexpr int kSums = kPolicy.row_sums;
   using Flag = std::conditional_t<kPolicy.has(plan::fwd_feature::kIntFlags), int, bool>;
 

@@ -24,6 +24,7 @@ struct FwdLaunch {
   FastDiv group;              // query heads per K/V head
   int* tile_count_semaphore;  // null: static schedule, equally many tiles per consumer group
   KvSplits splits;            // of each work tile's keys; a split is a tile of its own
+  MaskParams mask;            // of kListed
 };
 
 // Whether a work tile is one of several splits.

@@ -40,6 +40,7 @@ struct FwdMainloop {
   using FragmentP = decltype(cute::make_tensor<Element>(LayoutP{}));
 
   const Flash_fwd_params& params;
+  const MaskParams& mask;  // of kListed
   Storage& storage;
   const int group;                    // index of the warpgroup in its consumer group
   const AccumulatorCoords<4> coords;  // within the warpgroup's 64 rows
@@ -53,9 +54,11 @@ struct FwdMainloop {
   float slope_log2;                 // ALiBi slope of the tile's head
   int alibi_row;                    // position of the warpgroup's first row on the axis of the keys, for ALiBi
   ShortSoftcapSeries short_series;  // of the softcap
+  BlockEntry entry;                 // kListed: of the block that is masked
+  bool clears_next = true;          // kListed: the next P V is the tile's first
 
-  __device__ __forceinline__ FwdMainloop(const Flash_fwd_params& params_, Storage& storage_, int group_)
-      : params(params_), storage(storage_), group(group_), coords(threadIdx.x % 128) {}
+  __device__ __forceinline__ FwdMainloop(const FwdLaunch& launch, Storage& storage_, int group_)
+      : params(launch.params), mask(launch.mask), storage(storage_), group(group_), coords(threadIdx.x % 128) {}
 
   // Through shared memory into registers: ptxas would reload a constant in every step, and wait for it.
   __device__ __forceinline__ void load_short_series() {
@@ -183,20 +186,40 @@ struct FwdMainloop {
     }
   }
 
+  // The tile's first n_block; kNoBlock where it is known that it needs no mask.
+  __device__ __forceinline__ int first_block(const Work& work) {
+    if constexpr (Config::kListed) {
+      entry = entry_at(work, 0);
+      return entry.block();
+    } else if constexpr (kMaskFirstOnDemand) {
+      return work.steps.first_to_mask;
+    } else {
+      return work.order.block(0);
+    }
+  }
+
+  // kListed. Shuffled, so that ptxas sees uniform branches.
+  __device__ __forceinline__ BlockEntry entry_at(const Work& work, int i) const {
+    return {__shfl_sync(0xffffffffu, work.order.at(i).bits, 0)};
+  }
+  __device__ __forceinline__ bool hides_some() const { return entry.strip(group) != BlockClass::kWhole; }
+  __device__ __forceinline__ MaskFactors factors(const WorkTile& tile) const {
+    return factors_of(params, mask.factors, tile, tile.head);
+  }
+
   // P of a tile's first block, whose S is complete.
   __device__ __forceinline__ void first_step(const Work& work) {
     softmax = decltype(softmax)();
     dropout.read_col_bits(storage, k_state.stage);
     release_k();
-    const int n_block = kMaskFirstOnDemand ? work.steps.first_to_mask : work.order.block(0),
-              key = n_block * Config::kBlockN;
+    const int n_block = first_block(work), key = n_block * Config::kBlockN;
     dropout.begin_tile(params, work.tile, row_begin(work) + coords.row(0));
     if constexpr (Config::kHasScoreMod) {
       slope_log2 = ScoreMod::head_slope_log2(params, work.tile.batch, work.tile.head);
       alibi_row = alibi_diagonal(params, work.tile.batch, mask_of<Config>(params, work.tile), row_begin(work));
     }
     auto scores = row_col_view(acc_s);
-    if (!kMaskFirstOnDemand || n_block != Work::TripCount::kNoBlock) modify_scores<true>(*this, scores, work, key);
+    if (needs_mask(n_block)) modify_scores<true>(*this, scores, work, key);
     if constexpr (Config::kHasScoreMod) {
       // Not set_row_max(): with it ptxas orders the softcap loop so that it takes 2.5 % longer.
       float correction[kRows];
@@ -207,6 +230,14 @@ struct FwdMainloop {
     softmax.exponentiate(scores, params.softmax_scale_log2);
     dropout.make_all_keep_masks();
     pack_p(work, key);
+  }
+
+  __device__ __forceinline__ static bool needs_mask(int n_block) {
+    if constexpr (kMaskFirstOnDemand) {
+      return n_block != Work::TripCount::kNoBlock;
+    } else {
+      return true;
+    }
   }
 
   // One KV block: S and P of step i (`n_block`), and O += P V of the block before, the tile's first if `clears`.
@@ -223,7 +254,7 @@ struct FwdMainloop {
     issue_pv<Config::kRandomBitsInPv>(clears);
     arrive_at_order_barrier();
     // 4. S is complete, with kExpAfterPvWait P V too. Softmax; K is released as soon as S needs no recomputation.
-    const int key = (Config::kMaskBoundsInRegs ? n_block : work.order.block(i)) * Config::kBlockN;
+    const int key = block_of_step(work, i, n_block) * Config::kBlockN;
     wait_for<Config::kExpAfterPvWait && !kMasked ? 0 : 1>(acc_s);
     if constexpr (!Config::kRandomBitsInPv) dropout.read_col_bits(storage, k_state.stage);
     if constexpr (!SoftmaxStep::kMayRecomputeS) release_k();
@@ -241,6 +272,14 @@ struct FwdMainloop {
     if (rescale) rescale_o(correction);
     // 7. Pack P for the next step's P V.
     pack_p(work, key);
+  }
+
+  __device__ __forceinline__ static int block_of_step(const Work& work, int i, int n_block) {
+    if constexpr (Config::kMaskBoundsInRegs || Config::kListed) {
+      return n_block;
+    } else {
+      return work.order.block(i);
+    }
   }
 
   // Skipped blocks have to land before their stages can be released.
@@ -274,6 +313,9 @@ struct FwdMainloop {
   // All KV blocks after first_step(): unmasked, skipped on the left, masked, skipped on the right. Leaves to the caller
   // P V of the last computed block (issue_last_pv()) and V of the blocks skipped behind it, whose number it returns.
   __device__ __forceinline__ int run(const Work& work, int q_stage) {
+    if constexpr (Config::kListed) {
+      return run_listed(work, q_stage);
+    } else {
     run_unmasked(work, q_stage);
     int num_skipped = work.steps.skipped.left;
     skip_k(num_skipped);
@@ -287,10 +329,42 @@ struct FwdMainloop {
     }
     skip_k(work.steps.skipped.right);
     return num_skipped + work.steps.skipped.right;
+    }
+  }
+
+  // The same by list: blocks that are whole for all warpgroups, then partial ones.
+  __device__ __forceinline__ int run_listed(const Work& work, int q_stage) {
+    const int count = work.order.count();
+    clears_next = true;
+    int i = 1;
+    for (; i < work.order.whole; ++i) {
+      step<false>(work, i, 0, q_stage, clears_next);
+      clears_next = false;
+    }
+    int num_skipped = 0;
+    for (; i < count; ++i) {
+      entry = entry_at(work, i);
+      if (num_skipped < Config::kMostListedSkips && entry.strip(group) == BlockClass::kHidden) {
+        skip_k(1);
+        ++num_skipped;
+        continue;
+      }
+      step<true>(work, i, entry.block(), q_stage, clears_next);
+      clears_next = false;
+      skip_v(num_skipped);
+      num_skipped = 0;
+    }
+    return num_skipped;
   }
 
   // P V of the last block: issued, not waited for.
-  __device__ __forceinline__ void issue_last_pv(const Work& work) { issue_pv(work.second() >= work.count()); }
+  __device__ __forceinline__ void issue_last_pv(const Work& work) {
+    if constexpr (Config::kListed) {
+      issue_pv(clears_next);
+    } else {
+      issue_pv(work.second() >= work.count());
+    }
+  }
 
   // O is complete. S of the next tile was issued before the last P V with `overlaps`, so it is complete too; behind it
   // with kIssueNextQkEarly, so it is still under way.

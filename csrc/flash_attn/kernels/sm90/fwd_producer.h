@@ -139,7 +139,7 @@ __device__ __forceinline__ void run_scheduler(const FwdLaunch& launch, FwdStorag
       continue;
     }
     const int split = scheduler.split(index);
-    const KvBlockOrder order = kv_block_order<Config>(launch, tile, split, scheduler.splits());
+    const typename Config::Order order = kv_block_order<Config>(launch, tile, split, scheduler.splits());
     if constexpr (kMayOverlap) begin();  // before any store
     if (order.count() == 0) {
       store_fully_masked<Config>(launch, tile, split);
@@ -150,7 +150,7 @@ __device__ __forceinline__ void run_scheduler(const FwdLaunch& launch, FwdStorag
     pipeline.acquire();
   }
   begin();
-  pipeline.commit(WorkTile{}, KvBlockOrder{}, Window{}, 0);
+  pipeline.commit(WorkTile{}, typename Config::Order{}, Window{}, 0);
 }
 
 // Warp that puts the random bits of the columns, for dropout, beside every block of K.
@@ -217,13 +217,20 @@ struct FwdProducer {
     }
   }
 
-  // Waits until all consumers have released the stage. kClears: the first `num_masked` rows become zeros.
+  // Rows of a block of V that become zeros: the first so many, or those of keys that no query sees.
+  using ClearedRows = std::conditional_t<Config::kListed, MarkedRows, int>;
+  __device__ __forceinline__ static bool clears_rows(int first) { return first > 0; }
+  __device__ __forceinline__ static bool clears_rows(const MarkedRows& rows) { return rows.any(); }
+  __device__ __forceinline__ static int within_block(int first) { return min(first, Config::kBlockN); }
+  __device__ __forceinline__ static MarkedRows within_block(const MarkedRows& rows) { return rows; }
+
+  // Waits until all consumers have released the stage.
   template <int kAtoms, bool kClears = false>
   __device__ __forceinline__ void load_kv(const CUtensorMap& map, Barrier* full, Barrier* empty, Element* smem,
                                           PipelineState<Config::kKvStages>& state, int n_block, const TmaRows& rows,
-                                          int head, int num_masked = 0) {
+                                          int head, const ClearedRows& cleared = {}) {
     constexpr int kElements = Config::kBlockN * kAtoms * Config::kAtomCols;
-    const bool clears = kClears && num_masked > 0;
+    const bool clears = kClears && clears_rows(cleared);
     Barrier& tma_full = clears ? storage.pre_clear_full : full[state.stage];
     empty[state.stage].wait(state.phase ^ 1);
     if (issues) {
@@ -234,8 +241,7 @@ struct FwdProducer {
     if (clears) {
       tma_full.wait(pre_clear_phase);
       pre_clear_phase ^= 1;
-      clear_rows<Config::kBlockN, kAtoms, Config::kAtomCols>(smem + state.stage * kElements,
-                                                             min(num_masked, Config::kBlockN));
+      clear_rows<Config::kBlockN, kAtoms, Config::kAtomCols>(smem + state.stage * kElements, within_block(cleared));
       if (issues) full[state.stage].arrive();
     }
     state.advance();
@@ -261,7 +267,7 @@ struct FwdProducer {
   // A work tile being loaded.
   struct LoadWork {
     WorkTile tile;
-    KvBlockOrder order;
+    typename Config::Order order;
     TmaRows rows;
     int head_k;
   };
@@ -288,11 +294,23 @@ struct FwdProducer {
       load_vt(work, n_block);
       return;
     }
-    const MaskOf<Config> visibility = mask_of<Config>(launch.params, work.tile);
-    const int unmasked_begin_key = visibility.may_mask_left() ? first_unmasked_key(visibility) : 0;
     load_kv<Config::kAtomsV, !Config::kNoMask>(launch.v_map, storage.v_full, storage.v_empty, &storage.v[0][0], v_state,
-                                               n_block, work.rows, work.head_k,
-                                               unmasked_begin_key - n_block * Config::kBlockN);
+                                               n_block, work.rows, work.head_k, unseen_rows(work.tile, n_block));
+  }
+
+  // The rows of a block of V whose keys no query of the sequence sees.
+  __device__ __forceinline__ ClearedRows unseen_rows(const WorkTile& tile, int n_block) const {
+    if constexpr (Config::kListed) {
+      constexpr int kWords = Config::kBlockN / kMaskWordKeys;
+      const uint32_t* const seen = seen_keys(launch.params, launch.mask, tile, tile.head, tile.segment);
+      const int lane = threadIdx.x % 32, first = n_block * kWords + lane;
+      const bool valid = lane < kWords && first < (tile.seqlen_k + kMaskWordKeys - 1) / kMaskWordKeys;
+      return {valid ? ~seen[first] & MaskFactors::interval_word(0, tile.seqlen_k, first * kMaskWordKeys) : 0u};
+    } else {
+      const MaskOf<Config> visibility = mask_of<Config>(launch.params, tile);
+      const int unmasked_begin_key = visibility.may_mask_left() ? first_unmasked_key(visibility) : 0;
+      return unmasked_begin_key - n_block * Config::kBlockN;
+    }
   }
 
   // A block of V^T, whose pass has written zeros for the keys that take no part.

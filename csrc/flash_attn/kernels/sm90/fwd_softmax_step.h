@@ -7,6 +7,7 @@
 #include <type_traits>
 
 #include "kernels/common/accumulator.h"
+#include "kernels/common/listed_mask.h"
 #include "kernels/common/mask.h"
 #include "kernels/common/score_mod.h"
 #include "kernels/common/softmax.h"
@@ -24,7 +25,9 @@ __device__ __forceinline__ void modify_scores(const Mainloop& m, Scores& scores,
   if constexpr (Config::kHasScoreMod) {
     ScoreMod::apply<Config::kModifiers>(m.params, m.slope_log2, scores, m.coords, m.alibi_row, key);
   }
-  if constexpr (kMasked) {
+  if constexpr (kMasked && Config::kListed) {
+    if (m.hides_some()) apply_factors(scores, m.coords, m.factors(work.tile), visibility, first_row, key);
+  } else if constexpr (kMasked) {
     const int row_end = min(first_row + 64, work.tile.seqlen_q), key_end = key + Config::kBlockN;
     if constexpr (Config::kMaskBoundsInRegs) {
       apply_bounds(scores, m.coords, work.steps.bounds, row_end - first_row, work.tile.seqlen_k, key, key_end);
