@@ -13,7 +13,7 @@ namespace decode {
 
 using namespace sm80;  // the warp-level instructions
 
-// kDtype: of the cache. Codes of 8 bits are converted to fp16 in registers; Q, of either 16-bit type, in shared memory.
+// kDtype: of the cache. 8-bit values are converted to fp16 in registers; Q, of either 16-bit type, in shared memory.
 template <Dtype kDtype_, int kHeadDim_, int kSize, KvVariant kVariant>
 struct KvConfig {
   static constexpr Dtype kDtype = kDtype_;

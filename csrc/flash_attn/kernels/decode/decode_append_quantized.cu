@@ -1,6 +1,6 @@
-// Writes new keys and values into an 8-bit KV cache: keys rotated where the call asks for it, then both quantised by
-// the descales that they will be read with, or by descales of their own, which are written beside them. Rows that are
-// codes are copied. Of an invalid request nothing is written.
+// Writes new keys and values into an 8-bit KV cache: rotates keys if the call asks for it, then quantises both by the
+// cache's descales, or by a new descale of each row, which it also writes. Rows that are quantised already are copied.
+// Writes nothing for an invalid request.
 #include <atomic>
 #include <type_traits>
 
@@ -70,7 +70,7 @@ struct QuantizedRow {
   }
 
  private:
-  // Codes as they are.
+  // Copies quantised values.
   __device__ void copy() const {
     if (!exists || col >= params.d) return;
     const uint8_t* const from = source() + col;
@@ -131,7 +131,7 @@ struct QuantizedRow {
     }
   }
 
-  // As a cache of the element's dtype would hold it.
+  // Rounded to the element's dtype, as a cache of that dtype would hold it.
   __device__ Element rotated(const Element* from, int i) const {
     const Rotary& rotary = params.rotary;
     if (!rotates() || i >= 2 * rotary.pairs) return from[i];

@@ -1,5 +1,5 @@
-// Codes as fp16 numbers, for the kernel families that read no codes: the keys and values that a call sees, gathered
-// from a cache, from pages or from packed rows.
+// Gathers and dequantises to fp16 the visible K and V of a cache, of pages or of packed rows, for the prefill kernels,
+// which take 16-bit K and V.
 #include <algorithm>
 #include <atomic>
 
@@ -16,13 +16,13 @@ namespace {
 using namespace decode;
 
 constexpr int kThreads = 256;
-constexpr int kUnits = 4;  // of a thread, whose reads are in flight together
+constexpr int kUnits = 4;  // of a thread; their reads are in flight together
 constexpr int kBlockUnits = 2 * kThreads * kUnits;
 constexpr int kBlocksPerSm = 3;
 constexpr int kWaves = 8;  // of CTAs at most: capacities are far above lengths, and CTAs without keys cost time
-constexpr int kMostBlockKeys = 256;  // keys of an n_block: rows beside those that are seen are loaded with them
+constexpr int kMostBlockKeys = 256;  // keys of an n_block: masked rows in the same block are loaded too
 
-// A unit times a descale, or times one for each of its columns.
+// A vector times one descale, or times one for each column.
 template <Dtype kCodes>
 __device__ __forceinline__ uint4 dequantize(uint2 codes, float descale, const float* of_channels, int64_t stride) {
   float values[kUnitCols];
@@ -37,7 +37,7 @@ struct DequantizeArguments {
   DequantizedKv to;
   FastDiv units_of_row, units_of_head;
   int rows_of_block;
-  int ctas_of_sequence;  // for K; V has as many. Each takes every so many-th block
+  int ctas_of_sequence;  // CTAs of a sequence for K; V has as many. Each takes every ctas_of_sequence-th block
 
   DequantizeArguments(const Flash_kvcache_params& params_, const DequantizedKv& to_)
       : params(params_),
@@ -57,10 +57,10 @@ struct DequantizeArguments {
 
 // The keys of a sequence that are dequantised.
 struct SourceKeys {
-  KvRequest request;  // of packed rows: of none
+  KvRequest request;  // unused for packed rows
   int begin = 0;
   int end = 0;
-  int zeros_begin = 0, zeros_end = 0;  // the rows around them that are written too
+  int zeros_begin = 0, zeros_end = 0;  // rows around them that are written as zeros
 };
 
 __device__ __forceinline__ SourceKeys packed_rows(const Flash_kvcache_params& params) {
@@ -75,9 +75,9 @@ __device__ __forceinline__ SourceKeys sequence_keys(const DequantizeArguments& a
   const int room = arguments.to.rows_per_sequence;
   SourceKeys keys;
   keys.request = params.is_varlen() ? packed_request(params, index + 1) : kv_request(params, index);
-  const int count = min(keys.request.seqlen_k, room);  // of longer sequences the results are not used
+  const int count = min(keys.request.seqlen_k, room);  // the results of longer sequences are not used
   if (is_first && arguments.to.key_ranges != nullptr) {
-    // Of packed sequences, keys in invalid pages are zeros.
+    // In packed sequences, keys in invalid pages are zeros.
     const bool has_keys = params.is_varlen() || takes_part(params, keys.request);
     if (threadIdx.x == 0) {
       arguments.to.key_ranges[2 * index] = index * room;
@@ -95,7 +95,7 @@ __device__ __forceinline__ SourceKeys sequence_keys(const DequantizeArguments& a
   return keys;
 }
 
-// A key: where its codes and its descales lie.
+// Where the values and descales of a key are.
 struct KeyPlace {
   int64_t batch;  // page, or sequence of the cache
   int64_t row;
@@ -120,7 +120,7 @@ struct Dequantizer {
   const uint8_t* from;
   const MatrixStrides& strides;
   const KvDescale& descale;
-  bool by_power;  // of the descale of a head, see DequantizedKv
+  bool by_power;  // only by the power of two of a head's descale, see DequantizedKv
   __half* to;     // row of key 0
 
   struct Unit {
@@ -166,7 +166,7 @@ struct Dequantizer {
         dequantize<kCodes>(unit.codes, unit.descale, unit.of_channels, descale.col);
   }
 
-  // Of the keys from first_key on, those of a thread block.
+  // A thread block's share of the keys from first_key on.
   __device__ __forceinline__ void run(int first_key) const {
     const int all_units = arguments.rows_of_block * arguments.units_of_row.divisor;
 #pragma unroll 1
@@ -180,7 +180,8 @@ struct Dequantizer {
   }
 };
 
-// No call of allow_next_kernel(): the forward, which may be launched as this kernel's dependent, reads all of it.
+// Never calls allow_next_kernel(): the forward, which may be launched as this kernel's dependent, reads all of its
+// results.
 template <Dtype kCodes>
 __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     dequantize_kv_kernel(const __grid_constant__ DequantizeArguments arguments) {

@@ -1,5 +1,4 @@
-// What the forward's kernel families, which serve calls of many query rows, need around them: the key ranges of each
-// request, and the LSE of requests that take no part.
+// Around a prefill over a KV cache: key ranges of each request before it, the LSE of inactive requests after it.
 #include <atomic>
 
 #include "kernels/common/launch.h"
@@ -29,7 +28,7 @@ __global__ void __launch_bounds__(kThreads) kvcache_keys_kernel(const __grid_con
   arguments.cached_keys[2 * request.index + 1] = has_keys ? request.seqlen_k : 0;
 }
 
-// To the forward a request that takes no part is one without keys, whose LSE is the sink.
+// The prefill treats an inactive request as one without keys, whose LSE is the sink.
 __global__ void __launch_bounds__(kThreads) kvcache_lse_kernel(const __grid_constant__ Flash_kvcache_params params) {
   const KvRequest request = kv_request(params, blockIdx.x);
   if (takes_part(params, request)) return;

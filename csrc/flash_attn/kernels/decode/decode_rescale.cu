@@ -1,5 +1,5 @@
-// Queries and results times descales, from one type to another: around the kernels of fp16 that take what
-// decode_dequantize.cu makes of codes, and for queries that are codes.
+// Multiplies queries and results by descales and converts their dtype: around prefill kernels that read the fp16 K and
+// V of decode_dequantize.cu, and for e4m3 queries.
 #include <algorithm>
 #include <atomic>
 
@@ -13,16 +13,16 @@ namespace {
 using namespace decode;
 
 constexpr int kThreads = 256;
-constexpr int kUnits = 4;  // of a thread, whose reads are in flight together
+constexpr int kUnits = 4;  // of a thread; their reads are in flight together
 constexpr int kBlockUnits = kThreads * kUnits;
 
 struct RescaleArguments {
   Flash_kvcache_params params;
   RescaledRows rows;
   FastDiv units_of_token, units_of_row;
-  FastDiv tokens;  // of an element of the batch; a packed batch is one
+  FastDiv tokens;  // tokens of a batch element; a packed batch counts as one element
   int64_t all_units;
-  bool finds_sequences;  // of packed rows, for their descales
+  bool finds_sequences;  // finds the sequences of packed rows, for their descales
 
   RescaleArguments(const Flash_kvcache_params& params_, const RescaledRows& rows_) : params(params_), rows(rows_) {
     units_of_row = FastDiv((params.d + kUnitCols - 1) / kUnitCols);
@@ -39,7 +39,7 @@ struct RescaleArguments {
 struct FirstToken {
   int64_t batch;
   int token;
-  int unit;  // of its row
+  int unit;  // vector of its row
 
   __device__ __forceinline__ explicit FirstToken(const RescaleArguments& arguments) {
     const int64_t first = static_cast<int64_t>(blockIdx.x) * kBlockUnits;
@@ -71,7 +71,7 @@ struct RowUnit {
   }
 };
 
-// What a unit is multiplied by.
+// The factor of a vector.
 struct UnitFactor {
   float factor = 1.0f;
   const float* of_channels = nullptr;
@@ -127,7 +127,7 @@ __device__ __forceinline__ void store_unit(uint16_t* to, const uint4& unit, int 
   }
 }
 
-// Rows may be rewritten where they stand: a thread has read its units before it writes them.
+// Rows may be rewritten in place: a thread reads its vectors before it writes them.
 template <Dtype kFrom, Dtype kTo>
 __global__ void __launch_bounds__(kThreads) rescale_rows_kernel(const __grid_constant__ RescaleArguments arguments) {
   const RescaledRows& rows = arguments.rows;

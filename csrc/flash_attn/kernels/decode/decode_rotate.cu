@@ -1,4 +1,4 @@
-// Rotated queries, for the forward's kernel families, which serve calls of many query rows.
+// Rotates queries, for a prefill over a KV cache.
 #include <atomic>
 
 #include "core/static_switch.h"
@@ -19,7 +19,7 @@ struct RotateArguments {
   void* rotated;
 };
 
-// Units of work of a row: its rotated pairs, then the columns that are not rotated.
+// Threads of a row: one for each rotated pair, then one for each column that is not rotated.
 __host__ __device__ int units_of_row(const Flash_kvcache_params& params) { return params.d - params.rotary.pairs; }
 
 template <class Element>

@@ -19,7 +19,7 @@ struct PlanArguments {
   SchedHeader* schedule;
 };
 
-// What the prefix sum runs over: work items, or the segments of a packed batch.
+// The entries of the prefix sum: work items, or the segments of a packed batch.
 __device__ int units(const Flash_kvcache_params& params) {
   return params.is_varlen() ? params.b + 2 : params.work_items;
 }
@@ -39,7 +39,7 @@ __device__ int64_t unit_work(const Flash_kvcache_params& params, int unit) {
   return work;
 }
 
-// The work item of `unit`, which begins at entry.work_item_begin, that holds n_block `target`.
+// The work item of entry `index`, which begins at entry.work_item_begin, that holds n_block `target`.
 __device__ void set_work_item(const Flash_kvcache_params& params, int unit, int64_t target, SchedEntry& entry) {
   entry.work_item = unit;
   if (!params.is_varlen()) return;
@@ -54,7 +54,7 @@ __device__ void set_work_item(const Flash_kvcache_params& params, int unit, int6
   entry.work_item = packed_first_work_item(params, queries, unit) + tile;
 }
 
-// The work item at n_block `target` of the linearised work: first the thread whose units hold it, then the unit.
+// The work item at n_block `target` of the linearised work: first the thread whose entries hold it, then the entry.
 __device__ SchedEntry entry_at(const Flash_kvcache_params& params, const int64_t* ends, int64_t target) {
   int low = 0, high = kThreads - 1;
   while (low < high) {
@@ -78,7 +78,7 @@ __device__ SchedEntry entry_at(const Flash_kvcache_params& params, const int64_t
   return entry;
 }
 
-// Whether a packed batch has what the call is for. All threads together.
+// Whether a packed batch has sequences long enough for this call (skip_up_to_keys). All threads together.
 __device__ bool has_work(const Flash_kvcache_params& params) {
   if (!params.is_varlen() || params.skip_up_to_keys < 0) return true;
   bool is_longer = false;
@@ -91,7 +91,7 @@ __device__ bool has_work(const Flash_kvcache_params& params) {
 __global__ void __launch_bounds__(kThreads) kvcache_plan_kernel(const __grid_constant__ PlanArguments arguments) {
   extern __shared__ __align__(16) char smem[];
   const Flash_kvcache_params& params = arguments.params;
-  int64_t* const ends = reinterpret_cast<int64_t*>(smem);  // of each thread's units
+  int64_t* const ends = reinterpret_cast<int64_t*>(smem);  // of each thread's entries
   if (params.is_varlen()) prepare_varlen(params);
   const WorkItemRange own(has_work(params) ? units(params) : 0, threadIdx.x, kThreads);
   int64_t work = 0;

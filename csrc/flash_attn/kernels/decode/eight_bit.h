@@ -1,4 +1,4 @@
-// Conversion of codes in registers to fp16, two at a time, and of numbers to codes.
+// Conversion of 8-bit values in registers to fp16, two at a time, and quantisation.
 #pragma once
 
 #include <cmath>
@@ -28,7 +28,7 @@ __device__ __forceinline__ uint32_t hfma2(uint32_t a, uint32_t b, uint32_t c) {
   return result;
 }
 
-// Two 8-bit codes, those that `kSecond` chooses of a word, as fp16.
+// Two 8-bit values of a word, the upper ones with kSecond, as fp16.
 template <bool kSecond>
 __device__ __forceinline__ uint32_t decode_e4m3(uint32_t word) {
   using namespace eight_bit;
@@ -48,7 +48,7 @@ __device__ __forceinline__ uint32_t decode_e4m3(uint32_t word) {
 #endif
 }
 
-// word: with kInt8Sign flipped.
+// word: after kInt8Sign was flipped.
 template <uint32_t kSelector>
 __device__ __forceinline__ uint32_t decode_int8(uint32_t word) {
   return hadd2(__byte_perm(word, eight_bit::kInt8Exponent, kSelector), eight_bit::kInt8Bias);
@@ -87,7 +87,7 @@ __device__ __forceinline__ float in_half_range(float value) {
   return fabsf(value) > kLargestHalf && fabsf(value) < INFINITY ? copysignf(kLargestHalf, value) : value;
 }
 
-// What K takes of its descale where queries take the rest.
+// K's part of its descale if queries take the rest.
 __device__ __forceinline__ float key_power(float descale) {
   return __uint_as_float(eight_bit::key_power(__float_as_uint(descale)));
 }
@@ -129,7 +129,7 @@ __device__ __forceinline__ uint32_t encode(float value, Dtype codes) {
   return codes == Dtype::kE4m3 ? encode_e4m3(value) : encode_int8(value);
 }
 
-// Of a row with the largest magnitude `amax`, NaN left out.
+// The descale of a row whose largest magnitude, NaN left out, is `amax`.
 __device__ __forceinline__ float descale_of(float amax, bool has_nan, Dtype codes) {
   constexpr float kLargestFloat = 3.40282346638528859811704183484516925e+38f;
   constexpr float kSmallest = 1.17549435082228750796873653722224568e-38f;  // 2^-126

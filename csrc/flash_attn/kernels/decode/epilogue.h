@@ -10,7 +10,7 @@
 namespace flash {
 namespace decode {
 
-// What becomes of a split's result.
+// Where a split's result goes.
 enum class PartialKind { kOutput, kPartial, kAccumulate, kHalf };
 
 template <class Config>
@@ -48,8 +48,8 @@ struct KvEpilogue {
     }
   }
 
-  // The tile of at most 16 rows whose halves the two CTAs of the cluster hold in shared memory. Each finishes every
-  // other kThreads vectors of it.
+  // The tile of at most 16 rows whose halves the two CTAs of the cluster hold in shared memory. Each CTA finishes every
+  // second range of kThreads vectors.
   __device__ __forceinline__ void combine_halves() const {
     const KvQueries queries = kv_queries<!Config::kPlain>(params, part.request.index);
     const int rows = min(kv_rows(params, queries) - part.row_tile * Config::kRows, Config::kRows);
@@ -94,7 +94,7 @@ struct KvEpilogue {
     }
   }
 
-  // A row times V's descales: results are those of dequantised values from here on.
+  // Multiplies a row by V's descales: from here on results are those of dequantised values.
   __device__ __forceinline__ void stage_dequantized(Mainloop& mainloop, int mi, int half, float* to) const {
     const int row = threadIdx.x % 32 / 4 + 8 * half, first_col = eight_bit::o_col(threadIdx.x % 4);
     const KvDescale& descale = params.v_descale;
@@ -148,14 +148,14 @@ struct KvEpilogue {
     }
   }
 
-  // This CTA's half lies in a K/V stage: after the only part of its range all stages are free, or hold at this offset
-  // what this thread has just read.
+  // This CTA's half lies in a K/V stage. After the only part of its range all stages are free; this offset may hold
+  // only what this thread has just read.
   __device__ __forceinline__ float4* half_o(int row, int col) const {
     return reinterpret_cast<float4*>(reinterpret_cast<float*>(ring.first_stage()) + smem_offset(row, col));
   }
   __device__ __forceinline__ RowStats* half_stats() const { return stats + Config::kGroups * 16; }
 
-  // The first warp group that has the K/V head of row `tile_row`; all of them are `tile_heads` apart.
+  // The first warp group with the K/V head of row `tile_row`; the others follow at distances of `tile_heads`.
   __device__ __forceinline__ int first_group(int tile_row) const {
     if (ring.group_step.pair_bit() == 0) return 0;
     const int row = part.row_tile * Config::kRows + tile_row;

@@ -1,6 +1,7 @@
-// Mainloop of the decode kernel: S = Q K^T, online softmax, O += P V, a warp takes one step of keys at a time. Warp
-// groups visit the same n_blocks, each its own step of them, and meet only when a split is combined. Where a tile has
-// two K/V heads, a group multiplies the queries of both by its own; the rows of the other one come to nothing.
+// Mainloop of the decode kernel: S = Q K^T, online softmax, O += P V; a warp takes one step of keys at a time. Warp
+// groups visit the same n_blocks, each a different step of them, and meet only when a split is combined. If a tile has
+// two K/V heads, a group multiplies the queries of both heads by one of them; the other head's rows are computed and
+// discarded.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -117,7 +118,7 @@ struct KvMainloop {
     return *reinterpret_cast<const float2*>(descales + pair * 8 + lane() % 4 * 2);
   }
 
-  // Raw scores are those of dequantised keys from here on: the row max, score modifiers and the LSE need no descale.
+  // From here on raw scores are those of dequantised keys: the row max, score modifiers and the LSE need no descale.
   template <class Scores>
   __device__ __forceinline__ void scale_scores(Scores& scores) const {
 #pragma unroll
@@ -132,7 +133,7 @@ struct KvMainloop {
     }
   }
 
-  // Descales of keys that a row does not see must not count: another call may not have these keys.
+  // Descales of keys that a row does not see must not matter: another call may not have these keys.
   template <class Scores, class Out>
   __device__ __forceinline__ void raise_units(const Scores& scores, Out& out, bool is_masked) {
     float factor[kRows], of_all = 0.0f;
@@ -166,7 +167,7 @@ struct KvMainloop {
     }
   }
 
-  // A key that a row does not see may have a descale far above the row's unit, or NaN: its probability stays 0.
+  // A key that a row does not see may have a descale far above the row's block scale, or NaN: its probability stays 0.
   template <class Scores>
   __device__ __forceinline__ void scale_probabilities(Scores& scores, bool is_masked) const {
 #pragma unroll

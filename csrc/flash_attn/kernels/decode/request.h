@@ -15,10 +15,10 @@ struct KvRequest {
   int first_row = 0;  // row of the cache that is key 0
   int seqlen_k = 0;   // keys, the appended ones included
   int cached = 0;     // rows before the appended ones, and the rotary position of the first query
-  // It does not fit, or something else of it lies outside its tensor: it is computed without being read, and its result
+  // The request does not fit, or part of it lies outside its tensor: it is computed without being read, and its result
   // is replaced. (Lengths alone decide the schedule, which may have been made before.)
   bool rejected = true;
-  bool fits = false;  // false: padding, lengths beyond the cache, or rows of no sequence; such a request has no keys
+  bool fits = false;  // false: inactive, lengths beyond the cache, or rows of no sequence; such a request has no keys
 
   __device__ __forceinline__ bool is_valid() const { return !rejected; }
 };

@@ -1,4 +1,5 @@
-// Rows in units of eight columns, which a thread reads, multiplies and writes at once: codes, or 16-bit numbers.
+// Rows in vectors of eight columns, which a thread reads, multiplies and writes at once: 8-bit values or 16-bit
+// numbers.
 #pragma once
 
 #include "kernels/common/element.h"
@@ -37,7 +38,7 @@ __device__ __forceinline__ void unpack_unit(uint4 unit, float (&values)[kUnitCol
   for (int i = 0; i < 4; ++i) unpack_pair(pairs[i], NativePairOf<kDtype>{}, values[2 * i], values[2 * i + 1]);
 }
 
-// In the range of fp16, where that is kDtype.
+// Clamped to the range of fp16 if that is kDtype.
 template <Dtype kDtype>
 __device__ __forceinline__ uint4 pack_unit(float (&values)[kUnitCols]) {
   uint32_t words[4];
@@ -53,7 +54,7 @@ __device__ __forceinline__ uint4 pack_unit(float (&values)[kUnitCols]) {
   return {words[0], words[1], words[2], words[3]};
 }
 
-// vector_bytes: 8 or more, 4, or less; then there are `count` codes.
+// vector_bytes: 8 or more, 4, or less; then there are `count` values.
 __device__ __forceinline__ uint2 load_codes(const uint8_t* from, int vector_bytes, int count) {
   uint2 codes{0, 0};
   if (vector_bytes >= 8) return *reinterpret_cast<const uint2*>(from);
@@ -68,7 +69,7 @@ __device__ __forceinline__ uint2 load_codes(const uint8_t* from, int vector_byte
   return codes;
 }
 
-// The sequence of a packed row, any one for rows of none. segments: of q or of k.
+// The sequence of a packed row; an arbitrary one for rows of none. segments: of q or of k.
 __device__ __forceinline__ int sequence_of_row(const int* segments, int batch, int row) {
   int low = 0, high = batch + 2;  // segments[low] <= row < segments[high], were there no empty ones
   while (high - low > 1) {

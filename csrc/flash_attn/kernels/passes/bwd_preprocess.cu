@@ -1,7 +1,8 @@
-// softmax_d = rowsum(dO * O) - dlse, which the backward subtracts from dP. rowsum(dO * O): gradient through the softmax
-// normalisation (Dao et al. 2022, appendix B.2). A gradient dlse of the LSE adds dlse * P to dS, because dLSE / dS = P.
-// A sink is a key without a value: its dP is 0, and its gradient the sum of P (0 - softmax_d) over the rows. O of fully
-// masked rows is constant: their dO is not read. Bound by reading dO and O once, and by clearing the fp32 dQ.
+// softmax_d = rowsum(dO * O) - dlse, which the backward subtracts from dP. rowsum(dO * O) is the gradient through the
+// softmax normalisation (Dao et al. 2022, appendix B.2). A gradient dlse of the LSE adds dlse * P to dS, because dLSE /
+// dS = P. A sink is a key without a value: its dP is 0, and its gradient is the sum of P (0 - softmax_d) over the rows.
+// O of fully masked rows is constant: their dO is not read. Bound by reading dO and O once, and by clearing the fp32
+// dQ.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
@@ -49,7 +50,8 @@ __device__ float apply_lse(const Flash_bwd_params& params, int64_t row, float si
   return -expf(sink - lse) * softmax_d;
 }
 
-// Whether a row's O depends on Q. Of calls that keep dQ, whose other keys this one does not know, the LSE says so.
+// Whether a row's O depends on Q. A call that keeps dQ adds to that of other keys, which it does not know: the LSE
+// tells.
 __device__ bool has_keys(const Flash_bwd_params& params, int64_t lse_row, int row, int first_row) {
   return params.keeps_dq ? !isinf(params.softmax_lse_ptr[lse_row + row]) : row >= first_row;
 }

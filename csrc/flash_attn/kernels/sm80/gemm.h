@@ -1,4 +1,5 @@
-// GEMMs on mma.sync with operands in shared memory or registers. ldmatrix loads fragments one k-slice ahead of the MMA.
+// GEMMs on mma.sync with operands in shared memory or registers. ldmatrix loads the fragments of a k-slice during the
+// MMA of the previous one.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -93,7 +94,7 @@ using OperandFragment = decltype(cute::make_tensor<typename Tile::value_type>(
 template <Side kSide, Operand kOperand, class Mma, class Fragment, class Tile>
 __device__ __forceinline__ auto operand_loader(const Mma&, Fragment& fragment, const Tile& tile) {
   OperandSquares<kSide, kOperand, Mma, Tile> squares(tile, threadIdx.x);
-  // Or the compiler computes all XORs of a loop ahead of it, and spills.
+  // Otherwise the compiler computes all XORs of a loop before it, and spills.
   if constexpr (kOperand == Operand::kPlain) asm volatile("" : "+r"(squares.offset));
   return [&fragment, squares](int k) { squares.load(fragment, k); };
 }

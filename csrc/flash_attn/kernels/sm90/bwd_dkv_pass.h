@@ -1,8 +1,8 @@
-// The dK and dV pass of the wgmma backward with a dQ pass: keys of a K/V head against every m_block that sees them,
-// for all query heads of the group. Where registers hold dK and dV of 64 keys, each consumer has 64 of 128
-// (KeyTileConsumer). Else there are 64, whose steps the consumers split by role: consumer 0 computes S, P and dV,
-// consumer 1 dP, dS and dK. P is handed over in fp32 in the order of the registers, which both have alike. Either has
-// its own tile of K or V, which is given back before the last gradients are complete; these leave straight from
+// The dK and dV kernel of the two-pass wgmma backward: keys of a K/V head against every m_block that sees them, for all
+// query heads of the group. If registers hold dK and dV of 64 keys, a thread block has 128 keys, 64 for each consumer
+// (KeyTileConsumer). Otherwise it has 64, and the consumers split each step by role: consumer 0 computes S, P and dV,
+// consumer 1 dP, dS and dK; P is handed over in fp32 in register order, which is the same in both. Each consumer has
+// its own tile of K or V and releases it before the last gradients are complete; these are stored straight from
 // registers.
 #pragma once
 
@@ -141,8 +141,8 @@ struct DvConsumer : DkvConsumer<Config> {
     __syncwarp();  // wgmma needs converged warps
   }
 
-  // S of the next step is in flight behind dV of this one; no product is in flight where branches meet, since ptxas
-  // serialises those.
+  // S of the next step is issued after dV of this one, and both are in flight. No wgmma is in flight where branches
+  // join: ptxas would serialise it (C7514).
   __device__ __forceinline__ void accumulate(const BwdWorkTile& tile, const QBlockOrder& order, Gradient& acc_dv) {
     const int count = order.count();
     QStep at = order.start();
@@ -176,7 +176,7 @@ struct DvConsumer : DkvConsumer<Config> {
     start_scores<Config, Config::kHeadDim>(thread, storage.k[0], storage.q[state.stage], acc_s, [](int) {});
   }
 
-  // P of the step from its scores, for consumer 1 and, returned, for dV. Releases Q.
+  // P of the step from its scores: published for consumer 1 and returned for dV. Releases Q.
   __device__ __forceinline__ auto publish_p(const BwdWorkTile& tile, const QStep& at, Scores& acc_s) const {
     const TileCoords tile_coords{tile.batch, at.head, at.m_block * Config::kBlockM, tile.n_block * Config::kBlockN};
     const MaskOf<Config> visibility = mask_of<Config>(params, tile);
@@ -234,7 +234,7 @@ struct DkConsumer : DkvConsumer<Config> {
     __syncwarp();  // wgmma needs converged warps
   }
 
-  // dP of the next step is in flight behind dK of this one.
+  // dP of the next step is issued after dK of this one, and both are in flight.
   __device__ __forceinline__ void accumulate(int count, Gradient& acc_dk) {
     Scores acc_dp;
     storage.v_full[0].wait(kv_phase);
@@ -306,7 +306,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   DkvStorage<Config>& storage = *reinterpret_cast<DkvStorage<Config>*>(smem);
   if (threadIdx.x == 0) storage.init_barriers();
   __syncthreads();
-  // The order matters: the dQ pass, which may start from here on, takes softmax_d for complete.
+  // The order matters: the dQ kernel, which may start from here on, relies on a complete softmax_d.
   wait_for_previous_kernel();
   allow_next_kernel();
   const int warp_group = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // warp-uniform, so that branches on it are

@@ -1,7 +1,7 @@
-// The dQ pass of the wgmma backward above head dim 128, scheduled like a forward: 128 rows of a query head stay in
-// shared memory, 64 for each consumer, and the K and V blocks that they see pass. S = Q K^T and dP = dO V^T have rows
-// as rows, so that dS is the left operand of dQ += dS K from registers, and a thread has two rows of LSE and softmax_d.
-// dQ is complete in registers and stored once: no fp32 accumulator, no additions, the same bits in every run.
+// The dQ kernel of the two-pass wgmma backward, scheduled like a forward: 128 rows of a query head stay in shared
+// memory, 64 for each consumer, while the K and V blocks that they see are streamed. S = Q K^T and dP = dO V^T have
+// queries as rows, so that dS is the left operand of dQ += dS K from registers and a thread needs LSE and softmax_d of
+// two rows. dQ is complete in registers and stored once: no fp32 accumulator, no additions, the same bits in every run.
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
@@ -21,7 +21,7 @@
 namespace flash {
 namespace sm90 {
 
-// The n_blocks that a work tile's rows see, visited downwards.
+// The n_blocks that a work tile's rows see, in descending order.
 template <class Config>
 __device__ __forceinline__ BlockRange visited_n_blocks(const Flash_bwd_params& params, const WorkTile& tile) {
   return block_range(mask_of<Config>(params, tile), tile.row_begin, tile.row_end, Config::kDqBlockN);
@@ -136,7 +136,7 @@ __device__ __forceinline__ void store_column_bits(const Flash_bwd_params& params
   }
 }
 
-// What a thread knows of its two rows.
+// A thread's two rows.
 struct DqRows {
   float lse_log2[2];  // +inf where the row is fully masked or beyond the sequence
   float softmax_d[2];
@@ -152,7 +152,7 @@ struct DqRows {
     for (int mi = 0; mi < 2; ++mi) {
       const int row = row_begin + coords.row(mi);
       const bool valid = row >= first_row && row < tile.seqlen_q;
-      // Not from the L1 cache: this kernel may have started before the one ahead was complete.
+      // Bypasses L1: this kernel may have started before the preceding one was complete.
       rows.lse_log2[mi] = valid ? lse_or_inf(__ldcg(lse + row)) * ScoreMod::kLog2e : INFINITY;
       rows.softmax_d[mi] = valid ? __ldcg(delta + row) : 0.0f;
     }
@@ -203,7 +203,7 @@ struct DqConsumer {
     __syncwarp();
   }
 
-  // Blocks of the work tile that this consumer's rows do not see are passed by.
+  // Skips the blocks of the work tile that this consumer's rows do not see.
   __device__ __forceinline__ void visit(const WorkTile& tile, const DqRows& rows, int row_begin,
                                         const BlockRange& n_blocks, Gradient& acc_dq) {
     const int row_end = min(row_begin + Config::kBlockM, tile.row_end);
@@ -223,7 +223,7 @@ struct DqConsumer {
     tile_phase ^= 1;
   }
 
-  // Waits for the block all the same: arrivals of two phases must not meet.
+  // Must still wait for the block: a second arrival in one phase is illegal.
   __device__ __forceinline__ void pass() {
     storage.k_full[k_state.stage].wait(k_state.phase);
     storage.k_empty[k_state.stage].arrive();
@@ -245,8 +245,8 @@ struct DqConsumer {
     }
   }
 
-  // dQ of this block and dP of the next one are in flight beside P of the next one; no product is in flight where
-  // branches of the loop meet, since ptxas serialises those.
+  // dQ of this block and dP of the next one overlap P of the next one. No wgmma is in flight where branches of the loop
+  // join: ptxas would serialise it (C7514).
   __device__ __forceinline__ void accumulate_scores_first(const WorkTile& tile, const DqRows& rows, int row_begin,
                                                           int begin, int end, Gradient& acc_dq) {
     Scores acc_s, acc_dp;
@@ -280,8 +280,8 @@ struct DqConsumer {
     }
   }
 
-  // S of the next block is in flight behind dQ of this one; no product is in flight where branches meet, since ptxas
-  // serialises those.
+  // S of the next block is issued after dQ of this one, and both are in flight. No wgmma is in flight where branches
+  // join: ptxas would serialise it (C7514).
   __device__ __forceinline__ void accumulate_gradient_first(const WorkTile& tile, const DqRows& rows, int row_begin,
                                                             int begin, int end, Gradient& acc_dq) {
     Scores acc_s;
@@ -316,7 +316,7 @@ struct DqConsumer {
     start_scores<Config, Config::kHeadDim>(thread, storage.q[group], storage.k[k_state.stage], acc_s, [](int) {});
   }
 
-  // With two parts of V the product has two commit groups, so that the first part is free while the second is read.
+  // With two parts of V the product has two commit groups, so that the first part is released while the second is read.
   __device__ __forceinline__ void start_dp(Scores& acc_dp) const {
     storage.v_full[v_state.stage].wait(v_state.phase);
     start_scores<Config, Config::kHeadDimV>(thread, storage.dout[group], storage.v[v_state.stage], acc_dp, [&](int k) {
@@ -340,8 +340,8 @@ struct DqConsumer {
     v_state.advance();
   }
 
-  // Keeps exp2 above the wait for dP; ptxas would sink it. No P is negative, but ptxas cannot know, so this (already
-  // complete) wait depends on every exp2.
+  // Keeps exp2 before the wait for dP; ptxas would sink it. No P is negative, but ptxas cannot know that, so this
+  // (already complete) wait depends on every exp2.
   __device__ __forceinline__ void finish_exp_before_dp_wait(const Scores& acc_p) const {
     uint32_t signs = 0;
 #pragma unroll
@@ -349,7 +349,7 @@ struct DqConsumer {
     storage.v_full[v_state.stage].wait(v_state.phase ^ (signs >> 31));
   }
 
-  // S and dP become P and dS. behind_p(): ahead of the wait for dP, behind P where P does not need dP.
+  // S and dP become P and dS. after_p() runs before the wait for dP, and after P unless P needs dP.
   template <class BehindP>
   __device__ __forceinline__ void differentiate(const WorkTile& tile, const DqRows& rows, const TileCoords& tile_coords,
                                                 Scores& acc_s, Scores& acc_dp, const BehindP& behind_p) {
@@ -373,7 +373,7 @@ struct DqConsumer {
     }
   }
 
-  // Fully masked rows are 0, whatever Q and dO have there.
+  // Fully masked rows get 0, whatever Q and dO hold there.
   __device__ __forceinline__ void store(const WorkTile& tile, const DqRows& rows, int row_begin,
                                         Gradient& acc_dq) const {
     auto values = row_col_view(acc_dq);
@@ -392,8 +392,8 @@ struct DqConsumer {
   }
 };
 
-// Launched as a dependent of the dK and dV pass, whose results it does not need: its thread blocks take the place of
-// those that have run out of n_blocks. softmax_d is complete when the first of them starts (flash_bwd_dkv_kernel()).
+// Launched as a dependent of the dK and dV kernel, whose results it does not need: its thread blocks take the SMs that
+// have run out of n_blocks. softmax_d is complete when the first of them starts (flash_bwd_dkv_kernel()).
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, 1)
     flash_bwd_dq_kernel(const __grid_constant__ BwdPassLaunch launch) {
@@ -410,7 +410,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
     if (warp == 0) {
       DqLoader<Config>(launch, storage).run_all();
-      wait_for_previous_kernel();  // the end of this kernel stands for the end of both passes
+      wait_for_previous_kernel();  // so that the end of this kernel is the end of both
     }
     if (Config::kIsGeneral && warp == 1) {
       PipelineState<Config::kDqStages> state;

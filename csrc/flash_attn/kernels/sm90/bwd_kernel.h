@@ -35,8 +35,8 @@ __device__ __forceinline__ void add_dkv(const BwdMainloop<Config>& mainloop, Acc
            matrix.strides.row, tile.seqlen_k - key, matrix.cols);
 }
 
-// Stores this warp's 16 rows of dK or dV by TMA, staged in a tile of shared memory that has no readers left; or adds
-// the warpgroup's to an fp32 matrix.
+// Stores this warp's 16 rows of dK or dV by TMA, staged in a tile of shared memory that nobody reads any more; or adds
+// the warpgroup's rows to an fp32 matrix.
 template <class Config, class Accumulator>
 __device__ __forceinline__ void store_dkv(const BwdMainloop<Config>& mainloop, Accumulator& acc, float scale,
                                           const DkvMatrix& matrix, typename Config::Element* smem_tile) {
@@ -68,7 +68,7 @@ __device__ __forceinline__ void store_dkv(const BwdMainloop<Config>& mainloop, A
   tma_store_arrive();
 }
 
-// A consumer warpgroup: pipeline states that persist from one work tile to the next.
+// A consumer warpgroup; pipeline states persist from one work tile to the next.
 template <class Config>
 struct BwdConsumer {
   const BwdLaunch& launch;

@@ -77,8 +77,8 @@ cudaError_t run_flash_bwd_convert_dq(const Flash_bwd_params& params, const plan:
                        params.device, stream, configured_devices);
 }
 
-// softmax_d; then the kernel that computes all gradients of whole heads, or the one that adds to dQ in global memory,
-// and dQ's conversion.
+// softmax_d, then the main kernel: either it computes all gradients of whole heads, or it adds to dQ in global memory
+// and dQ's conversion follows.
 template <Dtype kDtype, int kHeadDim, BwdVariant kVariant, DqLocation kDqLocation>
 cudaError_t run_flash_bwd(const Flash_bwd_params& params, const plan::BwdPlan& plan, cudaStream_t stream) {
   using Config = BwdConfig<kDtype, kHeadDim, kVariant, kDqLocation>;
@@ -120,7 +120,7 @@ cudaError_t run_mha_bwd_narrow(const Flash_bwd_params& params, const plan::BwdPl
     case plan::BwdVariant::kAccumulate: return run(std::integral_constant<BwdVariant, BwdVariant::kAccumulate>());
     case plan::BwdVariant::kDropout: break;
   }
-  return cudaErrorInvalidValue;  // of the other family
+  return cudaErrorInvalidValue;  // a variant of the mma.sync family
 }
 
 template <Dtype kDtype, int kHeadDim, int kHeadDimV = kHeadDim>

@@ -144,7 +144,7 @@ struct BwdLoader {
   }
 };
 
-// The other warps' side of BwdLoader::run_all(): visit(BwdWorkTile) for each work tile that is not empty.
+// The counterpart of BwdLoader::run_all() in the other warps: visit(BwdWorkTile) for each work tile that is not empty.
 template <class Config, class Visit>
 __device__ __forceinline__ void for_each_work_tile(const BwdLaunch& launch, BwdStorage<Config>& storage,
                                                    const Visit& visit) {

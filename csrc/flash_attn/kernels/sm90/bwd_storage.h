@@ -56,7 +56,7 @@ struct BwdStorage {
 
   int work[2];  // work tile indices: the current one and the next
 
-  // Where dK and dV are staged for their TMA store. With kDqInSmem that is a consumer's own rows of dS.
+  // Where dK and dV are staged for their TMA store; with kDqInSmem in the consumer's rows of dS.
   static_assert(!Config::kDqInSmem || Config::kSmemDs == Config::kSmemK,
                 "a consumer's rows of dK and dV take its rows of dS");
   __device__ __forceinline__ Element* staged_dk() {

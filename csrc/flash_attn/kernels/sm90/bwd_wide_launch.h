@@ -1,4 +1,4 @@
-// Launches of the wgmma backward above head dim 128: softmax_d, the dK and dV pass, the dQ pass.
+// Launches of the two-pass wgmma backward: softmax_d, the dK and dV kernel, the dQ kernel.
 #pragma once
 
 #include "kernels/common/launch.h"
@@ -71,7 +71,7 @@ cudaError_t run_flash_bwd_dq(BwdPassLaunch launch, const plan::BwdPlan& plan, cu
                           launch.params.device, stream, configured_devices);
 }
 
-// softmax_d; then both passes. DqConfig: the dQ pass has no variant of its own for sums of dK and dV.
+// softmax_d, then both kernels. DqConfig: the dQ kernel has no variant for sums of dK and dV.
 template <class Config, class DqConfig>
 cudaError_t run_flash_bwd_passes(const Flash_bwd_params& params, const plan::BwdPlan& plan, cudaStream_t stream) {
   BwdPassLaunch launch{};
@@ -94,7 +94,7 @@ cudaError_t run_mha_bwd_wide(const Flash_bwd_params& params, const plan::BwdPlan
     case plan::BwdVariant::kAccumulate: return run_flash_bwd_passes<Accumulate, Plain>(params, plan, stream);
     case plan::BwdVariant::kDropout: break;
   }
-  return cudaErrorInvalidValue;  // of the other family
+  return cudaErrorInvalidValue;  // a variant of the mma.sync family
 }
 
 }  // namespace sm90

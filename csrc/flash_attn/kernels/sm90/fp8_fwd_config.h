@@ -1,5 +1,5 @@
-// Compile-time configuration of a wgmma forward of e4m3 q, k and v: what FwdConfig is to 16 bits, for the storage, the
-// work pipeline, the scheduler and the producer that both share.
+// Compile-time configuration of a wgmma forward of e4m3 q, k and v: the counterpart of FwdConfig, for the storage, work
+// pipeline, scheduler and producer that both share.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -31,7 +31,7 @@ struct Fp8PvOf<72> {
 template <int kCols>
 using Fp8PvAtom = typename Fp8PvOf<kCols>::Atom;
 
-// kCodes_: P as e4m3 codes straight from the scores (core/e4m3.h) instead of exp2.
+// kExpBits_: P as e4m3 bit patterns straight from the scores (core/e4m3.h) instead of exp2.
 template <Dtype kOut, int kHeadDim_, bool kCodes_>
 struct Fp8FwdConfig {
   using Element = cutlass::float_e4m3_t;
@@ -59,8 +59,8 @@ struct Fp8FwdConfig {
   static constexpr bool kHasPages = false, kHasScoreMod = false, kNoMask = false, kHasStoreWarp = false;
   static constexpr bool kAlignUnmasked = false, kPackedDropout = false, kSplitKv = false;
   static constexpr bool kFetchNextTileLate = true;
-  // Downwards, so that an attention sink at the first keys meets a row max that is settled: upwards the few bits of P
-  // would be spent on it.
+  // Descending, so that an attention sink at the first keys meets a settled row max; in ascending order it would take
+  // up the few bits of P.
   static constexpr bool kDescending = true;
   static constexpr bool kTransposedV = true;
   using TripCount = DescendingTripCount<typename MaskOf<Fp8FwdConfig>::Bounds>;
@@ -70,15 +70,15 @@ struct Fp8FwdConfig {
     return descending_trip_count(mask, order, row_begin, row_end, kBlockN);
   }
 
-  // S is computed for so many keys at a time, half a block.
+  // Keys of one step of S: half a block.
   static constexpr int kStepKeys = 64;
   static_assert(kBlockN == 2 * kStepKeys);
-  // P V of so many columns at a time goes to an accumulator of its own, which is added to O in fp32 after each block: a
+  // P V of this many columns at a time goes to a separate accumulator, which is added to O in fp32 after each block: a
   // wgmma accumulator of e4m3 products keeps 13 bits.
   static constexpr int kSliceCols = 64;
-  // Accumulators of S: of both steps of a block where there are registers for them.
+  // Accumulators of S: one for each step of a block if there are registers for them.
   static constexpr int kScoreBuffers = kHeadDim <= 64 ? 2 : 1;
-  // A loop of its own for blocks without a mask: 8 % by exp2, a loss of 4 % where P is codes.
+  // A separate loop for blocks without a mask: a gain of 8 % with exp2, a loss of 4 % with kExpBits.
   static constexpr bool kHasUnmaskedLoop = !kCodes;
 
   static constexpr int kVtRows = plan::fp8_vt_rows(kTile);
@@ -86,7 +86,7 @@ struct Fp8FwdConfig {
   using MmaQk = decltype(cute::make_tiled_mma(cute::SM90::GMMA::MMA_64x64x32_F32E4M3E4M3_SS_TN<>{}));
   static_assert(decltype(cute::tile_size<1>(MmaQk{}))::value == kStepKeys);
 
-  // A row of a swizzle atom is one of Q or K, or half of it, or one of a block of V^T.
+  // A row of a swizzle atom is a row of Q or K, or half of it; or a row of a block of V^T.
   static constexpr int kAtomCols = plan::fp8_atom_cols(kHeadDim), kAtoms = kHeadDim / kAtomCols, kAtomsV = 1;
   template <int kRowBytes>
   using KMajorAtom = std::conditional_t<kRowBytes == 128, cute::GMMA::Layout_K_SW128_Atom<Element>,
@@ -104,7 +104,7 @@ struct Fp8FwdConfig {
 
   static constexpr bool kSeparateOSmem = true;
   static constexpr int kOutAtomCols = plan::swizzle_atom_cols(kHeadDim);  // columns of O in a swizzle atom
-  static constexpr int kStagedCols = kTile.o_cols;                        // of O, staged at a time
+  static constexpr int kStagedCols = kTile.o_cols;                        // columns of O staged at a time
   static constexpr int kSmemO = 64 * kStagedCols;
 };
 

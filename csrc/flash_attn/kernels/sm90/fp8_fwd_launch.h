@@ -22,7 +22,7 @@ template <class Config>
 __global__ void flash_fwd_fp8_kernel(const __grid_constant__ Fp8FwdLaunch launch) {}
 #endif
 
-// A matrix for each K/V head, of a row for each column of V.
+// A matrix for each K/V head, with a row for each column of V.
 inline cudaError_t make_vt_map(CUtensorMap& map, const Flash_fwd_fp8_params& params, const plan::FwdPlan& plan) {
   MatrixStrides strides;
   strides.row = params.vt_keys;
@@ -68,7 +68,7 @@ cudaError_t run_flash_fwd_fp8(const Flash_fwd_fp8_params& params, const plan::Fw
   launch.unmasked_blocks = FastDiv(plan.unmasked_blocks);
   launch.group = FastDiv(params.h_h_k_ratio);
   launch.tile_count_semaphore = plan.is_dynamic ? params.tile_count_semaphore : nullptr;
-  launch.params.softmax_scale_log2 = 1.0f;  // row_max is one of scaled scores
+  launch.params.softmax_scale_log2 = 1.0f;  // row_max is the maximum of scaled scores
   launch.q_descale = params.q_descale;
   launch.k_descale = params.k_descale;
   launch.v_descale = params.v_descale;

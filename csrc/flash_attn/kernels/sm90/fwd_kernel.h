@@ -13,7 +13,7 @@
 namespace flash {
 namespace sm90 {
 
-// A consumer warpgroup: one work tile after the other.
+// A consumer warpgroup, which computes one work tile after the other.
 template <class Config>
 struct FwdConsumer {
   using Work = FwdWork<Config>;
@@ -32,7 +32,7 @@ struct FwdConsumer {
   __device__ __forceinline__ FwdConsumer(const FwdLaunch& launch_, FwdStorage<Config>& storage_, int group)
       : launch(launch_), storage(storage_), pipeline(storage_), mainloop(launch_.params, storage_, group) {}
 
-  // With kNoMask the block order is cheap to recompute instead of reading it from shared memory: 1 % on long rows
+  // With kNoMask recomputing the block order is cheaper than reading it from shared memory: 1 % on long rows
   // (docs/tuning/fwd_sm90.md).
   __device__ __forceinline__ Work next_tile() {
     if constexpr (!Config::kNoMask) return pipeline.consumer_wait(mainloop.group);
@@ -93,7 +93,7 @@ struct FwdConsumer {
               is_split_kv<Config>(launch) ? work.split * launch.splits.rows : 0);
   }
 
-  // S of the next tile's first block; if there is none, of whatever the buffers hold: the result is never read.
+  // Issues S of the next tile's first block; without a block, of whatever the buffers hold: the result is never read.
   __device__ __forceinline__ void issue_next_qk(const Work& next) {
     if (next.exists()) mainloop.wait_for_tile(q_state.stage, q_state.phase);
     mainloop.issue_qk(q_state.stage);
@@ -118,11 +118,11 @@ struct FwdConsumer {
   // The work tiles of this warpgroup.
   __device__ __forceinline__ void compute_attn() {
     if constexpr (Config::kModifiers == Modifiers::kSoftcap) mainloop.load_short_series();
-    if (mainloop.is_last_group()) mainloop.arrive_at_order_barrier();  // the first group's
+    if (mainloop.is_last_group()) mainloop.arrive_at_order_barrier();  // lets the first group start
     Work work = next_tile();
     if (work.exists()) begin();
     while (work.exists()) work = compute_attn_1rowblock(work);
-    if (mainloop.group == 0) mainloop.wait_for_order_barrier();  // the last group has arrived at it
+    if (mainloop.group == 0) mainloop.wait_for_order_barrier();  // the last group's arrival
     // Shared memory must outlive the last TMA store's reads.
     if (!kHasStoreWarp && threadIdx.x % 32 == 0) cute::tma_store_wait<0>();
   }
@@ -184,7 +184,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1) flash_fwd_kernel(const __
         Config::kConsumerGroups == 1 ? 0 : (warp_group - 1) / Config::kWarpGroups;  // the constant saves instructions
     const int group = warp_group - 1 - consumer_group * Config::kWarpGroups;
     FwdConsumer<Config>(launch, storages[consumer_group], group).compute_attn();
-    // Not earlier: thread blocks of the combine kernel would crowd on the few SMs that are idle.
+    // Not earlier: thread blocks of the combine kernel would crowd onto the few idle SMs.
     if (overlaps_launches<Config>(launch)) allow_next_kernel();
   }
 }

@@ -21,8 +21,8 @@ namespace sm90 {
 
 using namespace tma;
 
-// Roles of warpgroup 0's warps; two consumer groups have two of them each. Where paged loaders take warps 2 and 3,
-// kLoadWarp stores O as well.
+// Roles of the warps of warpgroup 0; each of two consumer groups has a load and a scheduler warp. If paged loaders take
+// warps 2 and 3, kLoadWarp also stores O.
 enum ProducerWarp {
   kLoadWarp = 0,
   kSchedulerWarp = 1,
@@ -56,7 +56,8 @@ struct WorkTileScheduler {
   __device__ __forceinline__ int count() const { return tiles * splits(); }
 
   // First tile index of a consumer group. The two groups of a thread block take consecutive tiles, unless there are no
-  // more tiles than groups: then the second groups take what the first ones leave, so that tiles spread over all SMs.
+  // more tiles than groups: then the second groups take those that the first groups leave, so that tiles spread over
+  // all SMs.
   __device__ __forceinline__ int first(int consumer_group) const {
     const int blocks = static_cast<int>(gridDim.x);
     const bool one_each = count() <= blocks * Config::kConsumerGroups;
@@ -89,8 +90,8 @@ struct WorkTileScheduler {
   }
 };
 
-// Fully masked rows: O = 0 and their LSE, by one warp, row by row. Partial O is cleared too: the combine pass reads it
-// before it knows from the LSE which splits count.
+// Fully masked rows: O = 0 and their LSE, by one warp, row by row. Partial O is cleared too: the combine kernel reads
+// it before the LSE tells it which splits count.
 template <class Config>
 __device__ __forceinline__ void store_fully_masked(const FwdLaunch& launch, const WorkTile& tile, int split) {
   using Element = typename Config::OutElement;
@@ -113,8 +114,8 @@ __device__ __forceinline__ void store_fully_masked(const FwdLaunch& launch, cons
   for (int row = tile.row_begin + lane; row < tile.row_end; row += 32) params.softmax_lse_ptr[offset + row] = lse;
 }
 
-// Scheduler warp; fully masked tiles are finished here. The first tile is chosen while another warp initialises the
-// mbarriers and, if no lengths are read for it, while the previous kernel still runs.
+// Scheduler warp; it finishes fully masked tiles itself. It chooses the first tile while another warp initialises the
+// mbarriers and, if it reads no lengths for that, while the previous kernel still runs.
 template <class Config>
 __device__ __forceinline__ void run_scheduler(const FwdLaunch& launch, FwdStorage<Config>& storage,
                                               int consumer_group) {
@@ -153,7 +154,7 @@ __device__ __forceinline__ void run_scheduler(const FwdLaunch& launch, FwdStorag
   pipeline.commit(WorkTile{}, KvBlockOrder{}, Window{}, 0);
 }
 
-// Warp that puts the random bits of the columns, for dropout, beside every block of K.
+// Column-bits warp: the random bits of dropout for the columns of every K block.
 template <class Config>
 __device__ __forceinline__ void run_col_bits(const FwdLaunch& launch, FwdStorage<Config>& storage) {
   const Flash_fwd_params& params = launch.params;
@@ -176,7 +177,8 @@ __device__ __forceinline__ void run_col_bits(const FwdLaunch& launch, FwdStorage
   }
 }
 
-// Epilogue warp. Waits for the next tile before it waits for this one's O, so that nobody waits for this warp.
+// Epilogue warp. Waits for the next tile before it waits for this one's O, so that the scheduler never stalls on the
+// epilogue.
 template <class Config>
 __device__ __forceinline__ void run_store(const FwdLaunch& launch, FwdStorage<Config>& storage) {
   WorkPipeline<Config> pipeline(storage);
@@ -205,7 +207,7 @@ struct FwdProducer {
   __device__ __forceinline__ FwdProducer(const FwdLaunch& launch_, Storage& storage_)
       : launch(launch_), storage(storage_), issues(threadIdx.x % 32 == 0) {}
 
-  // kRows rows from coordinate `row` on, atom by atom.
+  // Loads kRows rows from coordinate `row` on, atom by atom.
   template <int kRows, int kAtoms>
   __device__ __forceinline__ void load(const CUtensorMap& map, Barrier& full, Element* smem, const TmaRows& rows,
                                        int row, int head, cute::TMA::CacheHintSm90 hint) const {
@@ -280,8 +282,8 @@ struct FwdProducer {
                             block_to_load<Config>(work.order, i), work.rows, work.head_k);
   }
 
-  // Keys before a window's first visible key, NaN perhaps, share a block with visible ones: their V is cleared. The
-  // mask takes care of K.
+  // Keys before a window's first visible key, possibly NaN, share a block with visible ones: their V is cleared. For K
+  // the mask suffices.
   __device__ __forceinline__ void load_v(const LoadWork& work, int i) {
     const int n_block = block_to_load<Config>(work.order, i);
     if constexpr (Config::kTransposedV) {
@@ -295,7 +297,7 @@ struct FwdProducer {
                                                unmasked_begin_key - n_block * Config::kBlockN);
   }
 
-  // A block of V^T, whose pass has written zeros for the keys that take no part.
+  // A block of V^T, in which the transposing kernel has written zeros for keys that no query sees.
   __device__ __forceinline__ void load_vt(const LoadWork& work, int n_block) {
     const Flash_fwd_params& params = launch.params;
     storage.v_empty[v_state.stage].wait(v_state.phase ^ 1);
@@ -327,7 +329,7 @@ struct FwdProducer {
     }
   }
 
-  // Q only: two more warps load paged K and V. O of a tile is stored once the next Q is in flight.
+  // Q only: two more warps load paged K and V. O of a tile is stored after the next Q was issued.
   __device__ __forceinline__ void run_paged(WorkPipeline<Config>& pipeline) {
     OutputStore<Config> output(launch, storage);
     WorkTile last;
@@ -339,7 +341,7 @@ struct FwdProducer {
     if (Config::kHasStoreWarp && !last.empty()) output.store(last);
   }
 
-  // V is loaded one block behind K, in the order the consumers want them, across work tiles too.
+  // Loads V one block after K, in the order the consumers want them, across work tiles too.
   __device__ __forceinline__ void run_unpaged(WorkPipeline<Config>& pipeline) {
     prefetch(launch.k_map);
     prefetch(launch.v_map);
@@ -357,8 +359,8 @@ struct FwdProducer {
       }
       const LoadWork next = next_tile(pipeline);
       if (!next.tile.empty()) load_k(next, 0);
-      // The next Q comes from global memory, so issue it early. Its stage is free after the first step of this tile:
-      // with few blocks the wait for it would delay V.
+      // The next Q comes from global memory, so it is issued early. Its stage is free after the first step of this
+      // tile: with few blocks the wait for it would delay V.
       const bool q_first = Config::kQStages == 2 && count > 2;
       if (q_first && !next.tile.empty()) load_q(next.tile);
       load_v(work, count - 1);

@@ -1,6 +1,6 @@
 // Paged K or V to shared memory, one warp each.
-// Where page size and block_n have a common divisor: TMA boxes of so many rows, one box a lane. Elsewhere, and at the
-// ends of a sequence's visible keys: cp.async, because a sequence that begins or ends within a page fits no box.
+// If page size and block_n have a suitable common divisor: TMA boxes of that many rows, one box a lane. Otherwise, and
+// at the ends of a sequence's visible keys: cp.async, because a sequence that begins or ends within a page fits no box.
 #pragma once
 
 #include <cute/arch/copy_sm80.hpp>
@@ -104,8 +104,8 @@ struct PagedLoader {
       const int row_of_page = row_of_lane - params.paged.page_size.divide(row_of_lane) * params.paged.page_size.divisor;
       copy_rows(head, page[i] < 0 ? -1 : page[i] * strides().batch + row_of_page * strides().row, smem, 32 * i, vector);
     }
-    // No lane sees another one's copies complete: each waits for its own, fences them for the tensor cores, and
-    // arrives. The next block has another stage, so there is time for that.
+    // No lane sees another lane's copies complete: each waits for its own, fences them for the tensor cores, and
+    // arrives. The next block uses another stage, so there is time for that.
     cute::cp_async_wait<0>();
     fence_buffer();
     landed().arrive();
