@@ -7,8 +7,7 @@
 #include "kernels/common/pdl.h"
 #include "kernels/sm90/fwd_epilogue.h"
 #include "kernels/sm90/fwd_mainloop.h"
-#include "kernels/sm90/fwd_producer.h"
-#include "kernels/sm90/paged_loader.h"
+#include "kernels/sm90/fwd_roles.h"
 
 namespace flash {
 namespace sm90 {
@@ -153,30 +152,17 @@ __global__ void __launch_bounds__(Config::kThreads, 1) flash_fwd_kernel(const __
       __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // shuffled, so that ptxas sees uniform branches
   if (warp_group == 0) {
     cutlass::arch::warpgroup_reg_dealloc<Config::kProducerRegisters>();
-    constexpr int kWarps = 4 / Config::kConsumerGroups;  // producer warps of a consumer group
-    const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), consumer_group = warp / kWarps,
-              role = warp % kWarps;
-    if (role != kSchedulerWarp) {  // schedulers choose their first tile before begin_together()
+    using Roles = typename Config::Roles;
+    const int index = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), consumer_group = index / Roles::kWarps,
+              warp = index % Roles::kWarps;
+    if (warp != kSchedulerWarp) {  // schedulers choose their first tile before begin_together()
       begin_together<Config>();
       if (overlaps_launches<Config>(launch)) {
         wait_for_previous_kernel();
         store_rng_state(launch.params.dropout);  // a kernel before this one may still use that memory
       }
     }
-    if (role == kLoadWarp) FwdProducer<Config>(launch, storages[consumer_group]).run();
-    if (role == kSchedulerWarp) run_scheduler<Config>(launch, storages[consumer_group], consumer_group);
-    if constexpr (Config::kPackedDropout) {
-      if (role == kColBitsWarp) run_col_bits<Config>(launch, storages[consumer_group]);
-    }
-    if constexpr (Config::kHasStoreWarp) {
-      if (!launch.params.is_paged() && role == kStoreWarp) run_store<Config>(launch, storages[consumer_group]);
-    }
-    if constexpr (Config::kHasPages) {
-      if (launch.params.is_paged() && role == kPagedKWarp)
-        PagedLoader<Config, kK>(launch, storages[consumer_group]).run();
-      if (launch.params.is_paged() && role == kPagedVWarp)
-        PagedLoader<Config, kV>(launch, storages[consumer_group]).run();
-    }
+    Roles::run(launch, storages[consumer_group], consumer_group, warp);
   } else {
     cutlass::arch::warpgroup_reg_alloc<Config::kConsumerRegisters>();
     begin_together<Config>();
