@@ -7,13 +7,12 @@
 #include "kernels/common/pdl.h"
 #include "kernels/sm90/fwd_epilogue.h"
 #include "kernels/sm90/fwd_mainloop.h"
-#include "kernels/sm90/fwd_producer.h"
-#include "kernels/sm90/paged_loader.h"
+#include "kernels/sm90/fwd_roles.h"
 
 namespace flash {
 namespace sm90 {
 
-// A consumer warpgroup: one work tile after the other.
+// A consumer warpgroup, which computes one work tile after the other.
 template <class Config>
 struct FwdConsumer {
   using Work = FwdWork<Config>;
@@ -32,7 +31,7 @@ struct FwdConsumer {
   __device__ __forceinline__ FwdConsumer(const FwdLaunch& launch_, FwdStorage<Config>& storage_, int group)
       : launch(launch_), storage(storage_), pipeline(storage_), mainloop(launch_, storage_, group) {}
 
-  // With kNoMask the block order is cheap to recompute instead of reading it from shared memory: 1 % on long rows
+  // With kNoMask recomputing the block order is cheaper than reading it from shared memory: 1 % on long rows
   // (docs/tuning/fwd_sm90.md).
   __device__ __forceinline__ Work next_tile() {
     if constexpr (!Config::kNoMask) {
@@ -96,7 +95,7 @@ struct FwdConsumer {
               is_split_kv<Config>(launch) ? work.split * launch.splits.rows : 0);
   }
 
-  // S of the next tile's first block; if there is none, of whatever the buffers hold: the result is never read.
+  // Issues S of the next tile's first block; without a block, of whatever the buffers hold: the result is never read.
   __device__ __forceinline__ void issue_next_qk(const Work& next) {
     if (next.exists()) mainloop.wait_for_tile(q_state.stage, q_state.phase);
     mainloop.issue_qk(q_state.stage);
@@ -121,11 +120,11 @@ struct FwdConsumer {
   // The work tiles of this warpgroup.
   __device__ __forceinline__ void compute_attn() {
     if constexpr (Config::kModifiers == Modifiers::kSoftcap) mainloop.load_short_series();
-    if (mainloop.is_last_group()) mainloop.arrive_at_order_barrier();  // the first group's
+    if (mainloop.is_last_group()) mainloop.arrive_at_order_barrier();  // lets the first group start
     Work work = next_tile();
     if (work.exists()) begin();
     while (work.exists()) work = compute_attn_1rowblock(work);
-    if (mainloop.group == 0) mainloop.wait_for_order_barrier();  // the last group has arrived at it
+    if (mainloop.group == 0) mainloop.wait_for_order_barrier();  // the last group's arrival
     // Shared memory must outlive the last TMA store's reads.
     if (!kHasStoreWarp && threadIdx.x % 32 == 0) cute::tma_store_wait<0>();
   }
@@ -156,30 +155,17 @@ __global__ void __launch_bounds__(Config::kThreads, 1) flash_fwd_kernel(const __
       __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // shuffled, so that ptxas sees uniform branches
   if (warp_group == 0) {
     cutlass::arch::warpgroup_reg_dealloc<Config::kProducerRegisters>();
-    constexpr int kWarps = 4 / Config::kConsumerGroups;  // producer warps of a consumer group
-    const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), consumer_group = warp / kWarps,
-              role = warp % kWarps;
-    if (role != kSchedulerWarp) {  // schedulers choose their first tile before begin_together()
+    using Roles = typename Config::Roles;
+    const int index = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), consumer_group = index / Roles::kWarps,
+              warp = index % Roles::kWarps;
+    if (warp != kSchedulerWarp) {  // schedulers choose their first tile before begin_together()
       begin_together<Config>();
       if (overlaps_launches<Config>(launch)) {
         wait_for_previous_kernel();
         store_rng_state(launch.params.dropout);  // a kernel before this one may still use that memory
       }
     }
-    if (role == kLoadWarp) FwdProducer<Config>(launch, storages[consumer_group]).run();
-    if (role == kSchedulerWarp) run_scheduler<Config>(launch, storages[consumer_group], consumer_group);
-    if constexpr (Config::kPackedDropout) {
-      if (role == kColBitsWarp) run_col_bits<Config>(launch, storages[consumer_group]);
-    }
-    if constexpr (Config::kHasStoreWarp) {
-      if (!launch.params.is_paged() && role == kStoreWarp) run_store<Config>(launch, storages[consumer_group]);
-    }
-    if constexpr (Config::kHasPages) {
-      if (launch.params.is_paged() && role == kPagedKWarp)
-        PagedLoader<Config, kK>(launch, storages[consumer_group]).run();
-      if (launch.params.is_paged() && role == kPagedVWarp)
-        PagedLoader<Config, kV>(launch, storages[consumer_group]).run();
-    }
+    Roles::run(launch, storages[consumer_group], consumer_group, warp);
   } else {
     cutlass::arch::warpgroup_reg_alloc<Config::kConsumerRegisters>();
     begin_together<Config>();
@@ -187,7 +173,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1) flash_fwd_kernel(const __
         Config::kConsumerGroups == 1 ? 0 : (warp_group - 1) / Config::kWarpGroups;  // the constant saves instructions
     const int group = warp_group - 1 - consumer_group * Config::kWarpGroups;
     FwdConsumer<Config>(launch, storages[consumer_group], group).compute_attn();
-    // Not earlier: thread blocks of the combine kernel would crowd on the few SMs that are idle.
+    // Not earlier: thread blocks of the combine kernel would crowd onto the few idle SMs.
     if (overlaps_launches<Config>(launch)) allow_next_kernel();
   }
 }
