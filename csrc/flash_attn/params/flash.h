@@ -173,6 +173,10 @@ struct Flash_bwd_params : Flash_fwd_params {
   int64_t workspace_vectors = 0;
 };
 
+struct Flash_bwd_mask_params : Flash_bwd_params {
+  MaskParams mask;
+};
+
 // Ahead of every kernel of a call with packed sequences or a tile_count_semaphore: fills segments_q, segments_k and
 // key_ranges, and clears the semaphore. The next kernel of the stream may be launched as its dependent
 // (kernels/common/pdl.h).
@@ -189,11 +193,11 @@ template <Dtype kDtype, int kHeadDim, int kHeadDimV = kHeadDim>
 cudaError_t run_mha_fwd_wgmma_(const Flash_fwd_split_params& params, const plan::FwdPlan& plan, cudaStream_t stream);
 
 template <Dtype kDtype, int kHeadDim>
-cudaError_t run_mha_bwd_(const Flash_bwd_params& params, const plan::BwdPlan& plan, cudaStream_t stream);
+cudaError_t run_mha_bwd_(const Flash_bwd_mask_params& params, const plan::BwdPlan& plan, cudaStream_t stream);
 
 // The same by the wgmma family, for head dims of plan::sm90_bwd_tile().
 template <Dtype kDtype, int kHeadDim, int kHeadDimV = kHeadDim>
-cudaError_t run_mha_bwd_wgmma_(const Flash_bwd_params& params, const plan::BwdPlan& plan, cudaStream_t stream);
+cudaError_t run_mha_bwd_wgmma_(const Flash_bwd_mask_params& params, const plan::BwdPlan& plan, cudaStream_t stream);
 
 // softmax_d, ahead of the kernels of run_mha_bwd_.
 cudaError_t run_softmax_d(const Flash_bwd_params& params, Dtype dtype, cudaStream_t stream);

@@ -3,8 +3,10 @@
 
 #include <cute/tensor_impl.hpp>
 
+#include "core/bwd_schedule.h"
 #include "core/mask_factors.h"
 #include "core/visibility.h"
+#include "kernels/common/differentiate.h"
 #include "kernels/common/sequence.h"
 #include "params/flash.h"
 
@@ -30,6 +32,12 @@ __device__ __forceinline__ MaskFactors factors_of(const Flash_fwd_params& params
                            tile.k_begin);
 }
 
+// A mask of the backward: the window and the factors, on a tile that hides something.
+struct FactorMask : Visibility {
+  MaskFactors factors;
+  bool hides;
+};
+
 // The strips of keys of a work tile's sequence in the seen bits: a word for each 32 keys.
 template <class Tile>
 __device__ __forceinline__ const uint32_t* seen_keys(const Flash_fwd_params& params, const MaskParams& mask,
@@ -39,6 +47,72 @@ __device__ __forceinline__ const uint32_t* seen_keys(const Flash_fwd_params& par
   const int64_t strip = static_cast<int64_t>(matrix) * mask.seen.key_strips + first;
   return mask.seen.keys + strip * (kMaskStrip / kMaskWordKeys);
 }
+
+// The strips of queries likewise.
+__device__ __forceinline__ const uint32_t* seen_rows(const Flash_fwd_params& params, const MaskParams& mask,
+                                                     const BwdWorkTile& tile, int head) {
+  const int first = params.is_varlen() ? varlen_first_slot(tile.q_begin, tile.q_segment, kMaskStrip) : 0;
+  const int64_t strip =
+      static_cast<int64_t>(mask.factors.matrix(tile.batch, head)) * mask.seen.row_strips + first;
+  return mask.seen.rows + strip * (kMaskStrip / kMaskWordKeys);
+}
+
+// Rows of a tile of kRows rows from `begin` on that no bit of `seen` has, as MarkedRows::of_lane.
+template <int kRows>
+__device__ __forceinline__ uint32_t unseen_of_lane(const uint32_t* seen, int begin, int length) {
+  const int lane = threadIdx.x % 32, first = begin + kMaskWordKeys * lane;
+  const bool valid = lane < kRows / kMaskWordKeys && first < length;
+  return valid ? ~seen[first / kMaskWordKeys] & MaskFactors::interval_word(0, length, first) : 0u;
+}
+
+// A step of a work tile of the backward by list: of each query head its list of m_blocks, head after head.
+struct ListedQStep : QStep {
+  int index = -1;
+  BlockList list;
+  BlockEntry entry;
+};
+
+// By all lanes of a warp together.
+struct ListedQOrder {
+  const MaskParams& mask;
+  int batch, first_head, heads;
+  int slot;  // number of the work tile among those of a mask matrix
+  int total = 0;
+
+  __device__ __forceinline__ ListedQOrder(const Flash_bwd_params& params, const MaskParams& mask_,
+                                          const BwdWorkTile& tile, int block_n)
+      : mask(mask_),
+        batch(tile.batch),
+        first_head(tile.head_k * params.h_h_k_ratio),
+        heads(params.h_h_k_ratio),
+        slot((params.is_varlen() ? varlen_first_slot(tile.k_begin, tile.q_segment, block_n) : 0) + tile.n_block) {
+    for (int head = first_head; tile.seqlen_q > 0 && head < first_head + heads; ++head) total += list_of(head).count();
+  }
+
+  __device__ __forceinline__ BlockList list_of(int head) const {
+    return block_list(mask.lists, static_cast<int64_t>(mask.factors.matrix(batch, head)) * mask.lists.tiles + slot);
+  }
+  __device__ __forceinline__ int count() const { return total; }
+
+  __device__ __forceinline__ ListedQStep start() const {
+    ListedQStep at{{first_head - 1, 0}};
+    if (total > 0) advance(at);
+    return at;
+  }
+
+  // Behind the last step the m_block is any.
+  __device__ __forceinline__ void advance(ListedQStep& at) const {
+    ++at.index;
+    while (at.index >= at.list.count()) {
+      if (at.head + 1 >= first_head + heads) return;
+      ++at.head;
+      at.list = list_of(at.head);
+      at.index = 0;
+    }
+    at.entry.bits = __shfl_sync(0xffffffffu, at.list.at(at.index).bits, 0);
+    at.m_block = at.entry.block();
+  }
+};
 
 // For rows from row_begin and keys from key_begin on, a multiple of kMaskWordKeys. A thread's columns are whole pairs
 // of one octet of lanes: shifted by its first column, its bits of a word are at constants.
@@ -71,6 +145,43 @@ __device__ __forceinline__ void apply_factors(Scores& scores, const Coords& coor
     for (int mi = 0; mi < size<0>(scores); ++mi) {
       if (hidden.contain(row_begin + coords.row(mi))) scores(mi, ni) = -INFINITY;
     }
+  }
+}
+
+// The same where a thread's columns are two keys, 8 apart within a word, and its rows are many queries: accumulators of
+// S^T. row_begin, key_begin: of the tile.
+template <class Scores, class Coords>
+__device__ __forceinline__ void apply_factors_transposed(Scores& scores, const Coords& coords,
+                                                         const MaskFactors& factors, const Visibility& window,
+                                                         int row_begin, int key_begin) {
+  using namespace cute;
+  constexpr int kCols = decltype(size<1>(scores))::value;
+  static_assert(kCols == 2, "two keys of one word");
+  const int word_key = key_begin + coords.col(0) / kMaskWordKeys * kMaskWordKeys;
+  Intervals hidden[kCols];
+#pragma unroll
+  for (int ni = 0; ni < kCols; ++ni) {
+    if (factors.key_hidden != nullptr) {
+      hidden[ni] = factors.hidden_rows_of(min(key_begin + coords.col(ni), window.seqlen_k - 1));
+    }
+  }
+#pragma unroll
+  for (int mi = 0; mi < size<0>(scores); ++mi) {
+    const int row = min(row_begin + coords.row(mi), window.seqlen_q - 1);
+    const uint32_t in_window = MaskFactors::interval_word(window.key_begin(row), window.key_end(row), word_key);
+    const uint32_t word = in_window == 0u ? 0u : in_window & factors.row_word(row, word_key);
+#pragma unroll
+    for (int ni = 0; ni < kCols; ++ni) {
+      if (!(word >> (coords.col(ni) % kMaskWordKeys) & 1u) || hidden[ni].contain(row)) scores(mi, ni) = -INFINITY;
+    }
+  }
+}
+
+template <int kBlockM, int kBlockN, class Scores, class Coords>
+__device__ __forceinline__ void mask_scores(Scores& scores, const Coords& coords, const FactorMask& mask,
+                                            const TileCoords& tile_coords) {
+  if (mask.hides) {
+    apply_factors_transposed(scores, coords, mask.factors, mask, tile_coords.row_begin, tile_coords.key_begin);
   }
 }
 

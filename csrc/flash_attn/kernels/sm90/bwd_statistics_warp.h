@@ -6,6 +6,7 @@
 #include "kernels/common/differentiate.h"
 #include "kernels/common/mask.h"
 #include "kernels/common/score_mod.h"
+#include "kernels/sm90/bwd_steps.h"
 #include "kernels/tma/pipeline_state.h"
 
 namespace flash {
@@ -32,14 +33,15 @@ __device__ __forceinline__ void store_dropout_bits(const Flash_bwd_params& param
 // LSE and softmax_d of the rows of each step. Fully masked rows (by position, or by an infinite
 // LSE of either sign) and rows beyond the sequence get an LSE of +inf, which makes P 0. The global loads of a step are
 // issued before the wait for its buffers. Waits for q_empty, do_empty; arrives on q_full, do_full.
-template <class Config, class Storage>
-__device__ __forceinline__ void load_statistics(const Flash_bwd_params& params, Storage& storage,
-                                                const BwdWorkTile& tile, PipelineState<Config::kStages>& state) {
+template <class Config, class Launch, class Storage>
+__device__ __forceinline__ void load_statistics(const Launch& launch, Storage& storage, const BwdWorkTile& tile,
+                                                PipelineState<Config::kStages>& state) {
+  const Flash_bwd_params& params = launch.params;
   constexpr int kRows = Config::kBlockM / 32;  // of each lane
   const int lane = threadIdx.x % 32;
-  const QBlockOrder order = q_block_order<Config>(params, tile);
-  const int first_row = first_visible_row(mask_of<Config>(params, tile));
-  QStep at = order.start();
+  const BwdSteps<Config> order = bwd_steps<Config>(launch, tile);
+  const int first_row = Config::kListed ? 0 : first_visible_row(mask_of<Config>(params, tile));
+  BwdStep<Config> at = order.start();
   const int count = order.count();
   for (int i = 0; i < count; ++i) {
     const float* const lse = params.softmax_lse_ptr + lse_offset(params, tile.batch, at.head, tile.q_begin);

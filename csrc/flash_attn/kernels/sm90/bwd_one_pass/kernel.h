@@ -128,12 +128,12 @@ __global__ void __launch_bounds__(Config::kThreads, 1) flash_bwd_kernel(const __
     if (warp == kLoadWarp) BwdLoader<Config>(launch, storage).run_all();
     if (warp == kStatisticsWarp) {
       for_each_work_tile(launch, storage, [&](const BwdWorkTile& tile) {
-        load_statistics<Config>(launch.params, storage, tile, state);
+        load_statistics<Config>(launch, storage, tile, state);
       });
     }
     if constexpr (Config::kHasDqReduceWarps) {
       if (warp >= kFirstDqReduceWarp) {
-        DqReduceWarp<Config> dq_reduce_warp{launch.params, storage, warp - kFirstDqReduceWarp};
+        DqReduceWarp<Config> dq_reduce_warp{launch, launch.params, storage, warp - kFirstDqReduceWarp};
         for_each_work_tile(launch, storage, [&](const BwdWorkTile& tile) { dq_reduce_warp.run(tile); });
       }
     }
@@ -188,7 +188,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     } else if (warp == kStatisticsWarp) {
       PipelineState<Config::kStages> state;
       for_each_n_block<Config>(
-          launch, [&](const BwdWorkTile& tile) { load_statistics<Config>(launch.params, storage, tile, state); });
+          launch, [&](const BwdWorkTile& tile) { load_statistics<Config>(launch, storage, tile, state); });
     }
   } else if (warp_group == 3) {
     cutlass::arch::warpgroup_reg_dealloc<Config::kDqWarpgroupRegisters>();

@@ -79,10 +79,11 @@ cudaError_t run_flash_bwd_convert_dq(const Flash_bwd_params& params, const plan:
 // softmax_d, then the main kernel: either it computes all gradients of whole heads, or it adds to dQ in global memory
 // and dQ's conversion follows.
 template <Dtype kDtype, int kHeadDim, BwdVariant kVariant, DqLocation kDqLocation>
-cudaError_t run_flash_bwd(const Flash_bwd_params& params, const plan::BwdPlan& plan, cudaStream_t stream) {
+cudaError_t run_flash_bwd(const Flash_bwd_mask_params& params, const plan::BwdPlan& plan, cudaStream_t stream) {
   using Config = BwdOnePassConfig<kDtype, kHeadDim, kVariant, kDqLocation>;
   BwdLaunch launch{};
   launch.params = params;
+  launch.mask = params.mask;
   launch.grid = plan.order;
   launch.tile_count_semaphore = plan.is_dynamic ? params.tile_count_semaphore : nullptr;
   cudaError_t status = cudaSuccess;
@@ -100,7 +101,7 @@ cudaError_t run_flash_bwd(const Flash_bwd_params& params, const plan::BwdPlan& p
 }
 
 template <Dtype kDtype, int kHeadDim>
-cudaError_t run_mha_bwd_one_pass(const Flash_bwd_params& params, const plan::BwdPlan& plan, cudaStream_t stream) {
+cudaError_t run_mha_bwd_one_pass(const Flash_bwd_mask_params& params, const plan::BwdPlan& plan, cudaStream_t stream) {
   if constexpr (kHeadDim == plan::kSm90SharedDqTile.head_dim) {
     if (plan.dq_in_smem) {
       return run_flash_bwd<kDtype, kHeadDim, BwdVariant::kPlain, DqLocation::kShared>(params, plan, stream);

@@ -7,6 +7,7 @@
 #include "core/visible_range.h"
 #include "kernels/common/mask.h"
 #include "kernels/sm90/bwd_one_pass/storage.h"
+#include "kernels/sm90/bwd_steps.h"
 #include "kernels/tma/clear_rows.h"
 #include "kernels/tma/tensor_map.h"
 #include "kernels/tma/tile_copy.h"
@@ -33,13 +34,24 @@ struct BwdLoader {
   __device__ __forceinline__ BwdLoader(const BwdLaunch& launch_, BwdStorage<Config>& storage_)
       : launch(launch_), storage(storage_), is_elected(threadIdx.x % 32 == 0) {}
 
-  // Loads rows [row, row + kRows) of kCols columns into a tile of kTileRows rows, one TMA box per swizzle atom. Rows
-  // before `first` are fully masked and become zeros: 0 * NaN from them would be NaN in the MMA.
-  template <int kRows, int kCols, int kTileRows = kRows>
+  __device__ __forceinline__ static bool masks(int first, int row) { return first > row; }
+  __device__ __forceinline__ static bool masks(const MarkedRows& rows, int) { return rows.any(); }
+  template <int kRows>
+  __device__ __forceinline__ static int masked_rows(int first, int row) {
+    return min(first - row, kRows);
+  }
+  template <int kRows>
+  __device__ __forceinline__ static MarkedRows masked_rows(const MarkedRows& rows, int) {
+    return rows;
+  }
+
+  // Loads rows [row, row + kRows) of kCols columns into a tile of kTileRows rows, one TMA box per swizzle atom. Fully
+  // masked rows, those before `masked` or those it marks, become zeros: 0 * NaN from them would be NaN in the MMA.
+  template <int kRows, int kCols, int kTileRows = kRows, class Masked>
   __device__ __forceinline__ void load(const CUtensorMap& map, Barrier& full, Element* smem, const TmaRows& rows,
-                                       int row, int first, int head, cute::TMA::CacheHintSm90 hint) {
+                                       int row, const Masked& masked, int head, cute::TMA::CacheHintSm90 hint) {
     constexpr int kAtoms = kCols / Config::kAtomCols;
-    const bool has_masked_rows = first > row;
+    const bool has_masked_rows = masks(masked, row);
     Barrier& tma_full = has_masked_rows ? storage.pre_clear_full : full;
     if (is_elected) {
       tma_full.arrive_and_expect(kRows * kCols * static_cast<int>(sizeof(Element)));
@@ -48,7 +60,7 @@ struct BwdLoader {
     if (!has_masked_rows) return;
     tma_full.wait(pre_clear_phase);
     pre_clear_phase ^= 1;
-    clear_rows<kTileRows, kAtoms, Config::kAtomCols>(smem, min(first - row, kRows));
+    clear_rows<kTileRows, kAtoms, Config::kAtomCols>(smem, masked_rows<kRows>(masked, row));
     if (is_elected) full.arrive();
   }
 
@@ -97,7 +109,9 @@ struct BwdLoader {
     }
   }
 
-  __device__ __forceinline__ void load_kv(const TmaRows& k_rows, int row, int first_key, int head) {
+  // masked_keys(row): of the kRows keys from `row` on, as load() takes them.
+  template <class MaskedKeys>
+  __device__ __forceinline__ void load_kv(const TmaRows& k_rows, int row, int head, const MaskedKeys& masked_keys) {
     constexpr auto kHint = cute::TMA::CacheHintSm90::EVICT_FIRST;
     constexpr int kRows = Config::kBlockN / Config::kKvParts;
     const int stage = kv_state.stage;
@@ -106,9 +120,9 @@ struct BwdLoader {
       const int first = i * kRows, offset = first * Config::kAtomCols;
       storage.kv_empty[stage][i].wait(kv_state.phase ^ 1);
       load<kRows, Config::kHeadDim, Config::kBlockN>(launch.k_map, storage.k_full[stage][i], storage.k[stage] + offset,
-                                                     k_rows, row + first, first_key, head, kHint);
+                                                     k_rows, row + first, masked_keys(row + first), head, kHint);
       load<kRows, Config::kHeadDim, Config::kBlockN>(launch.v_map, storage.v_full[stage][i], storage.v[stage] + offset,
-                                                     k_rows, row + first, first_key, head, kHint);
+                                                     k_rows, row + first, masked_keys(row + first), head, kHint);
     }
   }
 
@@ -120,10 +134,31 @@ struct BwdLoader {
     const TmaRows q_rows(is_varlen, tile.batch, tile.q_begin, tile.seqlen_q);
     const MaskOf<Config> visibility = mask_of<Config>(params, tile);
     const int first_row = first_visible_row(visibility);
-    const QBlockOrder order = q_block_order<Config>(params, tile);
+    const BwdSteps<Config> order = bwd_steps<Config>(launch, tile);
     const int count = order.count();
     if (count == 0) return;
-    QStep at = order.start();
+    BwdStep<Config> at = order.start();
+    const auto masked_queries = [&](int row) {
+      if constexpr (Config::kListed) {
+        const uint32_t* const seen = seen_rows(params, launch.mask, tile, at.head);
+        return MarkedRows{unseen_of_lane<Config::kBlockM>(seen, row, tile.seqlen_q)};
+      } else {
+        return first_row;
+      }
+    };
+    // Keys that no query head of the group sees.
+    const auto masked_keys = [&](int first) {
+      if constexpr (Config::kListed) {
+        uint32_t unseen = ~0u;
+        for (int head = order.first_head; head < order.first_head + order.heads; ++head) {
+          const uint32_t* const seen = seen_keys(params, launch.mask, tile, head, tile.q_segment);
+          unseen &= unseen_of_lane<Config::kBlockN / Config::kKvParts>(seen, first, tile.seqlen_k);
+        }
+        return MarkedRows{unseen};
+      } else {
+        return first_visible_key(visibility);
+      }
+    };
     const int key = tile.n_block * Config::kBlockN;
     if (!is_first && Config::kKvStages == 1) prefetch_kv(k_rows, key, tile.head_k);
     is_first = false;
@@ -131,11 +166,11 @@ struct BwdLoader {
       const int stage = state.stage, row = at.m_block * Config::kBlockM;
       storage.q_empty[stage].wait(state.phase ^ 1);
       load<Config::kBlockM, Config::kHeadDim>(launch.q_map, storage.q_full[stage], storage.q[stage], q_rows, row,
-                                              first_row, at.head, CacheHintSm90::EVICT_LAST);
+                                              masked_queries(row), at.head, CacheHintSm90::EVICT_LAST);
       storage.do_empty[stage].wait(state.phase ^ 1);
       load<Config::kBlockM, Config::kHeadDim>(launch.do_map, storage.do_full[stage], storage.dout[stage], q_rows, row,
-                                              first_row, at.head, CacheHintSm90::EVICT_LAST);
-      if (i == 0) load_kv(k_rows, key, first_visible_key(visibility), tile.head_k);
+                                              masked_queries(row), at.head, CacheHintSm90::EVICT_LAST);
+      if (i == 0) load_kv(k_rows, key, tile.head_k, masked_keys);
       state.advance();
       order.advance(at);
     }
