@@ -224,7 +224,7 @@ class ScoreRule:
             seen = self.visible(Tile(slice(0, batch), slice(0, heads), rows.start, rows.stop, 0, sk), sq, sk)
             rows_seen[:, :, rows] = seen.any(-1)
             keys_seen |= seen.any(-2)
-        return Unused(~rows_seen, ~keys_seen.view(batch, kv_heads, -1, sk).any(2))
+        return Unused(~rows_seen, ~keys_seen.view(batch, kv_heads, heads // max(1, kv_heads), sk).any(2))
 
     def logits_(
         self, s: torch.Tensor, tile: Tile, sq: int, sk: int, visible: torch.Tensor | None, with_derivative: bool = False
@@ -235,13 +235,21 @@ class ScoreRule:
         returns d(logit) / d(scaled product), like s, or None where it is 1.
         """
         derivative = self._cap_(s, with_derivative)
-        self._add_alibi_(s, tile, sq, sk)
+        masks_left, masks_right = self._masked_sides(tile, sq, sk) if visible is None else (False, False)
+        distance = None
+        if self.slopes is not None or masks_left or masks_right:
+            distance = self._distance(tile, sq, sk)
+        if self.slopes is not None:
+            slopes = self.slopes[tile.batches, tile.heads][:, :, None, None]
+            s.addcmul_(slopes, (distance - self.position_shift).abs().to(s.dtype), value=-LOG2E)
         if self.tensors is not None:
             self.tensors.add_(s, tile, self.first_distance(tile, sq, sk), LOG2E)
+        if masks_right:
+            s.masked_fill_(distance > self.right, -math.inf)
+        if masks_left:
+            s.masked_fill_(distance < -self.left, -math.inf)
         if visible is not None:
             s.masked_fill_(~visible, -math.inf)
-        else:
-            self._apply_window_(s, tile, sq, sk)
         return derivative
 
     def _cap_(self, s: torch.Tensor, with_derivative: bool):
@@ -266,18 +274,3 @@ class ScoreRule:
     def first_distance(self, tile: Tile, sq: int, sk: int) -> int:
         """That of the tile's top left score, from the query's position in the whole matrix."""
         return tile.col0 - tile.row0 - (sk - sq) - self.position_shift
-
-    def _add_alibi_(self, s: torch.Tensor, tile: Tile, sq: int, sk: int) -> None:
-        if self.slopes is not None:
-            slopes = self.slopes[tile.batches, tile.heads][:, :, None, None]
-            distance = (self._distance(tile, sq, sk) - self.position_shift).abs()
-            s.addcmul_(slopes, distance.to(s.dtype), value=-LOG2E)
-
-    def _apply_window_(self, s: torch.Tensor, tile: Tile, sq: int, sk: int) -> None:
-        masks_left, masks_right = self._masked_sides(tile, sq, sk)
-        if masks_left or masks_right:
-            distance = self._distance(tile, sq, sk)
-            if masks_right:
-                s.masked_fill_(distance > self.right, -math.inf)
-            if masks_left:
-                s.masked_fill_(distance < -self.left, -math.inf)

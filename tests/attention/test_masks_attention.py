@@ -12,6 +12,7 @@ from reference import assert_accurate, assert_gradient_accurate, attention
 
 from flash_attn import backends
 from flash_attn.cpu.scores import ScoreOptions, ScoreRule
+from flash_attn.cpu.tiles import HeadRange, visited_tiles
 from flash_attn.masks import AttentionMask
 
 pytestmark = pytest.mark.devices("cpu")  # until the kernels take masks
@@ -194,3 +195,187 @@ def test_masks_and_biases(device, call):
     again = backward(call, device, dout, dlse, q, k, v, [out, *results[1:]], mask, tensors)
     for ours, before in zip(again, grads):
         assert torch.equal(ours, before)
+
+
+# ---- gradients of biases ----
+
+
+@pytest.mark.parametrize(
+    "axes,stride_0",
+    [(axes, False) for axes in ((), (0,), (1,), (2,), (3,), (0, 1, 2, 3))]
+    + [((0,), True), ((1, 3), True), ((2,), True)],
+)
+def test_gradients_of_broadcast_biases(device, axes, stride_0):
+    """Axes of size 1 are summed; of expanded ones every element has its own gradient, which autograd sums."""
+    call = Call(dtype=torch.bfloat16, causal=True)
+    q, k, v = inputs(call, device, ((2, 20, 6), (2, 30, 0), (2, 30, 0)))
+    full = (2, 6, 20, 30)
+    bias = torch.randn([1 if axis in axes else n for axis, n in enumerate(full)], device=device)
+    bias = bias.expand(full) if stride_0 else bias
+    tensors = {**call.tensors(device), "attn_bias": bias}
+    _, grads, _, _ = check(call, device, q, k, v, None, tensors)
+    assert grads[-1].shape == bias.shape and grads[-1].dtype == torch.float32
+    results = forward(call, device, q, k, v, None, tensors)
+    dout, dlse = torch.randn_like(results[0]), torch.randn_like(results[1])
+    assert len(backward(call, device, dout, dlse, q, k, v, results, None, tensors, bias_grad=False)) == 4
+
+
+@pytest.mark.parametrize("sizes,reach", (((1, 1), 1), ((3, 7), 6), ((40, 9), 6), ((40, 9), 1000), ((9, 600), 6)))
+def test_gradients_of_relative_biases(device, sizes, reach):
+    """Distances that are clamped on both sides, or none; head by head, more rows than keys."""
+    call = Call(rel=reach, heads_k=3)
+    q, k, v = inputs(call, device, ((2, sizes[0], 6), (2, sizes[1], 0), (2, sizes[1], 0)))
+    check(call, device, q, k, v, None, call.tensors(device))
+
+
+def test_biases_of_minus_infinity(device):
+    """Hide as a mask does: rows and keys of nothing else take no part, and there is no NaN in a gradient."""
+    call = Call(bias="full", sinks=True)
+    q, k, v = inputs(call, device)
+    tensors = call.tensors(device)
+    seen = torch.rand(BATCH, HEADS, SQ, SK, device=device) > 0.5
+    seen[:, :, 3], seen[:, :, :, 7] = False, False
+    tensors["attn_bias"].masked_fill_(~seen, -INF)
+    k[:, 7], v[:, 7], q[:, 3] = NAN, NAN, NAN
+    results = forward(call, device, q, k, v, None, tensors)
+    dout, dlse = torch.randn_like(results[0]), torch.randn_like(results[1])
+    dout[:, 3] = NAN
+    grads = backward(call, device, dout, dlse, q, k, v, results, None, tensors)
+    finite = {**tensors, "attn_bias": tensors["attn_bias"].masked_fill(~seen, 0.0)}
+    mask = AttentionMask.from_tensor(seen)
+    masked = forward(call, device, q, k, v, mask, finite)
+    for ours, right in zip(
+        (*results, *grads), (*masked, *backward(call, device, dout, dlse, q, k, v, masked, mask, finite))
+    ):
+        assert torch.equal(ours, right) and not ours.isnan().any()
+    assert (grads[-1][~seen] == 0).all()
+
+
+# ---- packed sequences ----
+
+
+def packed_call(device, lengths, mask, bias, rel_bias, q, k, v, **options):
+    """(results, gradients, dout, dlse) of the packed backend: causal, softcap 3."""
+    cu_q, cu_k = (ints(*torch.tensor([0, *n]).cumsum(0), device=device) for n in zip(*lengths))
+    maxima = (max(n) for n in zip(*lengths))
+    named = {"mask": None if mask is None else mask.factors, "attn_bias": bias, "rel_bias": rel_bias}
+    sizes, scores = (cu_q, cu_k), (*maxima, 0.0, 0.3, False, True, -1, -1, 3.0, False, None)
+    backend = backends.get(device)
+    results = backend.varlen_fwd(q, k, v, None, *sizes, None, None, None, None, *scores, **named, **options)
+    dout, dlse = torch.randn_like(results[0]), torch.randn_like(results[1])
+    out, lse, _, state = results
+    scores = (*scores[:-1], None, state)
+    grads = backend.varlen_bwd(dout, q, k, v, out, lse, *[None] * 3, *sizes, None, *scores, dlse=dlse, **named)
+    return results, grads, dout, dlse
+
+
+@pytest.mark.parametrize("kind", ("ranges", "startend", "bits", "none"))
+def test_packed_sequences(device, kind):
+    """Ranges, bits and rows of a bias count within each sequence; lengths of zero are among them."""
+    lengths = [(20, 33), (0, 5), (7, 0), (31, 70)]
+    total_q, total_k, longest = 58, 108, 70
+    heads, heads_k, slices, q0, k0 = 6, 2, [], 0, 0
+    for sq, sk in lengths:
+        slices.append((q0, q0 + sq, k0, k0 + sk))
+        q0, k0 = q0 + sq, k0 + sk
+    q, k, v = (torch.randn(n, h, DIM, device=device).double() for n, h in ((total_q, heads), *[(total_k, heads_k)] * 2))
+    mask = {
+        "ranges": lambda: AttentionMask.query_ranges(
+            *torch.randint(-3, 80, (2, 3, total_q), device=device).sort(0).values, packed=True
+        ),
+        "startend": lambda: AttentionMask.from_startend_row_indices(
+            torch.randint(0, 40, (2, total_k, 4), device=device), False
+        ),
+        "bits": lambda: AttentionMask.from_tensor(torch.rand(6, total_q, longest, device=device) > 0.4, packed=True),
+        "none": lambda: None,
+    }[kind]()  # fmt: skip
+    bias = torch.randn(heads if kind == "bits" else 1, total_q, longest, device=device)
+    rel_bias = torch.randn(heads, 11, device=device)
+    results, grads, dout, dlse = packed_call(device, lengths, mask, bias, rel_bias, q, k, v)
+    leaves = [x.double().requires_grad_() for x in (q, k, v, bias, rel_bias)]
+    outs, lses = [], []
+    for q0, q1, k0, k1 in slices:
+        dense = None if mask is None else mask.sequence(q0, q1, k0, k1).to_dense()
+        dense = None if mask is None else dense.repeat_interleave(heads // dense.shape[1], 1)
+        part = attention(
+            leaves[0][None, q0:q1], leaves[1][None, k0:k1], leaves[2][None, k0:k1], causal=True, softcap=3.0, scale=0.3,
+            mask=dense, attn_bias=leaves[3][None, :, q0:q1, : k1 - k0], rel_bias=leaves[4],
+        )  # fmt: skip
+        outs.append(part.out[0])
+        lses.append(part.lse[0])
+    out, lse = torch.cat(outs), torch.cat(lses, 1)
+    assert_accurate(results[0], out, out, slack=1e-10)
+    assert_accurate(results[1], lse, lse, "lse", slack=1e-10)
+    right = torch.autograd.grad((out, lse), leaves, (dout, dlse.masked_fill(lse.isinf(), 0.0)))
+    for ours, expected_grad, x in zip([*grads[:3], *grads[4:]], right, (q, k, v, bias, rel_bias)):
+        assert ours.dtype == x.dtype
+        assert_gradient_accurate(ours, expected_grad, expected_grad.to(x.dtype), "gradient")
+
+
+def test_pages_take_ranges_of_queries(device):
+    """Keys of a sequence are counted through its pages, from leftpad_k on."""
+    q, pages = torch.randn(5, 2, DIM, device=device), torch.randn(4, 8, 2, DIM, device=device)
+    cu_q, cu_k = ints(0, 5, device=device), ints(0, 20, device=device)
+    table, pad = ints([3, 0, 2], device=device), ints(2, device=device)
+    mask = AttentionMask.query_ranges(
+        ints(0, 1, 2, 3, 17, device=device), ints(4, 9, 2, 30, 30, device=device), packed=True
+    )
+    rest = (5, 20, 0.0, 0.3, False, False, -1, -1, 0.0, False, None)
+    fwd = backends.get(device).varlen_fwd
+    paged = fwd(q, pages, pages, None, cu_q, cu_k, None, pad, table, None, *rest, mask=mask.factors)
+    rows = pages[table[0].long()].flatten(0, 1)[2:20]
+    flat = fwd(q, rows, rows, None, cu_q, cu_k - ints(0, 2, device=device), *[None] * 4, *rest, mask=mask.factors)
+    for ours, expected_result in zip(paged[:2], flat[:2]):
+        assert torch.equal(ours, expected_result)
+    assert (flat[0][2] == 0).all()
+    keys = AttentionMask.from_startend_row_indices(torch.zeros(1, 20, 2, dtype=torch.int32, device=device), False)
+    with pytest.raises(RuntimeError, match="^mask: expected no key_hidden with block_table, got one$"):
+        fwd(q, pages, pages, None, cu_q, cu_k, None, pad, table, None, *rest, mask=keys.factors)
+
+
+# ---- cost, errors ----
+
+
+def test_hidden_tiles_are_left_out(device):
+    """Keys of other documents, and blocks that are not listed, are no work."""
+    documents = AttentionMask.documents(torch.arange(0, 8193, 1024, device=device), 8192)
+    lists = torch.tensor([[[[0, 9], [3, 3]]]], device=device)
+    blocks = AttentionMask.from_block_lists(
+        torch.full((1, 1, 2), 2, device=device), lists, block_size=(128, 512), seqlen_q=256, seqlen_k=8192
+    )
+    q = torch.empty(1, 256, 2, DIM, device=device)
+    for mask, sq, visited in ((documents, 8192, [(2048, 2560), (2560, 3072)]), (blocks, 256, [(0, 512), (4608, 5120)])):
+        rule = ScoreRule.create(ScoreOptions(1.0, 0.0, False, -1, -1, None, mask=mask.factors), 1, q)
+        row0 = 2048 if sq == 8192 else 0
+        tiles = visited_tiles(rule, HeadRange(0, 1, 0, 1, 2), row0, row0 + 128, 512, sq, 8192)
+        assert [(tile.col0, tile.col1) for tile, _ in tiles] == visited
+
+
+def refused(device, message, out=None, **named):
+    q = torch.randn(2, 5, 4, 2, device=device)
+    with pytest.raises((RuntimeError, TypeError)) as caught:
+        backends.get(device).fwd(q, q, q, out, None, 0.0, 1.0, False, -1, -1, 0.0, False, None, **named)
+    assert str(caught.value) == message
+
+
+def test_errors(device):
+    ranges = AttentionMask.query_ranges(*torch.zeros(2, 3, 2, 5, dtype=torch.int32, device=device)).factors
+    refused(device, "mask.query_ranges: expected a batch of 1 or 2, got shape [3, 2, 5, 2]", mask=ranges)
+    ranges = AttentionMask.query_ranges(*torch.zeros(2, 2, 3, 5, dtype=torch.int32, device=device)).factors
+    refused(device, "mask.query_ranges: expected a head count that divides 4, got shape [2, 3, 5, 2]", mask=ranges)
+    short = AttentionMask.key_padding(torch.ones(2, 4, dtype=torch.bool, device=device)).factors
+    refused(device, "mask.key_hidden: expected 5 x 2 or 4 as its last two sizes, got shape [2, 1, 4, 2]", mask=short)
+    packed = AttentionMask.query_ranges(*torch.zeros(2, 5, dtype=torch.int32, device=device), packed=True)
+    refused(device, "mask: expected a mask of dense sequences, got one of packed sequences", mask=packed.factors)
+    refused(device, "mask: expected MaskFactors, got Tensor", mask=torch.ones(5, 5, device=device))
+    bias = torch.zeros(2, 4, 5, 4, device=device)
+    refused(device, "attn_bias: expected shape [1 or 2, 1 or 4, 1 or 5, 1 or 5], got [2, 4, 5, 4]", attn_bias=bias)
+    refused(device, "attn_bias: expected dtype float32, got bfloat16", attn_bias=bias.bfloat16())
+    refused(device, "rel_bias: expected shape [4, 2 R + 1], got [4, 6]", rel_bias=torch.zeros(4, 6, device=device))
+    q = torch.randn(2, 5, 4, 2, device=device)
+    with pytest.raises(RuntimeError, match="^mask: expected None over a KV cache, got one$"):
+        backends.get(device).fwd_kvcache(q, q, q, *[None] * 10, 1.0, False, -1, -1, 0.0, True, 0, mask=ranges)
+    bias = torch.zeros(2, 4, 5, 5, device=device)
+    out = bias.view(-1)[:80].view(2, 5, 4, 2)
+    message = "out: expected memory that does not overlap attn_bias, got elements of both"
+    refused(device, message, out=out, attn_bias=bias)
