@@ -253,9 +253,10 @@ class AttentionMask:
         """A BlockMask of torch.nn.attention.flex_attention. Its mask_mod is evaluated by torch once, in partial blocks,
         which are known after a wait for the GPU; a noop_mask is not.
         """
-        from torch.nn.attention.flex_attention import noop_mask
+        from torch.nn.attention import flex_attention
 
-        sq, sk = block_mask.seq_lengths
+        noop_mask = getattr(flex_attention, "noop_mask", None)  # torch 2.5 has none
+        sq, sk = getattr(block_mask, "seq_lengths", block_mask.shape[-2:])
         block_size, mask_mod = tuple(block_mask.BLOCK_SIZE), block_mask.mask_mod
         lists = [(blocks.PARTIAL, block_mask.kv_num_blocks, block_mask.kv_indices)]
         if block_mask.full_kv_num_blocks is not None:
