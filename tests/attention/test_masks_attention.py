@@ -158,6 +158,9 @@ def check(call, device, q, k, v, mask, tensors):
     assert_accurate(out, right.out, plain.out, slack=slack)
     assert_accurate(lse, right.lse, plain.lse.to(lse.dtype), "lse", slack=slack)
     assert_accurate(max_logit, right.max_logit, plain.max_logit.to(lse.dtype), "max_logit", slack=slack)
+    if call.dropout:
+        probs = s_dmask[:, :, :SQ, : k.shape[1]].abs()
+        assert_accurate(probs, right.probs.to(call.dtype), plain.probs, "S_dmask", slack=slack)
     assert len(grads) == len(right_grads) + 1  # softmax_d
     for ours, name in zip([*grads[:3], *grads[4:]], right_grads):
         given = tensors.get(name)
