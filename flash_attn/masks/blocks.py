@@ -11,7 +11,8 @@ PARTIAL = 1
 
 
 def block_map(lists, num_blocks_k: int) -> Tensor:
-    """Uint8 (b_m, h_m, nq, nk) from (class, count, indices) of each kind of blocks: the highest class of each block.
+    """Uint8 (b_m, h_m, nq, nk) from (class, counts, indices) of each list of blocks: the class of the last list that
+    has the block, so the highest comes last.
 
     counts: int (b_m, h_m, nq); indices: int (b_m, h_m, nq, most). Later entries than the count, and indices of no
     block, mean nothing.
@@ -19,10 +20,10 @@ def block_map(lists, num_blocks_k: int) -> Tensor:
     _, first_count, _ = lists[0]
     result = first_count.new_zeros(*first_count.shape, num_blocks_k + 1, dtype=torch.uint8)  # the last is for no block
     for kind, count, indices in lists:
+        indices = indices.long()
         given = torch.arange(indices.shape[-1], device=indices.device) < count[..., None]
         given = given & (indices >= 0) & (indices < num_blocks_k)
-        places = indices.long().where(given, num_blocks_k)
-        result.scatter_reduce_(-1, places, torch.full_like(places, kind, dtype=torch.uint8), "amax")
+        result.scatter_(-1, indices.where(given, num_blocks_k), kind)
     return result[..., :-1].contiguous()
 
 
@@ -31,7 +32,7 @@ def function_bits(mask_mod, batch: int, heads: int, sq: int, sk: int, device) ->
     b, h, cols = (torch.arange(size, device=device) for size in (batch, heads, sk))
     words = torch.empty(batch, heads, sq, -(-sk // WORD_BITS), dtype=torch.int32, device=device)
     evaluate = _over_axes(mask_mod)
-    for rows in strips(sq, batch * heads * sk):
+    for rows in strips(sq if words.numel() else 0, batch * heads * sk):
         seen = evaluate(b, h, torch.arange(rows.start, rows.stop, device=device), cols)
         words[:, :, rows] = pack_bits(seen)
     return words

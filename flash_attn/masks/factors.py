@@ -133,8 +133,9 @@ def _inside(ranges: Tensor, positions: Tensor) -> Tensor:
 def pack_bits(seen: Tensor) -> Tensor:
     """Bool (..., n) as int32 words (..., ceil(n / 32)), the first element in the lowest bit."""
     padded = torch.nn.functional.pad(seen, (0, -seen.shape[-1] % WORD_BITS))
+    words = padded.unflatten(-1, (padded.shape[-1] // WORD_BITS, WORD_BITS))
     shifts = torch.arange(WORD_BITS, dtype=torch.int32, device=seen.device)
-    return (padded.unflatten(-1, (-1, WORD_BITS)).int() << shifts).sum(-1, dtype=torch.int32)
+    return (words.int() << shifts).sum(-1, dtype=torch.int32)
 
 
 def unpack_bits(words: Tensor) -> Tensor:

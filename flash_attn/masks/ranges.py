@@ -26,7 +26,7 @@ def document_bounds(cu_seqlens: Tensor, seqlen: int) -> tuple[Tensor, Tensor]:
 
     cu_seqlens: (..., n + 1), cumulative lengths; decreasing ones count as their running maximum.
     """
-    cu = cu_seqlens.cummax(-1).values
+    cu = cu_seqlens.long().cummax(-1).values
     rows = torch.arange(seqlen, device=cu.device, dtype=cu.dtype).expand(*cu.shape[:-1], seqlen).contiguous()
     index = torch.searchsorted(cu, rows, right=True)
     inside = (index > 0) & (index < cu.shape[-1])

@@ -40,6 +40,8 @@ def test_documents(device):
     assert_mask(mask, expected)
     ids = ints(4, 4, 2, 2, 2, 4, 4, device=device)
     runs = [0, 0, 1, 1, 1, 2, 2]
+    small = AttentionMask.documents(ints(0, 250, device=device, dtype=torch.uint8), 300).to_dense()
+    assert small[0, 0, :250, :250].all() and small.sum() == 250 * 250
     assert_mask(AttentionMask.document_ids(ids), brute_force(device, 7, 7, sees=lambda i, j: runs[i] == runs[j]))
     batch = AttentionMask.documents(torch.stack([cu, ints(0, 9, 4, 10, device=device)]), 10)  # falls: as 0, 9, 9, 10
     other = brute_force(device, 10, 10, sees=lambda i, j: (i < 9) == (j < 9))

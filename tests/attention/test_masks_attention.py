@@ -336,6 +336,27 @@ def test_pages_take_ranges_of_queries(device):
         fwd(q, pages, pages, None, cu_q, cu_k, None, pad, table, None, *rest, mask=keys.factors)
 
 
+@pytest.mark.parametrize("sizes", ((0, 0), (4, 0), (0, 4)))
+def test_nothing_to_attend_to(device, sizes):
+    """No queries, no keys: rows without keys, gradients of the biases 0."""
+    sq, sk = sizes
+    call = Call(heads_k=3)
+    q, k, v = inputs(call, device, ((2, sq, 6), (2, sk, 0), (2, sk, 0)))
+    seen = torch.ones(2, 1, sq, sk, dtype=torch.bool, device=device)
+    masks = [
+        AttentionMask.from_tensor(seen), AttentionMask.key_padding(seen.new_ones(sk)),
+        AttentionMask.query_ranges(*torch.zeros(2, sq, dtype=torch.int32, device=device)),
+        AttentionMask.from_function(lambda b, h, i, j: i >= j, None, None, sq, sk, device),
+    ]  # fmt: skip
+    tensors = {**call.tensors(device), "attn_bias": torch.randn(2, 1, sq, sk, device=device).double(),
+               "rel_bias": torch.randn(6, 3, device=device)}  # fmt: skip
+    for mask in masks:
+        results = forward(call, device, q, k, v, mask, tensors)
+        assert (results[0] == 0).all() and results[1].isposinf().all()
+        grads = backward(call, device, results[0], results[1], q, k, v, results, mask, tensors)
+        assert all((grad == 0).all() for grad in grads) and grads[-2].shape == (2, 1, sq, sk)
+
+
 # ---- cost, errors ----
 
 
