@@ -1,7 +1,7 @@
-// The mainloop of a consumer warpgroup of the wgmma backward: 64 keys of the n_block against every m_block that sees
-// them, for all query heads of the K/V head. dK and dV, all columns or half of them, accumulate in registers over the
-// whole loop; dQ is reduced into fp32 tiles in global memory here, by DqReduceWarp, or by the dQ warpgroup. P is
-// recomputed from the LSE: Dao et al. 2022, appendix B.
+// The mainloop of a consumer warpgroup of the one-pass wgmma backward: 64 keys of the n_block against every m_block
+// that sees them, for all query heads of the K/V head. dK and dV accumulate in registers over the whole loop. dQ is
+// computed here or by the dQ warpgroup, and DqReduceWarp adds it to fp32 tiles in global memory. P is recomputed from
+// the LSE: Dao et al. 2022, appendix B.
 #pragma once
 
 #include <cute/arch/copy_sm90.hpp>
@@ -13,10 +13,10 @@
 #include "kernels/common/dq_semaphore.h"
 #include "kernels/common/dq_tile.h"
 #include "kernels/common/mask.h"
-#include "kernels/sm90/bwd_dq.h"
-#include "kernels/sm90/bwd_named_barriers.h"
+#include "kernels/sm90/bwd_one_pass/dq_product.h"
+#include "kernels/sm90/bwd_one_pass/named_barriers.h"
+#include "kernels/sm90/bwd_one_pass/storage.h"
 #include "kernels/sm90/bwd_row_values.h"
-#include "kernels/sm90/bwd_storage.h"
 #include "kernels/sm90/gemm.h"
 #include "kernels/tma/bulk_reduce.h"
 #include "kernels/tma/swizzle.h"
@@ -83,7 +83,7 @@ struct BwdMainloop {
 
   __device__ __forceinline__ int key_begin() const { return tile.n_block * Config::kBlockN + 64 * group; }
 
-  // acc (64, N) = A B, both in shared memory: started, not waited for.
+  // Issues acc (64, N) = A B, both in shared memory; does not wait.
   template <class Mma, class SmemA, class SmemB, class Acc>
   __device__ __forceinline__ void start(Mma mma, const SmemA& a, const SmemB& b, Acc& acc) const {
     const auto slice = mma.get_slice(thread);
@@ -205,8 +205,9 @@ struct BwdMainloop {
     __syncwarp();
   }
 
-  // Waits until the previous work tile's dK and dV have been read from the buffers of dS and dQ, in which they are
-  // staged: by this consumer's stores (beside a dQ warpgroup, whose consumers stage in their own rows), or by both's.
+  // Waits until the previous work tile's dK and dV have been read from the buffers of dS and dQ in which they are
+  // staged: by this consumer's stores if there is a dQ warpgroup, since each consumer then stages in its own rows;
+  // otherwise by both consumers'.
   __device__ __forceinline__ void wait_for_dkv_stores() const {
     wait_for_tma_stores();
     if constexpr (Config::kHasDqWarpgroup) {
@@ -314,8 +315,8 @@ struct BwdMainloop {
     }
   }
 
-  // On return the buffers in which dK and dV are staged have no readers left: in either consumer, or beside a dQ
-  // warpgroup in this consumer's rows.
+  // On return nobody reads the buffers in which dK and dV are staged: those of both consumers, or with a dQ warpgroup
+  // this consumer's rows.
   __device__ __forceinline__ void run() {
     const int count = order.count();
     if (count == 0) return;

@@ -7,7 +7,7 @@
 #include "core/bwd_schedule.h"
 #include "kernels/common/dq_semaphore.h"
 #include "kernels/common/mask.h"
-#include "kernels/sm90/bwd_storage.h"
+#include "kernels/sm90/bwd_one_pass/storage.h"
 #include "kernels/tma/bulk_reduce.h"
 
 namespace flash {
@@ -15,7 +15,7 @@ namespace sm90 {
 
 using namespace tma;
 
-// Each of the two warps takes every second tile, also where there is only one buffer.
+// Each of the two warps takes every second tile, even if there is only one buffer.
 template <class Config>
 struct DqReduceWarp {
   const Flash_bwd_params& params;
@@ -46,7 +46,7 @@ struct DqReduceWarp {
     __syncwarp();
     storage.dq_full[stage].wait(state.phase);
     if (is_elected) {
-      fence_buffer();  // generic-proxy stores of the tile before the bulk reduction; here it stalls no computing warp
+      fence_buffer();  // orders the stores of the tile before the bulk reduction; stalls no computing warp here
       reduce_bulk(params.dq_accum_ptr + dq_tile * Config::kDqTile, storage.dq_tile(stage), Config::kDqTile);
       cute::tma_store_wait<0>();  // the bulk reduction has read the buffer
       storage.dq_empty[stage].arrive();

@@ -1,10 +1,10 @@
-// Shared memory of the wgmma backward's passes above head dim 128, with the producers and consumers of each mbarrier.
+// Shared memory of the two-pass wgmma backward, with the producers and consumers of each mbarrier.
 #pragma once
 
 #include "core/dropout_mask.h"
 #include "kernels/common/sequence.h"
 #include "kernels/sm90/bwd_launch_params.h"
-#include "kernels/sm90/bwd_wide_config.h"
+#include "kernels/sm90/bwd_two_pass/config.h"
 #include "kernels/tma/mbarrier.h"
 #include "kernels/tma/pipeline_state.h"
 #include "plan/sm90_smem.h"
@@ -14,13 +14,13 @@ namespace sm90 {
 
 using namespace tma;
 
-// Of the dK and dV pass. Barrier: arrivals of a phase -> waited for by.
+// The dK and dV kernel. Barrier: arrivals of a phase -> waited for by.
 // k_full, v_full, of each tile: load warp (1, plus the TMA bytes) -> the one consumer that reads it. k_empty, v_empty:
 // its 128 threads, when the last scores of the n_block are complete -> load warp.
 // q_full, do_full: load warp (1, plus the TMA bytes) and the 32 lanes of the statistics warp -> consumers.
 // q_empty, do_empty: every consumer thread -> load warp, statistics warp.
 // p_full: the 128 threads of consumer 0 -> consumer 1. p_empty: those of consumer 1 -> consumer 0. With consumers split
-// by keys P is read by the thread that wrote it.
+// by keys the thread that wrote P reads it.
 // work_full: load warp (1) -> all other warps. work_empty: their threads -> load warp.
 // pre_clear_full: load warp (1, plus the TMA bytes) -> load warp, which clears fully masked rows of the tile before it
 // arrives on the tile's full barrier.
@@ -32,7 +32,7 @@ struct DkvStorage {
   alignas(1024) Element v[Config::kKeyTiles][Config::kSmemV];
   alignas(1024) Element q[Config::kStages][Config::kSmemK];
   alignas(1024) Element dout[Config::kStages][Config::kSmemV];
-  alignas(16) float p[Config::kKeyTiles][Config::kSmemP];  // in the order of the registers, alike in both consumers
+  alignas(16) float p[Config::kKeyTiles][Config::kSmemP];         // in register order, the same in both consumers
   alignas(16) float lse_log2[Config::kStages][Config::kBlockM];   // stages of Q; +inf for rows beyond the sequence
   alignas(16) float softmax_d[Config::kStages][Config::kBlockM];  // stages of dO
   // Stages of Q, with dropout: random bits of the rows and of the pairs of columns.
@@ -69,7 +69,7 @@ struct DkvStorage {
   }
 };
 
-// Of the dQ pass.
+// The dQ kernel.
 // q_full, do_full: load warp (1, plus the TMA bytes) -> the consumer of these rows. q_empty, do_empty: its 128 threads,
 // when the last scores of the work tile are complete -> load warp.
 // k_full: load warp (1, plus the TMA bytes) and, kIsGeneral, the 32 lanes of the dropout warp; v_full: load warp ->
@@ -83,7 +83,7 @@ struct DqStorage {
   alignas(1024) Element dout[2][Config::kSmemV];
   alignas(1024) Element k[Config::kDqStages][Config::kSmemK];
   alignas(1024) Element v[Config::kDqVStages][Config::kDqBlockN * Config::kVPartCols];
-  // With dropout: random bits of the rows, which their warp alone reads; stages of K, of the pairs of columns.
+  // With dropout: random bits of the rows, which only their warp reads; of the pairs of columns, in stages of K.
   RandomBits dropout_row_bits[Config::kIsGeneral ? Config::kDqBlockM : 2];
   RandomBits dropout_col_bits[Config::kDqStages][Config::kIsGeneral ? Config::kDqBlockN / 2 : 1];
   Barrier q_full[2], q_empty[2], do_full[2], do_empty[2];

@@ -1,11 +1,11 @@
-// What the consumers of the dK and dV pass have in common: pipeline state, P in shared memory, stores of dK and dV.
+// What the consumers of the dK and dV kernel share: pipeline state, P in shared memory, stores of dK and dV.
 #pragma once
 
 #include "kernels/common/differentiate.h"
 #include "kernels/common/row_store.h"
 #include "kernels/sm90/bwd_row_values.h"
-#include "kernels/sm90/bwd_wide_products.h"
-#include "kernels/sm90/bwd_wide_storage.h"
+#include "kernels/sm90/bwd_two_pass/products.h"
+#include "kernels/sm90/bwd_two_pass/storage.h"
 
 namespace flash {
 namespace sm90 {
@@ -28,7 +28,7 @@ __device__ __forceinline__ void store_dkv(const Flash_bwd_params& params, const 
   }
 }
 
-// What both consumers have: pipeline states persist from one work tile to the next.
+// Base of the consumers; pipeline states persist from one work tile to the next.
 template <class Config>
 struct DkvConsumer {
   using Element = typename Config::Element;
@@ -49,7 +49,7 @@ struct DkvConsumer {
         thread(threadIdx.x % 128),
         coords{AccumulatorCoords<4>(threadIdx.x % 128)} {}
 
-  // The phase of the one buffer of P is the parity of the step.
+  // P has one buffer; its phase is the parity of the step.
   __device__ __forceinline__ uint32_t p_phase() const { return state.stage; }
 
   // This thread's 16-byte vectors of P.

@@ -1,5 +1,5 @@
-// Compile-time configuration of the wgmma backward up to head dim 128 by (dtype, head dim, variant): tile, MMAs, shared
-// memory layouts, registers per thread.
+// Compile-time configuration of the one-pass wgmma backward (head dims 64 and 128) by (dtype, head dim, variant): tile,
+// MMAs, shared memory layouts, registers per thread.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -15,7 +15,7 @@ namespace flash {
 namespace sm90 {
 
 template <Dtype kDtype_, int kHeadDim_, BwdVariant kVariant_, DqLocation kDqLocation>
-struct BwdConfig {
+struct BwdOnePassConfig {
   static constexpr Dtype kDtype = kDtype_;
   using Element = ElementOf<kDtype>;
   static constexpr bool kIsGeneral = kVariant_ == BwdVariant::kGeneral;
@@ -33,8 +33,8 @@ struct BwdConfig {
   static_assert(kBlockN == 64 * kWarpGroups, "a consumer owns 64 keys, the rows of a wgmma");
   static_assert(kBlockM == 64, "a row of dS^T is a whole number of 128-byte swizzle atoms");
 
-  // Without a dQ warpgroup the consumers compute dQ of alternate steps, one step late: the other's dS is there by then,
-  // and their steps of unequal length keep one exponentiating while the other uses the tensor cores.
+  // Without a dQ warpgroup the consumers compute dQ of alternate steps, one step late: by then the other consumer's dS
+  // is complete, and steps of unequal length keep one consumer exponentiating while the other uses the tensor cores.
   static constexpr bool kAlternateDq = !kHasDqWarpgroup;
 
   static constexpr int kConsumers = 128 * kWarpGroups;  // threads
@@ -76,7 +76,7 @@ struct BwdConfig {
   static constexpr int kSmemDs = kBlockM * kBlockN;
   static constexpr int kKvStages = kHasDqWarpgroup && !kDqInSmem ? 2 : 1;  // buffers of K and V
   static constexpr int kKvParts =
-      plan::sm90_bwd_kv_parts(kHeadDim);  // row ranges of a K/V tile with barriers of their own
+      plan::sm90_bwd_kv_parts(kHeadDim);  // row ranges of a K/V tile, each with separate barriers
   static_assert(kKvParts == (kHasDqWarpgroup ? kWarpGroups : 1));
   static constexpr int kDqTile = kBlockM * kHeadDim;  // floats
   static constexpr int kWarpDq = kDqTile / kDqWarps;  // floats of one warp
@@ -84,7 +84,7 @@ struct BwdConfig {
   // Two warps of the producer warpgroup reduce whole dQ tiles into global memory (DqReduceWarp).
   static constexpr bool kHasDqReduceWarps = !kDqInSmem;
   static constexpr int kSmemDq = kDqInSmem ? plan::kSharedDqRows * kHeadDim : kDqBuffers * kDqTile;  // floats
-  // dK and dV are staged for their TMA store in buffers of their own or in those of dS and dQ, so that the next K and V
+  // dK and dV are staged for their TMA store in dedicated buffers or in those of dS and dQ, so that the next K and V
   // may be loaded meanwhile.
   static constexpr bool kSeparateDkvSmem = kHasDqWarpgroup && !kDqInSmem;
   static constexpr bool kDsHoldsDkv = kSmemDs >= kSmemK;

@@ -1,5 +1,5 @@
-// Compile-time configuration of the wgmma backward above head dim 128 and of short sequences at 128: two passes over
-// tiles of 64 rows or 64 keys, one for dK and dV, one for dQ.
+// Compile-time configuration of the two-pass wgmma backward (above head dim 128, and many short sequences at 128):
+// tiles of 64 rows or 64 keys, one kernel for dK and dV, one for dQ.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -14,7 +14,7 @@ namespace flash {
 namespace sm90 {
 
 template <Dtype kDtype_, int kHeadDim_, BwdVariant kVariant, int kHeadDimV_>
-struct BwdWideConfig {
+struct BwdTwoPassConfig {
   static constexpr Dtype kDtype = kDtype_;
   using Element = ElementOf<kDtype>;
   static constexpr bool kIsGeneral = kVariant == BwdVariant::kGeneral;
@@ -29,9 +29,9 @@ struct BwdWideConfig {
   static constexpr int kBlockN = kTile.block_n;
   static constexpr int kTileRows = 64;  // of a tile in shared memory, and of a TMA box
   static constexpr int kKeyTiles = kBlockN / kTileRows;
-  static constexpr bool kSplitsByRole = kKeyTiles == 1;  // else each consumer has the keys of a tile
+  static constexpr bool kSplitsByRole = kKeyTiles == 1;  // otherwise each consumer has the keys of a tile
   static_assert(kSplitsByRole || (kKeyTiles == 2 && !kIsGeneral));
-  static constexpr int kStages = kTile.stages;  // of Q and dO in the dK and dV pass
+  static constexpr int kStages = kTile.stages;  // of Q and dO in the dK and dV kernel
   static constexpr bool kPInSmem = plan::sm90_dkv_has_p_in_smem(kTile);
   static_assert(kPInSmem || !kSplitsByRole);
   static_assert(!kPInSmem || kStages == 2,
@@ -56,18 +56,18 @@ struct BwdWideConfig {
   static constexpr int kSmemV = kTileRows * kHeadDimV;                           // of dO too
   static constexpr int kSmemP = kPInSmem ? kBlockM * kTileRows : 4 / kKeyTiles;  // floats
 
-  // The dQ pass: a consumer for each 64 of a work tile's rows.
+  // The dQ kernel: a consumer for each 64 of a work tile's rows.
   static constexpr int kDqBlockM = plan::kSm90DqBlockM;
   static constexpr int kDqBlockN = plan::kSm90DqBlockN;
   static_assert(kDqBlockM == 128 && kDqBlockN == kTileRows);
   static constexpr int kDqStages = plan::sm90_dq_k_stages(kTile);  // of K
   static constexpr int kDqVStages = plan::kSm90DqVStages;          // of parts of V
-  // S of the next block ahead of dQ. Where P needs dP nothing runs beside it.
+  // S of the next block is issued before dQ. In general kernels P needs dP, so nothing would overlap S.
   static constexpr bool kScoresFirst = kDqStages > 2 && !kIsGeneral;
   static constexpr int kVPartCols = plan::sm90_dq_value_cols(kTile);
   static constexpr int kVParts = kHeadDimV / kVPartCols;  // of a block
   static_assert(kVPartCols % kAtomCols == 0 && kVParts * kVPartCols == kHeadDimV);
-  static_assert(kVParts == 1 || kVParts == kDqVStages, "parts of a block lie side by side, as one tile");
+  static_assert(kVParts == 1 || kVParts == kDqVStages, "parts of a block are adjacent, as one tile");
 };
 
 }  // namespace sm90

@@ -1,10 +1,10 @@
-// Shared memory of the wgmma backward: tiles, mbarriers, and the producers and consumers of each mbarrier.
+// Shared memory of the one-pass wgmma backward: tiles, mbarriers, and the producers and consumers of each mbarrier.
 #pragma once
 
 #include "core/dropout_mask.h"
 #include "kernels/common/sequence.h"
-#include "kernels/sm90/bwd_config.h"
 #include "kernels/sm90/bwd_launch_params.h"
+#include "kernels/sm90/bwd_one_pass/config.h"
 #include "kernels/tma/mbarrier.h"
 #include "kernels/tma/pipeline_state.h"
 #include "plan/sm90_smem.h"
@@ -56,7 +56,7 @@ struct BwdStorage {
 
   int work[2];  // work tile indices: the current one and the next
 
-  // Where dK and dV are staged for their TMA store. With kDqInSmem that is a consumer's own rows of dS.
+  // Where dK and dV are staged for their TMA store; with kDqInSmem in the consumer's rows of dS.
   static_assert(!Config::kDqInSmem || Config::kSmemDs == Config::kSmemK,
                 "a consumer's rows of dK and dV take its rows of dS");
   __device__ __forceinline__ Element* staged_dk() {

@@ -1,6 +1,6 @@
 // Combines normalised partial results over disjoint splits of the keys: a forward's splits, or results of the caller.
-// Bound by reading them once: (splits + 1) rows (d values + LSE). A thread has a 16-byte vector of a row, eight splits
-// of which are under way at a time.
+// Bound by reading them once: (splits + 1) rows (d values + LSE). A thread has a 16-byte vector of a row and keeps the
+// loads of eight splits in flight.
 #include <atomic>
 #include <type_traits>
 
@@ -38,7 +38,7 @@ struct Row {
   }
 };
 
-// The rows of a thread block: as many as fit it, or a part of one.
+// The rows of a thread block: as many as fit, or a part of one row.
 struct Tiling {
   int row_threads, rows, col_blocks;
 
@@ -50,7 +50,7 @@ struct Tiling {
   }
 };
 
-// -inf: none. Rows of no sequence have none.
+// -inf: no sink. Rows outside all sequences have none.
 __device__ float sink_of(const Flash_combine_params& params, const Row& at) {
   if (params.sinks_ptr == nullptr) return -INFINITY;
   const int* const segments = params.segments_q;
@@ -58,8 +58,9 @@ __device__ float sink_of(const Flash_combine_params& params, const Row& at) {
   return params.sinks_ptr[at.middle];
 }
 
-// Vectors of up to kBatch splits to shared memory, of which a thread reads only its own: so all of them are under way
-// at the same time, whatever ptxas makes of loads into registers. Not whole vectors: the first `cols` elements.
+// Copies vectors of up to kBatch splits to shared memory, of which a thread reads only its own: all copies are in
+// flight at the same time, which ptxas does not ensure for loads into registers. If the vector is not whole: its first
+// `cols` elements.
 template <class In>
 __device__ void load_vectors(const Flash_combine_params& params, const In* from, int count, int cols,
                              uint4 (&vectors)[kBatch][kThreads]) {

@@ -1,8 +1,8 @@
-// The dK and dV pass of the wgmma backward with a dQ pass: keys of a K/V head against every m_block that sees them,
-// for all query heads of the group. Where registers hold dK and dV of 64 keys, each consumer has 64 of 128
-// (KeyTileConsumer). Else there are 64, whose steps the consumers split by role: consumer 0 computes S, P and dV,
-// consumer 1 dP, dS and dK. P is handed over in fp32 in the order of the registers, which both have alike. Either has
-// its own tile of K or V, which is given back before the last gradients are complete; these leave straight from
+// The dK and dV kernel of the two-pass wgmma backward: keys of a K/V head against every m_block that sees them, for all
+// query heads of the group. If registers hold dK and dV of 64 keys, a thread block has 128 keys, 64 for each consumer
+// (KeyTileConsumer). Otherwise it has 64, and the consumers split each step by role: consumer 0 computes S, P and dV,
+// consumer 1 dP, dS and dK; P is handed over in fp32 in register order, which is the same in both. Each consumer has
+// its own tile of K or V and releases it before the last gradients are complete; these are stored straight from
 // registers.
 #pragma once
 
@@ -14,35 +14,27 @@
 #include "kernels/common/differentiate.h"
 #include "kernels/common/pdl.h"
 #include "kernels/common/row_store.h"
-#include "kernels/sm90/bwd_dkv_key_tile.h"
-#include "kernels/sm90/bwd_producer.h"
 #include "kernels/sm90/bwd_row_values.h"
+#include "kernels/sm90/bwd_statistics_warp.h"
 #include "kernels/sm90/bwd_tile_loader.h"
-#include "kernels/sm90/bwd_wide_products.h"
-#include "kernels/sm90/bwd_wide_storage.h"
+#include "kernels/sm90/bwd_two_pass/dkv_key_tile_consumer.h"
+#include "kernels/sm90/bwd_two_pass/products.h"
+#include "kernels/sm90/bwd_two_pass/storage.h"
 #include "kernels/sm90/bwd_work_queue.h"
 
 namespace flash {
 namespace sm90 {
 
-// The next work tile index, the same in all lanes of a warp.
-__device__ __forceinline__ int fetch_index(int* semaphore, bool is_first, int index) {
-  if (is_first) return blockIdx.x;
-  if (semaphore == nullptr) return index + gridDim.x;
-  const int fetched = threadIdx.x % 32 == 0 ? atomicAdd(semaphore, 1) : 0;
-  return gridDim.x + __shfl_sync(0xffffffffu, fetched, 0);
-}
-
 template <class Config>
 struct DkvLoader : BwdTileLoader<Config> {
   using BwdTileLoader<Config>::is_elected;
 
-  const BwdPassLaunch& launch;
+  const BwdTwoPassLaunch& launch;
   DkvStorage<Config>& storage;
   PipelineState<Config::kStages> state;
   uint32_t kv_phase = 0;
 
-  __device__ __forceinline__ DkvLoader(const BwdPassLaunch& launch_, DkvStorage<Config>& storage_)
+  __device__ __forceinline__ DkvLoader(const BwdTwoPassLaunch& launch_, DkvStorage<Config>& storage_)
       : BwdTileLoader<Config>(storage_.pre_clear_full), launch(launch_), storage(storage_) {}
 
   __device__ __forceinline__ void run_all() {
@@ -61,7 +53,7 @@ struct DkvLoader : BwdTileLoader<Config> {
     const TmaRows k_rows(params.is_varlen(), tile.batch, tile.k_begin, tile.seqlen_k);
     const TmaRows q_rows(params.is_varlen(), tile.batch, tile.q_begin, tile.seqlen_q);
     const MaskOf<Config> visibility = mask_of<Config>(params, tile);
-    const int first_row = first_unmasked_row(visibility), first_key = first_unmasked_key(visibility);
+    const int first_row = first_visible_row(visibility), first_key = first_visible_key(visibility);
     const int key = tile.n_block * Config::kBlockN;
     const QBlockOrder order = q_block_order<Config>(params, tile);
     const int count = order.count();
@@ -105,7 +97,7 @@ struct DkvLoader : BwdTileLoader<Config> {
 };
 
 template <class Config, class Visit>
-__device__ __forceinline__ void for_each_key_tile(const BwdPassLaunch& launch, DkvStorage<Config>& storage,
+__device__ __forceinline__ void for_each_key_tile(const BwdTwoPassLaunch& launch, DkvStorage<Config>& storage,
                                                   const Visit& visit) {
   for_each_index(storage, launch.num_tiles, [&](int index) {
     const BwdWorkTile tile = bwd_work_tile_at(launch.params, Config::kBlockN, index, launch.grid);
@@ -141,8 +133,8 @@ struct DvConsumer : DkvConsumer<Config> {
     __syncwarp();  // wgmma needs converged warps
   }
 
-  // S of the next step is in flight behind dV of this one; no product is in flight where branches meet, since ptxas
-  // serialises those.
+  // S of the next step is issued after dV of this one, and both are in flight. No wgmma is in flight where branches
+  // join: ptxas would serialise it (C7514).
   __device__ __forceinline__ void accumulate(const BwdWorkTile& tile, const QBlockOrder& order, Gradient& acc_dv) {
     const int count = order.count();
     QStep at = order.start();
@@ -176,7 +168,7 @@ struct DvConsumer : DkvConsumer<Config> {
     start_scores<Config, Config::kHeadDim>(thread, storage.k[0], storage.q[state.stage], acc_s, [](int) {});
   }
 
-  // P of the step from its scores, for consumer 1 and, returned, for dV. Releases Q.
+  // P of the step from its scores: published for consumer 1 and returned for dV. Releases Q.
   __device__ __forceinline__ auto publish_p(const BwdWorkTile& tile, const QStep& at, Scores& acc_s) const {
     const TileCoords tile_coords{tile.batch, at.head, at.m_block * Config::kBlockM, tile.n_block * Config::kBlockN};
     const MaskOf<Config> visibility = mask_of<Config>(params, tile);
@@ -234,7 +226,7 @@ struct DkConsumer : DkvConsumer<Config> {
     __syncwarp();  // wgmma needs converged warps
   }
 
-  // dP of the next step is in flight behind dK of this one.
+  // dP of the next step is issued after dK of this one, and both are in flight.
   __device__ __forceinline__ void accumulate(int count, Gradient& acc_dk) {
     Scores acc_dp;
     storage.v_full[0].wait(kv_phase);
@@ -298,7 +290,7 @@ using SecondConsumer = std::conditional_t<Config::kSplitsByRole, DkConsumer<Conf
 
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, 1)
-    flash_bwd_dkv_kernel(const __grid_constant__ BwdPassLaunch launch) {
+    flash_bwd_dkv_kernel(const __grid_constant__ BwdTwoPassLaunch launch) {
   static_assert(
       sizeof(DkvStorage<Config>) == plan::sm90_dkv_smem_bytes(Config::kTile, Config::kIsGeneral, Config::kDtype),
       "plan and kernel agree on the shared memory");
@@ -306,7 +298,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   DkvStorage<Config>& storage = *reinterpret_cast<DkvStorage<Config>*>(smem);
   if (threadIdx.x == 0) storage.init_barriers();
   __syncthreads();
-  // The order matters: the dQ pass, which may start from here on, takes softmax_d for complete.
+  // The order matters: the dQ kernel, which may start from here on, relies on a complete softmax_d.
   wait_for_previous_kernel();
   allow_next_kernel();
   const int warp_group = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // warp-uniform, so that branches on it are

@@ -1,19 +1,21 @@
-// softmax_d = rowsum(dO * O) - dlse, which the backward subtracts from dP. rowsum(dO * O): gradient through the softmax
-// normalisation (Dao et al. 2022, appendix B.2). A gradient dlse of the LSE adds dlse * P to dS, because dLSE / dS = P.
-// A sink is a key without a value: its dP is 0, and its gradient the sum of P (0 - softmax_d) over the rows. O of fully
-// masked rows is constant: their dO is not read. Bound by reading dO and O once, and by clearing the fp32 dQ.
+// softmax_d = rowsum(dO * O) - dlse, which the backward subtracts from dP. rowsum(dO * O) is the gradient through the
+// softmax normalisation (Dao et al. 2022, appendix B.2). A gradient dlse of the LSE adds dlse * P to dS, because dLSE /
+// dS = P. A sink is a key without a value: its dP is 0, and its gradient is the sum of P (0 - softmax_d) over the rows.
+// O of fully masked rows is constant: their dO is not read. Bound by reading dO and O once, and by clearing the fp32
+// dQ.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
 #include <atomic>
 
 #include "core/static_switch.h"
-#include "core/unmasked.h"
+#include "core/visible_range.h"
 #include "kernels/common/element.h"
 #include "kernels/common/launch.h"
 #include "kernels/common/pdl.h"
 #include "kernels/common/sequence.h"
 #include "params/flash.h"
+#include "plan/tiles.h"
 
 namespace flash {
 namespace {
@@ -49,7 +51,8 @@ __device__ float apply_lse(const Flash_bwd_params& params, int64_t row, float si
   return -expf(sink - lse) * softmax_d;
 }
 
-// Whether a row's O depends on Q. Of calls that keep dQ, whose other keys this one does not know, the LSE says so.
+// Whether a row's O depends on Q. A call that keeps dQ adds to that of other keys, which it does not know: the LSE
+// tells.
 __device__ bool has_keys(const Flash_bwd_params& params, int64_t lse_row, int row, int first_row) {
   return params.keeps_dq ? !isinf(params.softmax_lse_ptr[lse_row + row]) : row >= first_row;
 }
@@ -83,14 +86,15 @@ __global__ void __launch_bounds__(kThreads) softmax_d_kernel(const __grid_consta
   if (tile.empty()) return;
   const bool is_varlen = params.is_varlen();
   if (!in_sequence(params, tile)) return;
-  int lanes = 4;  // per row: a power of two, up to a warp for 256 columns
+  static_assert(plan::kMaxHeadDim <= 32 * kVectorCols, "the lanes of a row are of one warp");
+  int lanes = 4;  // per row: a power of two
   while (lanes * kVectorCols < params.d_v) lanes *= 2;
   const int lane = threadIdx.x % lanes, col = lane * kVectorCols;
   auto row_of = [&](const void* data, const MatrixStrides& strides, int row) {
     return static_cast<const uint16_t*>(data) +
            matrix_offset(strides, is_varlen, tile.batch, tile.q_begin + row, tile.head) + col;
   };
-  const int first_row = first_unmasked_row(Visibility{tile.seqlen_q, tile.seqlen_k, params.window});
+  const int first_row = first_visible_row(Visibility{tile.seqlen_q, tile.seqlen_k, params.window});
   const int64_t lse_row = lse_offset(tile, params);
   const float sink = row_sink(params, tile);
   float dsink = 0.0f;

@@ -1,34 +1,33 @@
-// The dQ pass of the wgmma backward above head dim 128, scheduled like a forward: 128 rows of a query head stay in
-// shared memory, 64 for each consumer, and the K and V blocks that they see pass. S = Q K^T and dP = dO V^T have rows
-// as rows, so that dS is the left operand of dQ += dS K from registers, and a thread has two rows of LSE and softmax_d.
-// dQ is complete in registers and stored once: no fp32 accumulator, no additions, the same bits in every run.
+// The dQ kernel of the two-pass wgmma backward, scheduled like a forward: 128 rows of a query head stay in shared
+// memory, 64 for each consumer, while the K and V blocks that they see are streamed. S = Q K^T and dP = dO V^T have
+// queries as rows, so that dS is the left operand of dQ += dS K from registers and a thread needs LSE and softmax_d of
+// two rows. dQ is complete in registers and stored once: no fp32 accumulator, no additions, the same bits in every run.
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
 
-#include "core/unmasked.h"
+#include "core/visible_range.h"
 #include "kernels/common/differentiate.h"
 #include "kernels/common/mask.h"
 #include "kernels/common/pdl.h"
 #include "kernels/common/row_store.h"
-#include "kernels/sm90/bwd_dkv_pass.h"
 #include "kernels/sm90/bwd_row_values.h"
 #include "kernels/sm90/bwd_tile_loader.h"
-#include "kernels/sm90/bwd_wide_products.h"
-#include "kernels/sm90/bwd_wide_storage.h"
+#include "kernels/sm90/bwd_two_pass/products.h"
+#include "kernels/sm90/bwd_two_pass/storage.h"
 #include "kernels/sm90/bwd_work_queue.h"
 
 namespace flash {
 namespace sm90 {
 
-// The n_blocks that a work tile's rows see, visited downwards.
+// The n_blocks that a work tile's rows see, in descending order.
 template <class Config>
 __device__ __forceinline__ BlockRange visited_n_blocks(const Flash_bwd_params& params, const WorkTile& tile) {
   return block_range(mask_of<Config>(params, tile), tile.row_begin, tile.row_end, Config::kDqBlockN);
 }
 
 template <class Config, class Visit>
-__device__ __forceinline__ void for_each_row_tile(const BwdPassLaunch& launch, DqStorage<Config>& storage,
+__device__ __forceinline__ void for_each_row_tile(const BwdTwoPassLaunch& launch, DqStorage<Config>& storage,
                                                   const Visit& visit) {
   for_each_index(storage, launch.num_tiles, [&](int index) {
     const WorkTile tile = work_tile_at(launch.params, Config::kDqBlockM, index);
@@ -41,13 +40,13 @@ struct DqLoader : BwdTileLoader<Config> {
   using BwdTileLoader<Config>::is_elected;
   using Hint = cute::TMA::CacheHintSm90;
 
-  const BwdPassLaunch& launch;
+  const BwdTwoPassLaunch& launch;
   DqStorage<Config>& storage;
   PipelineState<Config::kDqStages> k_state;
   PipelineState<Config::kDqVStages> v_state;
   uint32_t tile_phase = 0;
 
-  __device__ __forceinline__ DqLoader(const BwdPassLaunch& launch_, DqStorage<Config>& storage_)
+  __device__ __forceinline__ DqLoader(const BwdTwoPassLaunch& launch_, DqStorage<Config>& storage_)
       : BwdTileLoader<Config>(storage_.pre_clear_full), launch(launch_), storage(storage_) {}
 
   __device__ __forceinline__ void run_all() {
@@ -66,7 +65,7 @@ struct DqLoader : BwdTileLoader<Config> {
     const bool is_varlen = launch.params.is_varlen();
     const TmaRows k_rows(is_varlen, tile.batch, tile.k_begin, tile.seqlen_k);
     const TmaRows q_rows(is_varlen, tile.batch, tile.q_begin, tile.seqlen_q);
-    const int first_key = first_unmasked_key(mask_of<Config>(launch.params, tile));
+    const int first_key = first_visible_key(mask_of<Config>(launch.params, tile));
     const int head_k = tile.head / launch.params.h_h_k_ratio;
     for (int n_block = n_blocks.end - 1; n_block >= n_blocks.begin; --n_block) {
       const bool is_first = n_block == n_blocks.end - 1;
@@ -136,7 +135,7 @@ __device__ __forceinline__ void store_column_bits(const Flash_bwd_params& params
   }
 }
 
-// What a thread knows of its two rows.
+// A thread's two rows.
 struct DqRows {
   float lse_log2[2];  // +inf where the row is fully masked or beyond the sequence
   float softmax_d[2];
@@ -146,13 +145,13 @@ struct DqRows {
                                                 const Coords& coords) {
     const float* const lse = params.softmax_lse_ptr + lse_offset(params, tile.batch, tile.head, tile.q_begin);
     const float* const delta = params.softmax_d_ptr + softmax_d_offset(params, tile.batch, tile.head, tile.q_begin);
-    const int first_row = first_unmasked_row(mask_of<Config>(params, tile));
+    const int first_row = first_visible_row(mask_of<Config>(params, tile));
     DqRows rows;
 #pragma unroll
     for (int mi = 0; mi < 2; ++mi) {
       const int row = row_begin + coords.row(mi);
       const bool valid = row >= first_row && row < tile.seqlen_q;
-      // Not from the L1 cache: this kernel may have started before the one ahead was complete.
+      // Bypasses L1: this kernel may have started before the preceding one was complete.
       rows.lse_log2[mi] = valid ? lse_or_inf(__ldcg(lse + row)) * ScoreMod::kLog2e : INFINITY;
       rows.softmax_d[mi] = valid ? __ldcg(delta + row) : 0.0f;
     }
@@ -203,14 +202,14 @@ struct DqConsumer {
     __syncwarp();
   }
 
-  // Blocks of the work tile that this consumer's rows do not see are passed by.
+  // Skips the blocks of the work tile that this consumer's rows do not see.
   __device__ __forceinline__ void visit(const WorkTile& tile, const DqRows& rows, int row_begin,
                                         const BlockRange& n_blocks, Gradient& acc_dq) {
     const int row_end = min(row_begin + Config::kBlockM, tile.row_end);
     BlockRange own;
     if (row_begin < row_end) own = block_range(mask_of<Config>(params, tile), row_begin, row_end, Config::kDqBlockN);
     if (own.count() == 0) own.begin = own.end = n_blocks.begin;
-    for (int n_block = n_blocks.end; n_block > own.end; --n_block) pass();
+    for (int n_block = n_blocks.end; n_block > own.end; --n_block) skip_block();
     storage.q_full[group].wait(tile_phase);
     storage.do_full[group].wait(tile_phase);
     if (own.count() > 0) {
@@ -219,12 +218,12 @@ struct DqConsumer {
       storage.q_empty[group].arrive();
       storage.do_empty[group].arrive();
     }
-    for (int n_block = own.begin; n_block > n_blocks.begin; --n_block) pass();
+    for (int n_block = own.begin; n_block > n_blocks.begin; --n_block) skip_block();
     tile_phase ^= 1;
   }
 
-  // Waits for the block all the same: arrivals of two phases must not meet.
-  __device__ __forceinline__ void pass() {
+  // Must still wait for the block: a second arrival in one phase is illegal.
+  __device__ __forceinline__ void skip_block() {
     storage.k_full[k_state.stage].wait(k_state.phase);
     storage.k_empty[k_state.stage].arrive();
     k_state.advance();
@@ -245,16 +244,16 @@ struct DqConsumer {
     }
   }
 
-  // dQ of this block and dP of the next one are in flight beside P of the next one; no product is in flight where
-  // branches of the loop meet, since ptxas serialises those.
+  // dQ of this block and dP of the next one overlap P of the next one. No wgmma is in flight where branches of the loop
+  // join: ptxas would serialise it (C7514).
   __device__ __forceinline__ void accumulate_scores_first(const WorkTile& tile, const DqRows& rows, int row_begin,
                                                           int begin, int end, Gradient& acc_dq) {
     Scores acc_s, acc_dp;
-    const auto differentiate_block = [&](int n_block, const auto& behind_p) {
+    const auto differentiate_block = [&](int n_block, const auto& after_p) {
       if (n_block == begin) storage.q_empty[group].arrive();
       start_dp(acc_dp);
       const TileCoords tile_coords{tile.batch, tile.head, row_begin, n_block * Config::kDqBlockN};
-      differentiate(tile, rows, tile_coords, acc_s, acc_dp, behind_p);
+      differentiate(tile, rows, tile_coords, acc_s, acc_dp, after_p);
       if (n_block == begin) storage.do_empty[group].arrive();
     };
     start_s(acc_s);
@@ -280,8 +279,8 @@ struct DqConsumer {
     }
   }
 
-  // S of the next block is in flight behind dQ of this one; no product is in flight where branches meet, since ptxas
-  // serialises those.
+  // S of the next block is issued after dQ of this one, and both are in flight. No wgmma is in flight where branches
+  // join: ptxas would serialise it (C7514).
   __device__ __forceinline__ void accumulate_gradient_first(const WorkTile& tile, const DqRows& rows, int row_begin,
                                                             int begin, int end, Gradient& acc_dq) {
     Scores acc_s;
@@ -316,7 +315,7 @@ struct DqConsumer {
     start_scores<Config, Config::kHeadDim>(thread, storage.q[group], storage.k[k_state.stage], acc_s, [](int) {});
   }
 
-  // With two parts of V the product has two commit groups, so that the first part is free while the second is read.
+  // With two parts of V the product has two commit groups, so that the first part is released while the second is read.
   __device__ __forceinline__ void start_dp(Scores& acc_dp) const {
     storage.v_full[v_state.stage].wait(v_state.phase);
     start_scores<Config, Config::kHeadDimV>(thread, storage.dout[group], storage.v[v_state.stage], acc_dp, [&](int k) {
@@ -340,8 +339,8 @@ struct DqConsumer {
     v_state.advance();
   }
 
-  // Keeps exp2 above the wait for dP; ptxas would sink it. No P is negative, but ptxas cannot know, so this (already
-  // complete) wait depends on every exp2.
+  // Keeps exp2 before the wait for dP; ptxas would sink it. No P is negative, but ptxas cannot know that, so this
+  // (already complete) wait depends on every exp2.
   __device__ __forceinline__ void finish_exp_before_dp_wait(const Scores& acc_p) const {
     uint32_t signs = 0;
 #pragma unroll
@@ -349,10 +348,10 @@ struct DqConsumer {
     storage.v_full[v_state.stage].wait(v_state.phase ^ (signs >> 31));
   }
 
-  // S and dP become P and dS. behind_p(): ahead of the wait for dP, behind P where P does not need dP.
-  template <class BehindP>
+  // S and dP become P and dS. after_p() runs before the wait for dP, and after P unless P needs dP.
+  template <class AfterP>
   __device__ __forceinline__ void differentiate(const WorkTile& tile, const DqRows& rows, const TileCoords& tile_coords,
-                                                Scores& acc_s, Scores& acc_dp, const BehindP& behind_p) {
+                                                Scores& acc_s, Scores& acc_dp, const AfterP& after_p) {
     const MaskOf<Config> visibility = mask_of<Config>(params, tile);
     const RowArray<2> lse_log2{rows.lse_log2}, softmax_d{rows.softmax_d};
     auto scores = row_col_view(acc_s);
@@ -361,11 +360,11 @@ struct DqConsumer {
       mask_scores<Config::kBlockM, Config::kDqBlockN>(scores, coords, visibility, tile_coords);
       exponentiate_scores(scores, params.softmax_scale_log2, lse_log2);
       finish_exp_before_dp_wait(acc_s);
-      behind_p();
+      after_p();
       finish_dp(acc_dp);
       differentiate_scores(scores, dp, softmax_d);
     } else {
-      behind_p();
+      after_p();
       finish_dp(acc_dp);
       const SmemRandomBits<Coords> bits{row_bits(), storage.dropout_col_bits[k_state.stage], coords};
       differentiate_general<Config::kBlockM, Config::kDqBlockN, true>(params, visibility, tile_coords, coords, bits,
@@ -373,7 +372,7 @@ struct DqConsumer {
     }
   }
 
-  // Fully masked rows are 0, whatever Q and dO have there.
+  // Fully masked rows get 0, whatever Q and dO hold there.
   __device__ __forceinline__ void store(const WorkTile& tile, const DqRows& rows, int row_begin,
                                         Gradient& acc_dq) const {
     auto values = row_col_view(acc_dq);
@@ -392,11 +391,11 @@ struct DqConsumer {
   }
 };
 
-// Launched as a dependent of the dK and dV pass, whose results it does not need: its thread blocks take the place of
-// those that have run out of n_blocks. softmax_d is complete when the first of them starts (flash_bwd_dkv_kernel()).
+// Launched as a dependent of the dK and dV kernel, whose results it does not need: its thread blocks take the SMs that
+// have run out of n_blocks. softmax_d is complete when the first of them starts (flash_bwd_dkv_kernel()).
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, 1)
-    flash_bwd_dq_kernel(const __grid_constant__ BwdPassLaunch launch) {
+    flash_bwd_dq_kernel(const __grid_constant__ BwdTwoPassLaunch launch) {
   static_assert(
       sizeof(DqStorage<Config>) == plan::sm90_dq_smem_bytes(Config::kTile, Config::kIsGeneral, Config::kDtype),
       "plan and kernel agree on the shared memory");
@@ -410,7 +409,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
     if (warp == 0) {
       DqLoader<Config>(launch, storage).run_all();
-      wait_for_previous_kernel();  // the end of this kernel stands for the end of both passes
+      wait_for_previous_kernel();  // so that the end of this kernel is the end of both
     }
     if (Config::kIsGeneral && warp == 1) {
       PipelineState<Config::kDqStages> state;

@@ -1,11 +1,11 @@
-// dQ of one step, all columns by one warpgroup: dQ = dS K from the consumers' dS in shared memory, and the hand-over of
+// dQ of one step, all columns by one warpgroup: dQ = dS K from the consumers' dS in shared memory, and the handover of
 // the fp32 tile to DqReduceWarp.
 #pragma once
 
 #include <cute/tensor.hpp>
 
 #include "kernels/common/dq_tile.h"
-#include "kernels/sm90/bwd_storage.h"
+#include "kernels/sm90/bwd_one_pass/storage.h"
 #include "kernels/sm90/gemm.h"
 
 namespace flash {
@@ -21,7 +21,7 @@ __device__ __forceinline__ void compute_dq(BwdStorage<Config>& storage, const Pi
   const auto ds = make_tensor(make_smem_ptr(storage.ds[state.stage]), typename Config::SmemLayoutDs{});  // (M, N)
   const auto k = make_tensor(make_smem_ptr(storage.k[kv_stage]), typename Config::SmemLayoutKt{});       // (D, N)
   storage.ds_full[state.stage].wait(state.phase);
-  fence_buffer();  // consumers' generic-proxy stores of dS before the wgmma that reads them
+  fence_buffer();  // orders the consumers' generic-proxy stores of dS before the wgmma
   start_gemm(mma, thread_mma.partition_fragment_A(ds), thread_mma.partition_fragment_B(k), acc_dq, true);
   wait_for<0>(acc_dq);
   storage.ds_empty[state.stage].arrive();

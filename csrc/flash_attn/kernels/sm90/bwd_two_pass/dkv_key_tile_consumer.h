@@ -1,15 +1,15 @@
-// A consumer of the dK and dV pass that has 64 keys to itself: all products of a step. Its registers hold dK, dV, one
-// 16-bit operand, and P and dP; above head dim 128 one of both, so that P waits for dP in shared memory, where the same
-// thread reads it again.
+// A consumer of the dK and dV kernel that computes all products of a step for its 64 keys. Its registers hold dK, dV,
+// one 16-bit operand, and both P and dP. Above head dim 128 they hold P or dP: P is spilled to shared memory and read
+// back by its own thread.
 #pragma once
 
 #include "core/bwd_schedule.h"
-#include "kernels/sm90/bwd_dkv_consumer.h"
+#include "kernels/sm90/bwd_two_pass/dkv_consumer.h"
 
 namespace flash {
 namespace sm90 {
 
-// kKeyTile: of the n_block; a template parameter, so that addresses take no registers.
+// kKeyTile: index of the 64 keys in the n_block; a template parameter, so that addresses take no registers.
 template <class Config, int kKeyTile>
 struct KeyTileConsumer : DkvConsumer<Config> {
   using Base = DkvConsumer<Config>;
@@ -42,14 +42,14 @@ struct KeyTileConsumer : DkvConsumer<Config> {
     __syncwarp();  // wgmma needs converged warps
   }
 
-  // Steps of the work tile whose rows do not see this consumer's keys are passed by.
+  // Skips the steps of the work tile whose rows do not see this consumer's keys.
   __device__ __forceinline__ void visit(const BwdWorkTile& tile, const QBlockOrder& order, GradientK& acc_dk,
                                         GradientV& acc_dv) {
     QBlockOrder own = order;
     own.rows = row_range(mask_of<Config>(params, tile), Config::kKeyTiles * tile.n_block + kKeyTile, Config::kBlockM,
                          Config::kTileRows);
     if (own.count() <= 0) own.rows = {order.rows.begin, order.rows.begin};
-    pass((order.rows.end - own.rows.end) * order.heads);
+    skip_steps((order.rows.end - own.rows.end) * order.heads);
     storage.k_full[kKeyTile].wait(kv_phase);
     storage.v_full[kKeyTile].wait(kv_phase);
     kv_phase ^= 1;
@@ -59,11 +59,11 @@ struct KeyTileConsumer : DkvConsumer<Config> {
       storage.k_empty[kKeyTile].arrive();
       storage.v_empty[kKeyTile].arrive();
     }
-    pass((own.rows.begin - order.rows.begin) * order.heads);
+    skip_steps((own.rows.begin - order.rows.begin) * order.heads);
   }
 
-  // Waits for the step all the same: arrivals of two phases must not meet.
-  __device__ __forceinline__ void pass(int steps) {
+  // Must still wait for each step: a second arrival in one phase is illegal.
+  __device__ __forceinline__ void skip_steps(int steps) {
     for (int i = 0; i < steps; ++i) {
       storage.q_full[state.stage].wait(state.phase);
       storage.q_empty[state.stage].arrive();
@@ -73,16 +73,17 @@ struct KeyTileConsumer : DkvConsumer<Config> {
     }
   }
 
-  // dV is in flight beside dS, dK beside P of the next step; none where branches of the loop meet, since ptxas
-  // serialises those. Scores become an operand when the one before is no longer read: registers hold one.
+  // dV overlaps dS, and dK overlaps P of the next step. No wgmma is in flight where branches of the loop join: ptxas
+  // would serialise it (C7514). Scores are converted to 16 bits only after the previous A operand is consumed:
+  // registers hold one.
   __device__ __forceinline__ void accumulate(const BwdWorkTile& tile, const QBlockOrder& order, GradientK& acc_dk,
                                              GradientV& acc_dv) {
     int left = order.count();  // steps
     QStep at = order.start();
-    Scores acc_s, own_acc_dp;  // S and P, dP and dS, or all in turn
+    Scores acc_s, own_acc_dp;  // S and P; dP and dS; or all of them in turn
     Scores& acc_dp = Config::kPInSmem ? acc_s : own_acc_dp;
     const Element* k = storage.k[kKeyTile];
-    asm volatile("" : "+l"(k));  // its descriptors take no registers of the loop
+    asm volatile("" : "+l"(k));  // so that its descriptors take no registers in the loop
     start_s(k, acc_s);
     wait_for<0>(acc_s);
     exponentiate(tile, at, acc_s, left == 1);
@@ -121,14 +122,14 @@ struct KeyTileConsumer : DkvConsumer<Config> {
     start_scores<Config, Config::kHeadDim>(thread, k, storage.q[state.stage], acc_s, [](int) {});
   }
 
-  // Computed again in each step: as loop invariants the bounds of a mask would take a register for every row.
+  // Recomputed in each step: as loop invariants the bounds of a mask would take a register for every row.
   __device__ __forceinline__ Coords mask_coords() const {
     int lane = thread;
     asm volatile("" : "+r"(lane));
     return {AccumulatorCoords<4>(lane)};
   }
 
-  // P of the step from its complete scores. Releases K behind the last ones.
+  // P of the step from its complete scores. Releases K after the last ones.
   __device__ __forceinline__ void exponentiate(const BwdWorkTile& tile, const QStep& at, Scores& acc_s,
                                                bool is_last) const {
     if (is_last) storage.k_empty[kKeyTile].arrive();
@@ -146,9 +147,9 @@ struct KeyTileConsumer : DkvConsumer<Config> {
     }
   }
 
-  // Keeps what computes these scores above the next wait; ptxas would sink it, so that nothing ran beside the product
-  // in flight. No stage is negative, but ptxas cannot know, so this store, which is never made, depends on all of them.
-  // A branch would make what is uniform in the loop divergent.
+  // Keeps the computation of these scores before the next wait; ptxas would sink it, and nothing would overlap the
+  // product in flight. No stage is negative, but ptxas cannot know that, so this store, which never executes, depends
+  // on all of them. A branch would make uniform values of the loop divergent.
   __device__ __forceinline__ void finish_scores(const Scores& acc) const {
     uint32_t bits = 0;
 #pragma unroll
@@ -158,7 +159,7 @@ struct KeyTileConsumer : DkvConsumer<Config> {
                  : "memory");
   }
 
-  // dS of the step from its complete dP. Releases V behind the last one.
+  // dS of the step from its complete dP. Releases V after the last one.
   __device__ __forceinline__ void differentiate(const Scores& acc_s, Scores& acc_dp, bool is_last) const {
     if (is_last) storage.v_empty[kKeyTile].arrive();
     const RowValues softmax_d{storage.softmax_d[state.stage], coords};

@@ -1,10 +1,10 @@
-// Products of the wgmma backward above head dim 128, by one warpgroup: scores of 64 x 64 from tiles in shared memory,
-// and rows of a gradient from scores in registers.
+// Products of the two-pass wgmma backward by one warpgroup: scores of 64 x 64 from tiles in shared memory, and rows of
+// a gradient from scores in registers.
 #pragma once
 
 #include <cute/tensor.hpp>
 
-#include "kernels/sm90/bwd_wide_config.h"
+#include "kernels/sm90/bwd_two_pass/config.h"
 #include "kernels/sm90/gemm.h"
 
 namespace flash {
@@ -27,7 +27,7 @@ using AccGradient = decltype(cute::partition_fragment_C(MmaGradient<typename Con
 // Scores as an A operand: the layout of their accumulator registers.
 using LayoutOperand = cute::Layout<cute::Shape<cute::Shape<cute::_2, cute::_2, cute::_2>, cute::_1, cute::_4>>;
 
-// acc = A B^T of two tiles of 64 rows and kCols columns: started, not waited for. between(k): see start_gemm().
+// Issues acc = A B^T of two tiles of 64 rows and kCols columns; does not wait. between(k): see start_gemm().
 template <class Config, int kCols, class Between>
 __device__ __forceinline__ void start_scores(int thread, const typename Config::Element* a,
                                              const typename Config::Element* b, AccScores<Config>& acc,
@@ -40,7 +40,7 @@ __device__ __forceinline__ void start_scores(int thread, const typename Config::
              slice.partition_fragment_B(make_tensor(make_smem_ptr(b), layout)), acc, true, between);
 }
 
-// acc += scores * tile, of 64 rows and kCols columns.
+// Issues acc += scores * tile, of 64 rows and kCols columns; does not wait.
 template <class Config, int kCols, class Scores>
 __device__ __forceinline__ void start_gradient(int thread, const Scores& scores, const typename Config::Element* tile,
                                                AccGradient<Config, kCols>& acc) {

@@ -1,10 +1,10 @@
-// V^T of an e4m3 forward, whose P V reads both operands along the keys: a thread block turns 128 keys of a head around.
-// Bound by memory: it reads V once and writes as much.
+// V^T for the e4m3 forward, whose P V reads both operands along the keys: a thread block transposes 128 keys of a head.
+// Bound by memory: it reads V once and writes as many bytes.
 #include <algorithm>
 #include <atomic>
 
 #include "core/e4m3.h"
-#include "core/unmasked.h"
+#include "core/visible_range.h"
 #include "kernels/common/dropout.h"
 #include "kernels/common/launch.h"
 #include "kernels/common/mask.h"
@@ -22,15 +22,15 @@ struct KeyWords {
   static constexpr int kRowWords = kCols / 4, kPaddedWords = kRowWords + 1;
   static constexpr int kWords = kKeys * kPaddedWords + 9;
 
-  // Of column quad 0 of a key. Lanes of a warp read keys 16 i + 2 t, i < 8 and t < 4, of one column quad: the
-  // additional words after each 32 keys take them to 32 banks, for kPaddedWords is 1 above a multiple of 16.
+  // The first word of a key. Lanes of a warp read keys 16 i + 2 t, i < 8 and t < 4, of one column quad: the additional
+  // words after each 32 keys put them into 32 banks, since kPaddedWords is 1 above a multiple of 16.
   __device__ __forceinline__ static int word_of(int key) {
     const int chunk = key / 32;
     return key * kPaddedWords + chunk % 2 + chunk / 2 * 8;
   }
 };
 
-// A block of keys of one K/V head: what its queries see of it is [begin, end).
+// A block of keys of one K/V head, of which its queries see [begin, end).
 struct VtTile {
   int head = 0, batch = 0;
   int begin = 0, end = 0;  // within the block; none when end <= begin
@@ -54,14 +54,14 @@ __device__ __forceinline__ VtTile vt_tile(const Flash_fwd_fp8_params& params, in
     mask.seqlen_q = params.varlen.segments_q[segment + 1] - params.varlen.segments_q[segment];
     first = (slot - varlen_first_slot(k_begin, segment, kKeys)) * kKeys;
   }
-  at.begin = mask.may_mask_left() ? max(first_unmasked_key(mask) - first, 0) : 0;
+  at.begin = mask.may_mask_left() ? max(first_visible_key(mask) - first, 0) : 0;
   at.end = min(mask.seqlen_k - first, kKeys);
   at.source = matrix_offset(params.v_strides, params.is_varlen(), at.batch, k_begin + first, at.head);
   at.target = static_cast<int64_t>(matrix) * params.d_v * params.vt_keys + static_cast<int64_t>(slot) * kKeys;
   return at;
 }
 
-// Bytes j of four words.
+// Transposes four words: word j becomes byte j of each.
 __device__ __forceinline__ void transpose_bytes(uint32_t (&words)[4]) {
   const uint32_t low01 = __byte_perm(words[0], words[1], 0x5140), low23 = __byte_perm(words[2], words[3], 0x5140);
   const uint32_t high01 = __byte_perm(words[0], words[1], 0x7362), high23 = __byte_perm(words[2], words[3], 0x7362);
@@ -122,7 +122,7 @@ __global__ void __launch_bounds__(kThreads) transpose_v_kernel(const __grid_cons
   store_rng_state(params.dropout);
   if (params.vt_keys == 0) return;
   const VtTile at = vt_tile(params, reversed_block());
-  if (at.end <= 0) return;  // no key of a sequence: never read
+  if (at.end <= 0) return;  // no sequence has these keys: V^T is never read there
   load_keys<kCols>(params, at, words);
   __syncthreads();
   store_columns<kCols>(params, at, words);

@@ -1,14 +1,16 @@
-// The wgmma backward kernels: the main one, a work tile per (n_block, K/V head), and the conversion of dQ.
+// The kernels of the one-pass wgmma backward: the main one, a work tile per (n_block, K/V head), and the conversion of
+// dQ.
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
 #include <cute/arch/copy_sm90_tma.hpp>
 
 #include "kernels/common/convert_dq.h"
-#include "kernels/sm90/bwd_dq_reduce_warp.h"
-#include "kernels/sm90/bwd_dq_warpgroup.h"
-#include "kernels/sm90/bwd_mainloop.h"
-#include "kernels/sm90/bwd_producer.h"
+#include "kernels/sm90/bwd_one_pass/dq_reduce_warp.h"
+#include "kernels/sm90/bwd_one_pass/dq_warpgroup.h"
+#include "kernels/sm90/bwd_one_pass/loader.h"
+#include "kernels/sm90/bwd_one_pass/mainloop.h"
+#include "kernels/sm90/bwd_statistics_warp.h"
 
 namespace flash {
 namespace sm90 {
@@ -35,8 +37,8 @@ __device__ __forceinline__ void add_dkv(const BwdMainloop<Config>& mainloop, Acc
            matrix.strides.row, tile.seqlen_k - key, matrix.cols);
 }
 
-// Stores this warp's 16 rows of dK or dV by TMA, staged in a tile of shared memory that has no readers left; or adds
-// the warpgroup's to an fp32 matrix.
+// Stores this warp's 16 rows of dK or dV by TMA, staged in a tile of shared memory that nobody reads any more; or adds
+// the warpgroup's rows to an fp32 matrix.
 template <class Config, class Accumulator>
 __device__ __forceinline__ void store_dkv(const BwdMainloop<Config>& mainloop, Accumulator& acc, float scale,
                                           const DkvMatrix& matrix, typename Config::Element* smem_tile) {
@@ -68,7 +70,7 @@ __device__ __forceinline__ void store_dkv(const BwdMainloop<Config>& mainloop, A
   tma_store_arrive();
 }
 
-// A consumer warpgroup: pipeline states that persist from one work tile to the next.
+// A consumer warpgroup; pipeline states persist from one work tile to the next.
 template <class Config>
 struct BwdConsumer {
   const BwdLaunch& launch;
