@@ -64,8 +64,7 @@ class Observed:
         parts = [f"flash_attn.{name}"]
         explain = getattr(self._backend, EXPLAINED_BY.get(name, ""), None)
         plan = explain(*args, **kwargs) if explain is not None else None
-        if plan:
-            parts += [plan["kernel"], plan["dtype"]]
+        parts += [plan[key] for key in ("kernel", "dtype") if plan and key in plan]
         for key in ("q", "k", "kcache"):
             if isinstance(named.get(key), Tensor):
                 parts.append(f"{key}{list(named[key].shape)}")

@@ -227,8 +227,8 @@ BLOCK_KEYS = {
 @pytest.mark.parametrize("fused", (False, True))
 @pytest.mark.parametrize("norm", (nn.LayerNorm, RMSNorm))
 def test_prenorm_block(device, fused, norm):
-    """Two blocks, their last sum and gradients; the CPU computes in float64, as the definition does."""
-    dtype = torch.float64 if device == "cpu" else torch.float32
+    """Two blocks, their last sum and gradients, in float64."""
+    dtype = torch.float64
     blocks = nn.ModuleList(
         Block(DIM, mixer, norm_cls=norm, fused_dropout_add_ln=fused) for _ in range(2)
     ).to(device, dtype)  # fmt: skip
@@ -236,7 +236,7 @@ def test_prenorm_block(device, fused, norm):
         assert list(blocks[0].state_dict()) == sum(BLOCK_KEYS.values(), [])
     if device == "cuda":
         for block in blocks:
-            block.mixer = nn.Linear(DIM, DIM, device=device)  # attention takes half precision
+            block.mixer = nn.Linear(DIM, DIM, device=device, dtype=dtype)  # attention takes half precision
     x = torch.randn(2, 9, DIM, device=device, dtype=dtype, requires_grad=True)
     hidden, residual = x, None
     for block in blocks:
