@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import importlib
 
+import cp_workers
 import pytest
 import torch
 import torch.nn.functional as F
@@ -382,32 +382,39 @@ def test_parts_of_ranks():
         distributed.get_dim_for_local_rank(41, 3, 0, multiple_of=8)
 
 
-@pytest.mark.devices("cpu")
-def test_collectives(device, tmp_path):
-    """By a group of one: values, gradients, marks. Their exchange is torch's."""
-    if not (torch.distributed.is_available() and torch.distributed.is_gloo_available()):
-        pytest.skip("torch.distributed has no gloo")
-    torch.distributed.init_process_group("gloo", f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        group = torch.distributed.group.WORLD
-        x = torch.randn(4, 3, requires_grad=True)
-        collectives = [distributed.all_gather, distributed.all_reduce]
-        for collective in collectives:
-            out = collective(x, group)
-            assert torch.equal(out, x) and out is not x
-            assert torch.equal(torch.autograd.grad(out.sum(), x)[0], torch.ones_like(x))
-        block = Block(DIM, mixer, sequence_parallel=True, mark_shared_params=True)
-        before = copy.deepcopy(block.state_dict())
-        distributed.sync_shared_params(block, group)
-        for p in block.parameters():
-            p.grad = torch.ones_like(p)
-        distributed.allreduce_sequence_parallel_grad(block, group)
-        torch.testing.assert_close(block.state_dict(), before)
-        assert getattr(block.norm1.weight, "_shared_params", False) and not hasattr(
-            block.mlp.fc1.weight, "_shared_params"
-        )
-    finally:
-        torch.distributed.destroy_process_group()
+def exchange(device):
+    """Values and gradients of the collectives between two processes, and what marked parameters get."""
+    group, rank = torch.distributed.group.WORLD, torch.distributed.get_rank()
+    x = torch.full((2, 3), rank + 1.0, device=device, requires_grad=True)
+    rows = torch.arange(4.0, device=device)[:, None].expand(4, 3)
+    gathered = distributed.all_gather(x, group)
+    assert gathered[:, 0].tolist() == [1, 1, 2, 2]
+    grad = torch.autograd.grad((gathered * rows * (rank + 1)).sum(), x)[0]
+    assert torch.equal(grad, 3 * rows[2 * rank : 2 * rank + 2])
+    parts = rows.clone().requires_grad_()
+    scattered = distributed.reduce_scatter(parts * (rank + 1), group)
+    assert torch.equal(scattered, 3 * rows[2 * rank : 2 * rank + 2])
+    grad = torch.autograd.grad((scattered * (rank + 1)).sum(), parts)[0]
+    assert torch.equal(grad, (rank + 1) * torch.ones_like(rows) * torch.tensor([1, 1, 2, 2], device=device)[:, None])
+    assert (distributed.all_reduce(x, group) == 3).all() and (x == rank + 1).all()
+    block = Block(DIM, mixer, sequence_parallel=True, mark_shared_params=True).to(device)
+    for p in block.parameters():
+        torch.nn.init.constant_(p, rank)
+        p.grad = torch.full_like(p, rank + 1.0)
+    distributed.sync_shared_params(block, group)
+    distributed.allreduce_sequence_parallel_grad(block, group)
+    for name, p in block.named_parameters():
+        marked = name in BLOCK_KEYS["norm1"] + BLOCK_KEYS["norm2"]
+        assert (p == (0 if marked else rank)).all() and (p.grad == (3 if marked else rank + 1)).all()
+
+
+def test_collectives(device):
+    if device == "cuda" and torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 GPUs")
+    backend = {"cpu": "gloo", "cuda": "nccl"}[device]
+    if not (torch.distributed.is_available() and getattr(torch.distributed, f"is_{backend}_available")()):
+        pytest.skip(f"torch.distributed has no {backend}")
+    cp_workers.run_processes(exchange, 2, backend)
 
 
 def test_benchmark_helpers(device, capsys, tmp_path):
