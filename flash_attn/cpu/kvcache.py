@@ -183,7 +183,7 @@ def fwd_kvcache(
     _check_new_keys(q, cache, k, v, seqlens_k, rotary_cos, call)
     check_tokens(kcache, vcache, k, v, given, tokens)
     checks.require(num_splits >= 0, "num_splits", "a value >= 0", num_splits)
-    entries = _check_entries(q, cache, k, seqlens_k, cache_batch_idx, leftpad_k, window_left)
+    entries = check_entries(q, cache, k, seqlens_k, cache_batch_idx, leftpad_k, window_left)
     _check_rotary(q, k, entries, rotary_cos, rotary_sin, one_position)
     read = {"q": q, "k": k, "v": v, "cache_seqlens": seqlens_k, "rotary_cos": rotary_cos, "rotary_sin": rotary_sin,
             "cache_batch_idx": cache_batch_idx, "cache_leftpad": leftpad_k, "block_table": block_table,
@@ -299,7 +299,7 @@ def _check_new_keys(q, cache: Cache, k, v, seqlens_k, rotary_cos, call: EightBit
     checks.check_shape("v", v, k.shape)
 
 
-def _check_entries(q, cache: Cache, k, seqlens_k, cache_batch_idx, leftpad_k, window_left) -> list:
+def check_entries(q, cache: Cache, k, seqlens_k, cache_batch_idx, leftpad_k, window_left) -> list:
     """Resolve every batch entry to its cache row and lengths, and check that they fit."""
     batch, paged = q.shape[0], cache.block_table is not None
     checks.check_lengths("cache_leftpad", leftpad_k, [batch])
@@ -367,6 +367,11 @@ def _check_rotary(q, k, entries, cos, sin, one_position: bool) -> None:
     checks.check_like_query("rotary_sin", sin, q, cos.shape)
     fits = 2 * cos.shape[1] <= q.shape[3]
     checks.require(fits, "rotary_cos", f"at most {q.shape[3] // 2} columns (half the head dim)", cos.shape[1])
+    check_rotary_rows(q, k, entries, cos, one_position)
+
+
+def check_rotary_rows(q, k, entries, cos, one_position: bool) -> None:
+    """The tables have an angle for every position."""
     lengths = [0, *(entry.cached for entry in entries if not entry.is_padding)]
     needed = max(rotary_rows(cached, q.shape[1], k.shape[1], one_position) for cached in lengths)
     checks.require(cos.shape[0] >= needed, "rotary_cos", f"at least {needed} rows", cos.shape[0])
