@@ -196,7 +196,7 @@ def fwd_kvcache(
         check_plan(plan, key, [entry.cached for entry in entries], leftpad_k)
 
     batch, sq, heads, _ = q.shape
-    rule = ScoreRule.create(options, batch, q.dtype)
+    rule = ScoreRule.create(options, batch, q)
     if explain:
         problems = [Problem(1, sq, entry.total - entry.start) for entry in entries if not entry.is_padding]
         block_keys = BLOCK_KEYS if batch_invariant else 0
@@ -243,6 +243,8 @@ def _check_tensors(q, kcache, vcache, seqlens_k, block_table, options, out, plan
         checks.check_at_most("q", q.shape[1] * (q.shape[2] // kcache.shape[2]), "rows for each K/V head")
     options.check(q, q.shape[0], 0.0)
     checks.require(options.origins is None, "origins", "None over a KV cache", "a tensor")
+    for name in ("mask", "attn_bias", "rel_bias"):
+        checks.require(getattr(options, name) is None, name, "None over a KV cache", "one")
     check_descales(q, kcache, vcache, call, q.shape[0])
     if out is not None:
         checks.check_like_query("out", out, q, q.shape, dtype=output_dtype(q, vcache, call))
