@@ -48,7 +48,7 @@ constexpr uint32_t kHalf4096 = 0x6c006c00u;       // 2^12
 
 // Rounds to nearest even and saturates; NaN becomes 0x7f. `bits`: of an fp32. `below_normal`: bits of |value| + 2^14,
 // whose last bit is worth 2^-9, for values below 2^-6.
-FLASH_HOST_DEVICE constexpr uint32_t e4m3_code(uint32_t bits, uint32_t below_normal) {
+FLASH_HOST_DEVICE constexpr uint32_t e4m3_bits(uint32_t bits, uint32_t below_normal) {
   const uint32_t sign = bits >> 24 & 0x80, magnitude = bits & 0x7fffffff;
   if (magnitude > 0x7f800000) return 0x7f;
   if (magnitude >= 0x43e00000) return sign | 0x7e;  // 448

@@ -22,8 +22,8 @@ FLASH_HOST_DEVICE constexpr SkippedBlocks skipped_blocks(const Mask& mask, const
   SkippedBlocks skipped;
   skipped.begin = order.unmasked_steps_end();
   const int visible_end = (mask.key_end(row_end - 1) + block_n - 1) / block_n;
-  const int behind = order.range.end - visible_end;  // negative where a split ends before these blocks
-  const int right = behind < 0 ? 0 : behind < count ? behind : count;
+  const int after = order.range.end - visible_end;  // negative where a split ends before these blocks
+  const int right = after < 0 ? 0 : after < count ? after : count;
   skipped.right = right - (order.first >= count - right);
   if (!mask.may_mask_left()) return skipped;
   const int first_row = row_begin < row_end ? row_begin : row_end - 1;

@@ -12,9 +12,9 @@ struct RowStats {
   float max;  // -inf: no visible key
   float sum;  // kInvalid: the request is invalid and its result must not be used
 
-  static constexpr float kRejected = -1.0f;
+  static constexpr float kInvalid = -1.0f;
 
-  __device__ __forceinline__ bool rejected() const { return sum < 0.0f; }
+  __device__ __forceinline__ bool invalid() const { return sum < 0.0f; }
 };
 
 // The scale of a partial result with row max `own` relative to the row max `top` >= own.
@@ -56,9 +56,9 @@ __device__ __forceinline__ void combine_partials(RowStats& a_stats, float4& a, c
                                                  float scale) {
   const float top = fmaxf(a_stats.max, b_stats.max);
   const float a_weight = partial_weight(a_stats.max, top, scale), b_weight = partial_weight(b_stats.max, top, scale);
-  const bool rejected = a_stats.rejected() || b_stats.rejected();
+  const bool invalid = a_stats.invalid() || b_stats.invalid();
   const float sum = __fadd_rn(__fmul_rn(a_weight, a_stats.sum), __fmul_rn(b_weight, b_stats.sum));
-  a_stats.sum = rejected ? RowStats::kRejected : sum;
+  a_stats.sum = invalid ? RowStats::kInvalid : sum;
   a_stats.max = top;
   a = add_scaled(scaled(a_weight, a), b_weight, b);
 }
@@ -84,7 +84,7 @@ struct RowEnd {
     if (sink_is_largest) correction = weight;
   }
 
-  __device__ __forceinline__ bool has_keys() const { return !stats.rejected() && stats.sum != 0.0f; }
+  __device__ __forceinline__ bool has_keys() const { return !stats.invalid() && stats.sum != 0.0f; }
 
   // The factor from a combined result to the output, for a row that has keys.
   __device__ __forceinline__ float o_scale() const { return __fmul_rn(correction, __frcp_rn(sum)); }
@@ -92,7 +92,7 @@ struct RowEnd {
   // LSE, base e. Without keys it is the sink, or +inf; for an invalid request it is +inf.
   __device__ __forceinline__ float lse() const {
     constexpr float kLn2 = 0.69314718055994531f;
-    if (!has_keys()) return stats.rejected() || sink == -INFINITY ? INFINITY : sink;
+    if (!has_keys()) return stats.invalid() || sink == -INFINITY ? INFINITY : sink;
     const float log_sum = log2f(sum);
     return sink_is_largest ? __fmaf_rn(log_sum, kLn2, sink) : __fmul_rn(__fmaf_rn(stats.max, scale, log_sum), kLn2);
   }

@@ -20,9 +20,9 @@ template <class Element, int kThreads, int kAtomCols, int kHeadDim>
 struct RowCopy {
   static constexpr int kVectorCols = 16 / sizeof(Element);
   static constexpr int kThreadsPerRow = kAtomCols / kVectorCols;
-  static constexpr int kRowsPerPass = kThreads / kThreadsPerRow;
-  static constexpr int kColPasses = kHeadDim / kAtomCols;
-  using ThreadLayout = cute::Layout<cute::Shape<cute::Int<kRowsPerPass>, cute::Int<kThreadsPerRow>>,
+  static constexpr int kRowsPerIteration = kThreads / kThreadsPerRow;
+  static constexpr int kColIterations = kHeadDim / kAtomCols;
+  using ThreadLayout = cute::Layout<cute::Shape<cute::Int<kRowsPerIteration>, cute::Int<kThreadsPerRow>>,
                                     cute::Stride<cute::Int<kThreadsPerRow>, cute::_1>>;
   using Atom = cute::Copy_Atom<cute::SM80_CP_ASYNC_CACHEGLOBAL_ZFILL<cute::uint128_t>, Element>;
   using TiledCopy = decltype(cute::make_tiled_copy(Atom{}, ThreadLayout{},
@@ -44,7 +44,7 @@ struct RowCopy {
     for (int i = 0; i < size<1>(tile); ++i) {
       const SourceRow<Element> source = row_at(i);
 #pragma unroll
-      for (int j = 0; j < kColPasses; ++j) {
+      for (int j = 0; j < kColIterations; ++j) {
         auto vector =
             make_tensor(make_gmem_ptr(source.data + j * kAtomCols), Layout<Shape<Shape<Int<kVectorCols>, _1>>>{});
         copy(Atom{}.with(source.valid && col + j * kAtomCols < valid_cols), vector, tile(_, i, j));
@@ -67,8 +67,8 @@ struct RowCopy {
   __device__ __forceinline__ void run_from(const Element* from, int64_t stride, int rows, Smem& smem,
                                            int first = 0) const {
     run(
-        [&](int pass) {
-          const int offset = pass * kRowsPerPass;
+        [&](int iteration) {
+          const int offset = iteration * kRowsPerIteration;
           return SourceRow<Element>{from + offset * stride,
                                     !kBounded || (row + offset >= first && row + offset < rows)};
         },
@@ -80,8 +80,8 @@ struct RowCopy {
   __device__ __forceinline__ void run_paged(const Element* base, const MatrixStrides& strides, const PagedKv& paged,
                                             const int* pages, int key_begin, int rows, Smem& smem) const {
     run(
-        [&](int pass) {
-          const int offset = row + pass * kRowsPerPass;
+        [&](int iteration) {
+          const int offset = row + iteration * kRowsPerIteration;
           const PageRow at = page_row(paged, pages, key_begin + offset, !kBounded || offset < rows);
           return SourceRow<Element>{base + (at.valid ? at.page : 0) * strides.batch + at.row * strides.row + col,
                                     at.valid};

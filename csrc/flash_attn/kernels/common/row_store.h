@@ -13,10 +13,10 @@ template <class Copy, class Element, class Smem>
 __device__ __forceinline__ void store_rows(const Smem& tile, Element* base, int64_t stride, int rows, int cols) {
   const Copy threads(cols);
 #pragma unroll
-  for (int i = 0; i < decltype(cute::size<0>(tile))::value; i += Copy::kRowsPerPass) {
+  for (int i = 0; i < decltype(cute::size<0>(tile))::value; i += Copy::kRowsPerIteration) {
     const int row = threads.row + i;
 #pragma unroll
-    for (int j = 0; j < Copy::kColPasses; ++j) {
+    for (int j = 0; j < Copy::kColIterations; ++j) {
       const int col = threads.col + j * Copy::kThreadsPerRow * Copy::kVectorCols;
       if (row < rows && col < cols) {
         *reinterpret_cast<uint4*>(base + row * stride + col) = *reinterpret_cast<const uint4*>(&tile(row, col));

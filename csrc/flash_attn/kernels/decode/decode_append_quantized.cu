@@ -74,9 +74,9 @@ struct QuantizedRow {
   __device__ void copy() const {
     if (!exists || col >= params.d) return;
     const uint8_t* const from = source() + col;
-    uint32_t codes[2] = {};
-    for (int i = 0; i < min(params.d - col, kLaneCols); ++i) codes[i / 4] |= uint32_t{from[i]} << 8 * (i % 4);
-    store(CachePlace(params, request, token), codes);
+    uint32_t packed[2] = {};
+    for (int i = 0; i < min(params.d - col, kLaneCols); ++i) packed[i / 4] |= uint32_t{from[i]} << 8 * (i % 4);
+    store(CachePlace(params, request, token), packed);
   }
 
   __device__ void quantize() const {
@@ -91,15 +91,15 @@ struct QuantizedRow {
       token_descale[descale.of_row(place.batch, place.row, head) - descale.ptr] = own;
     }
     float factor = reciprocal_ieee(token_descale != nullptr ? own : given_descale(place));
-    uint32_t codes[2] = {};
+    uint32_t packed[2] = {};
 #pragma unroll
     for (int i = 0; i < kLaneCols; ++i) {
       if (descale.ptr != nullptr && descale.col != 0 && col + i < params.d) {
         factor = reciprocal_ieee(descale.of_head(request.index, head)[(col + i) * descale.col]);
       }
-      codes[i / 4] |= encode(multiply_ieee(values[i], factor), params.kv_dtype) << 8 * (i % 4);
+      packed[i / 4] |= quantized(multiply_ieee(values[i], factor), params.kv_dtype) << 8 * (i % 4);
     }
-    store(place, codes);
+    store(place, packed);
   }
 
   __device__ const KvDescale& given() const { return kIsKey ? params.k_descale : params.v_descale; }
@@ -163,15 +163,15 @@ struct QuantizedRow {
                                                     : head_descale(descale, request.index, head);
   }
 
-  __device__ void store(const CachePlace& place, const uint32_t (&codes)[2]) const {
+  __device__ void store(const CachePlace& place, const uint32_t (&packed)[2]) const {
     const MatrixStrides& strides = kIsKey ? params.k_strides : params.v_strides;
     uint8_t* const to = static_cast<uint8_t*>(kIsKey ? params.kcache_ptr : params.vcache_ptr) +
                         place.batch * strides.batch + place.row * strides.row + head * strides.head + col;
     if (params.new_vectors) {
-      *reinterpret_cast<uint2*>(to) = {codes[0], codes[1]};
+      *reinterpret_cast<uint2*>(to) = {packed[0], packed[1]};
       return;
     }
-    for (int i = 0; i < min(params.d - col, kLaneCols); ++i) to[i] = codes[i / 4] >> 8 * (i % 4) & 0xff;
+    for (int i = 0; i < min(params.d - col, kLaneCols); ++i) to[i] = packed[i / 4] >> 8 * (i % 4) & 0xff;
   }
 };
 

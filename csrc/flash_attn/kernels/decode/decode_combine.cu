@@ -150,7 +150,7 @@ __device__ RowStats sum_partials(const Flash_kvcache_params& params, const Split
                                  RowValue<kQuads>& sum) {
   const float scale = params.softmax_scale_log2;
   RowStats stats{-INFINITY, 0.0f};
-  bool rejected = false;
+  bool invalid = false;
   sum.clear();
   RowValue<kQuads> values[kBatchedLoads];
 #pragma unroll 1
@@ -158,7 +158,7 @@ __device__ RowStats sum_partials(const Flash_kvcache_params& params, const Split
     RowStats own = loads.load_stats();
     loads.load_rows(values);
     if (partials.slot < 0) own = RowStats{-INFINITY, 0.0f};
-    rejected |= own.rejected();
+    invalid |= own.invalid();
     const float top = fmaxf(stats.max, warp_max(own.max));
     const float weight = partial_weight(own.max, top, scale);
     const float correction = partial_weight(stats.max, top, scale);
@@ -178,7 +178,7 @@ __device__ RowStats sum_partials(const Flash_kvcache_params& params, const Split
     partials.next(params, tile);
     loads = RowLoads<kQuads>(params, partials, row, warps.first_partial());
   }
-  if (__any_sync(0xffffffffu, rejected)) stats.sum = RowStats::kRejected;
+  if (__any_sync(0xffffffffu, invalid)) stats.sum = RowStats::kInvalid;
   return stats;
 }
 

@@ -89,7 +89,7 @@ struct KvEpilogue {
       const float sum = quad_sum(mainloop.softmax.row_sum[2 * mi + half]);
       if (lane % 4 == 0) {
         stats[ring.group() * 16 + row] = {mainloop.softmax.row_max[2 * mi + half],
-                                          mainloop.has_invalid_page ? RowStats::kRejected : sum};
+                                          mainloop.has_invalid_page ? RowStats::kInvalid : sum};
       }
     }
   }
@@ -98,7 +98,7 @@ struct KvEpilogue {
   __device__ __forceinline__ void stage_dequantized(Mainloop& mainloop, int mi, int half, float* to) const {
     const int row = threadIdx.x % 32 / 4 + 8 * half, first_col = eight_bit::o_col(threadIdx.x % 4);
     const KvDescale& descale = params.v_descale;
-    const float factor = descale.by_row ? mainloop.units.factor(2 * mi + half) : mainloop.v_descale;
+    const float factor = descale.by_row ? mainloop.block_scales.factor(2 * mi + half) : mainloop.v_descale;
 #pragma unroll
     for (int vector = 0; vector < kHeadDim / eight_bit::kVectorCols; ++vector) {
       const int col = vector * eight_bit::kVectorCols + first_col;
@@ -168,14 +168,14 @@ struct KvEpilogue {
     const int first = first_group(tile_row), heads = Config::kMayPairHeads ? params.tile_heads : 1;
     RowStats group[Config::kGroups];
     total.max = -INFINITY;
-    bool rejected = false;
+    bool invalid = false;
 #pragma unroll
     for (int i = 0; i < Config::kGroups; ++i) {
       const int g = first + i * heads;
       if (g >= Config::kGroups) break;
       group[i] = stats[g * 16 + row];
       total.max = fmaxf(total.max, group[i].max);
-      rejected |= group[i].rejected();
+      invalid |= group[i].invalid();
     }
     float4 value{};
     total.sum = 0.0f;
@@ -188,7 +188,7 @@ struct KvEpilogue {
       value = add_scaled(value, weight, partial);
       total.sum = __fmaf_rn(weight, group[i].sum, total.sum);
     }
-    if (rejected) total.sum = RowStats::kRejected;
+    if (invalid) total.sum = RowStats::kInvalid;
     return value;
   }
 

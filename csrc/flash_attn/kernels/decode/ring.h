@@ -2,7 +2,7 @@
 // meet only in pairs, if a tile has two heads.
 #pragma once
 
-#include "core/unmasked.h"
+#include "core/visible_range.h"
 #include "kernels/common/pdl.h"
 #include "kernels/decode/config.h"
 #include "kernels/decode/descales.h"
@@ -205,7 +205,7 @@ struct KvRing {
   __device__ __forceinline__ void load_step() {
     const WorkPart& part = work.part;
     const int keys =
-        part.request.rejected || part.empty() ? 0 : part.request.seqlen_k - key_begin();  // from this step on
+        part.request.invalid || part.empty() ? 0 : part.request.seqlen_k - key_begin();  // from this step on
     const int first = num_masked_keys();
     if (params.seqlen_new > 0 && !append_done && step_reads_new_rows()) {
       wait_for_previous_kernel();
@@ -228,7 +228,7 @@ struct KvRing {
     const WorkPart& part = work.part;
     if (!params.window.may_mask_left() || block != part.first_block) return 0;
     const KvQueries queries = kv_queries<!Config::kPlain>(params, part.request.index);
-    return first_unmasked_key({queries.count, part.request.seqlen_k, params.window}) - key_begin();
+    return first_visible_key({queries.count, part.request.seqlen_k, params.window}) - key_begin();
   }
 
   // Keys before it are masked for every query of the request and need no page, even if they share its step.
@@ -286,10 +286,11 @@ struct KvRing {
         const int64_t row = __shfl_sync(0xffffffffu, at_row, i * kPageRows) + group_step.copy_row();
         from[i] = head + batch * strides.batch + row * strides.row;
       }
-      const int64_t pass = Config::kRowsPerPass * strides.row;
+      const int64_t iteration_stride = Config::kRowsPerIteration * strides.row;
       const auto rows = [&](int row, int i) {
-        constexpr int kPasses = Config::kRowPasses / kPages;
-        return Row{from[i / kPasses] + i % kPasses * pass, row >= first_key && row < keys && (in_pool >> row & 1)};
+        constexpr int kIterations = Config::kRowIterations / kPages;
+        return Row{from[i / kIterations] + i % kIterations * iteration_stride,
+                   row >= first_key && row < keys && (in_pool >> row & 1)};
       };
       if (keys >= Config::kStep && first_key <= 0 && in_pool == 0xffffffffu) {
         copy<false>(rows, to);
@@ -370,13 +371,13 @@ struct KvRing {
     const int swizzled0 = lane_vector ^ Swizzle::key(lane_row);
     to += group_step.copy_offset();
 #pragma unroll
-    for (int i = 0; i < Config::kRowPasses; ++i) {
+    for (int i = 0; i < Config::kRowIterations; ++i) {
       // lane_row and the first row of an iteration share no bits of the swizzle key.
-      const int swizzled = swizzled0 ^ Swizzle::key(i * Config::kRowsPerPass);
-      const int row = row0 + i * Config::kRowsPerPass;
+      const int swizzled = swizzled0 ^ Swizzle::key(i * Config::kRowsPerIteration);
+      const int row = row0 + i * Config::kRowsPerIteration;
       const Row from = rows(row, i);
 #pragma unroll
-      for (int j = 0; j < Config::kColPasses; ++j) {
+      for (int j = 0; j < Config::kColIterations; ++j) {
         const int col = (lane_vector + j * kLanesPerRow) * Config::kVectorCols;
         Stored* const vector =
             to + row * Config::kHeadDim + Swizzle::next(swizzled, j * kLanesPerRow) * Config::kVectorCols;
@@ -400,8 +401,8 @@ struct KvRing {
     const int lane_row = Config::kMayPairHeads ? group_step.copy_row() : lane() / kLanesPerRow;
     const int row0 = row_warp() * Config::kWarpRows + lane_row;
     const Stored* const from = rows + row0 * stride;
-    const int64_t pass = Config::kRowsPerPass * stride;
-    copy<kBounded>([&](int row, int i) { return Row{from + i * pass, row >= first && row < keys}; }, to);
+    const int64_t iteration_stride = Config::kRowsPerIteration * stride;
+    copy<kBounded>([&](int row, int i) { return Row{from + i * iteration_stride, row >= first && row < keys}; }, to);
   }
 
   // Lane `row` holds the address of a row: `found` is its page.

@@ -24,7 +24,8 @@ __device__ __forceinline__ void sync_group() {
 // heads, twice as many consecutive bytes. Computed where it is used, so that it takes no registers elsewhere.
 template <class Config>
 struct GroupStep {
-  static_assert(!Config::kMayPairHeads || (Config::kGroups == 4 && Config::kRowsPerPass % 2 == 0), "as written here");
+  static_assert(!Config::kMayPairHeads || (Config::kGroups == 4 && Config::kRowsPerIteration % 2 == 0),
+                "as written here");
 
   const Flash_kvcache_params& params;
 
@@ -38,7 +39,7 @@ struct GroupStep {
   // The head of the tile, and the row of an iteration, that this thread copies.
   __device__ __forceinline__ int copy_head() const { return copy_slot() & pair_bit(); }
   __device__ __forceinline__ int copy_row() const {
-    return (head() * Config::kRowsPerPass + copy_slot()) >> pair_bit();
+    return (head() * Config::kRowsPerIteration + copy_slot()) >> pair_bit();
   }
 
   // Offset from this group's stage to that of the group whose rows this thread copies.

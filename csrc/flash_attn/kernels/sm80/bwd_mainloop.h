@@ -9,7 +9,7 @@
 
 #include "core/block_range.h"
 #include "core/bwd_schedule.h"
-#include "core/unmasked.h"
+#include "core/visible_range.h"
 #include "kernels/common/accumulator.h"
 #include "kernels/common/convert.h"
 #include "kernels/common/differentiate.h"
@@ -68,7 +68,7 @@ struct BwdMainloop {
       : params(params_),
         tile(tile_),
         visibility(mask_of<Config>(params_, tile_)),
-        first_row(first_unmasked_row(visibility)),
+        first_row(first_visible_row(visibility)),
         order(q_block_order<Config>(params_, tile_)),
         copy(params_.d),
         stages(stages_),
@@ -122,7 +122,7 @@ struct BwdMainloop {
   }
 
   __device__ __forceinline__ void load_kv() const {
-    const int key = tile.n_block * Config::kBlockN, first_key = first_unmasked_key(visibility);
+    const int key = tile.n_block * Config::kBlockN, first_key = first_visible_key(visibility);
     auto load = [&](const void* data, const MatrixStrides& strides, auto&& smem_tile) {
       const Element* base = static_cast<const Element*>(data) +
                             matrix_offset(strides, is_varlen(), tile.batch, tile.k_begin + key, tile.head_k);

@@ -18,7 +18,7 @@ struct BwdLaunch {
 };
 
 // Of either kernel of the two-pass backward.
-struct BwdPassLaunch {
+struct BwdTwoPassLaunch {
   Flash_bwd_params params;
   BwdGrid grid;               // of the dK and dV kernel
   int num_tiles;              // work tiles of the kernel

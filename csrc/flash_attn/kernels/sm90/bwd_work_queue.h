@@ -9,6 +9,14 @@ namespace sm90 {
 
 using namespace tma;
 
+// The next work tile index of a static (semaphore == nullptr) or dynamic scheduler, the same in all lanes of a warp.
+__device__ __forceinline__ int fetch_index(int* semaphore, bool is_first, int index) {
+  if (is_first) return blockIdx.x;
+  if (semaphore == nullptr) return index + gridDim.x;
+  const int fetched = threadIdx.x % 32 == 0 ? atomicAdd(semaphore, 1) : 0;
+  return gridDim.x + __shfl_sync(0xffffffffu, fetched, 0);
+}
+
 // The load warp: calls fetch(is_first, previous index), the same in all lanes, until the index is num_tiles or more;
 // announces each index (work_full), then calls load(index).
 template <class Storage, class Fetch, class Load>

@@ -32,11 +32,11 @@ template <int kCols>
 using Fp8PvAtom = typename Fp8PvOf<kCols>::Atom;
 
 // kExpBits_: P as e4m3 bit patterns straight from the scores (core/e4m3.h) instead of exp2.
-template <Dtype kOut, int kHeadDim_, bool kCodes_>
+template <Dtype kOut, int kHeadDim_, bool kExpBits_>
 struct Fp8FwdConfig {
   using Element = cutlass::float_e4m3_t;
   using OutElement = ElementOf<kOut>;
-  static constexpr bool kCodes = kCodes_;
+  static constexpr bool kExpBits = kExpBits_;
   static constexpr FwdVariant kVariant = FwdVariant::kPlain;
   static constexpr plan::Sm90FwdTile kTile = plan::sm90_fp8_fwd_tile(kHeadDim_);
   static constexpr int kHeadDim = kTile.head_dim, kHeadDimV = kTile.value_dim();
@@ -44,7 +44,7 @@ struct Fp8FwdConfig {
   static constexpr int kKvStages = kTile.kv_stages, kQStages = kTile.q_stages;
   static_assert(kHeadDim == kHeadDim_ && kHeadDim == kHeadDimV, "a tile for this head dim");
   static_assert(e4m3::kVtKeys % kBlockN == 0, "a block of V^T holds whole blocks of keys");
-  static_assert(kKvStages >= 2, "K of a block is awaited ahead of V of the one before, and a skipped block beside it");
+  static_assert(kKvStages >= 2, "consumers wait for K of a block before V of the previous one is released");
   static_assert(kQStages == 2, "S of the next tile is issued before O of this one is stored");
 
   static constexpr int kConsumerGroups = kTile.consumer_groups;
@@ -79,7 +79,7 @@ struct Fp8FwdConfig {
   // Accumulators of S: one for each step of a block if there are registers for them.
   static constexpr int kScoreBuffers = kHeadDim <= 64 ? 2 : 1;
   // A separate loop for blocks without a mask: a gain of 8 % with exp2, a loss of 4 % with kExpBits.
-  static constexpr bool kHasUnmaskedLoop = !kCodes;
+  static constexpr bool kHasUnmaskedLoop = !kExpBits;
 
   static constexpr int kVtRows = plan::fp8_vt_rows(kTile);
   // S (64, 64) = Q K^T from shared memory; O (64, D) += P V with P in registers and V^T in shared memory, both K-major.

@@ -34,7 +34,7 @@ struct Fp8FwdConsumer {
   Mainloop mainloop;
 
   __device__ __forceinline__ Fp8FwdConsumer(const Fp8FwdLaunch& launch_, FwdStorage<Config>& storage_, int group)
-      : launch(launch_), storage(storage_), pipeline(storage_), mainloop(storage_, group, launch_.code_shift) {}
+      : launch(launch_), storage(storage_), pipeline(storage_), mainloop(storage_, group, launch_.bits_shift) {}
 
   // Advances to the other slot and releases the previous one, which may be overwritten from here on.
   __device__ __forceinline__ int next_slot() {

@@ -16,7 +16,7 @@ namespace flash {
 namespace sm90 {
 
 #ifndef __CUDA_ARCH__  // kernels/common/host_pass.h
-template <Dtype kOut, int kHeadDim, bool kCodes>
+template <Dtype kOut, int kHeadDim, bool kExpBits>
 struct Fp8FwdConfig;
 template <class Config>
 __global__ void flash_fwd_fp8_kernel(const __grid_constant__ Fp8FwdLaunch launch) {}
@@ -72,7 +72,7 @@ cudaError_t run_flash_fwd_fp8(const Flash_fwd_fp8_params& params, const plan::Fw
   launch.q_descale = params.q_descale;
   launch.k_descale = params.k_descale;
   launch.v_descale = params.v_descale;
-  launch.code_shift = e4m3::twice(e4m3::kCodeShift);
+  launch.bits_shift = e4m3::twice(e4m3::kBitsShift);
   const cudaError_t status = make_fp8_tensor_maps(launch, params, plan);
   if (status != cudaSuccess) return status;
   return launch_dependent(flash_fwd_fp8_kernel<Config>, plan.grid, plan.threads, plan.smem_bytes, launch, params.device,

@@ -18,8 +18,8 @@ struct Fp8FwdMainloop : Fp8FwdMainloopBase<Config> {
   using Base::storage;
   using Base::v_state;
   using typename Base::AccS;
+  using typename Base::BlockIterator;
   using typename Base::Storage;
-  using typename Base::Walk;
   static constexpr int kCols = Config::kSliceCols, kOnes = Config::kVtRows - Config::kHeadDimV;
   static constexpr int kSlices = Config::kHeadDimV / kCols;
   static constexpr bool kOverlaps = Config::kScoreBuffers == 2;
@@ -35,8 +35,8 @@ struct Fp8FwdMainloop : Fp8FwdMainloopBase<Config> {
   typename Base::template Accumulator<kCols + kOnes> acc_t;
   typename Base::template FragmentP<Config::kBlockN> tOrP;
 
-  __device__ __forceinline__ Fp8FwdMainloop(Storage& storage_, int group_, uint32_t code_shift)
-      : Base(storage_, group_, code_shift) {}
+  __device__ __forceinline__ Fp8FwdMainloop(Storage& storage_, int group_, uint32_t bits_shift)
+      : Base(storage_, group_, bits_shift) {}
 
   template <Half kHalf>
   __device__ __forceinline__ AccS& scores() {
@@ -90,7 +90,7 @@ struct Fp8FwdMainloop : Fp8FwdMainloopBase<Config> {
 
   // P of one half of the current KV block, whose S is complete.
   template <Half kHalf, bool kFirst, bool kMayMask>
-  __device__ __forceinline__ void make_half(const Walk& at) {
+  __device__ __forceinline__ void make_half(const BlockIterator& at) {
     using Layout = typename Base::template LayoutP<kStepKeys>;
     const auto half = [&](Half which) { return cute::make_tensor(tOrP.data() + which * (kStepKeys / 2), Layout{}); };
     auto p = half(kHalf);
@@ -102,13 +102,13 @@ struct Fp8FwdMainloop : Fp8FwdMainloopBase<Config> {
     softmax.rescale(out, correction);
     if constexpr (kHalf == kLower) {
       auto words = cute::recast<uint32_t>(half(kUpper));
-      softmax.rescale_codes(words, correction);
+      softmax.rescale_p(words, correction);
     }
   }
 
   // P of the current KV block; S of its upper keys is complete and, with kOverlaps, S of the lower ones is issued.
   template <bool kFirst, bool kMayMask>
-  __device__ __forceinline__ void make_block(const Walk& at, int q_stage) {
+  __device__ __forceinline__ void make_block(const BlockIterator& at, int q_stage) {
     make_half<kUpper, kFirst, kMayMask>(at);
     if constexpr (!kOverlaps) issue_qk<kLower>(q_stage);
     wait_for<0>(scores<kLower>());
@@ -120,12 +120,12 @@ struct Fp8FwdMainloop : Fp8FwdMainloopBase<Config> {
   __device__ __forceinline__ void first_step(int slot, int q_stage) {
     if constexpr (kOverlaps) issue_qk<kLower>(q_stage);
     this->reset();
-    make_block<true, true>(this->walk(slot), q_stage);
+    make_block<true, true>(this->iterator(slot), q_stage);
   }
 
   // P V of a block, P of the next.
   template <bool kMayMask>
-  __device__ __forceinline__ void step(Walk& at, int q_stage) {
+  __device__ __forceinline__ void step(BlockIterator& at, int q_stage) {
     start_pv();
     --at.n_block;
     if constexpr (kOverlaps) {
@@ -145,7 +145,7 @@ struct Fp8FwdMainloop : Fp8FwdMainloopBase<Config> {
 
   // All KV blocks of the tile after first_step(), except P V of the last one.
   __device__ __forceinline__ void run(int slot, int q_stage) {
-    Walk at = this->walk(slot);
+    BlockIterator at = this->iterator(slot);
 #pragma unroll 1
     while (at.n_block > at.last) {
       const int last_unmasked = Config::kHasUnmaskedLoop ? max(at.unmasked_begin, at.last) : at.n_block;

@@ -38,12 +38,12 @@ struct Fp8FwdMainloopBase {
   KvState k_state, v_state;
 
   AccO acc_o;
-  Fp8Softmax<Config::kCodes> softmax;
+  Fp8Softmax<Config::kExpBits> softmax;
   bool negates;      // S of this tile is negated
   float scale_log2;  // factor of the scores: descales, softmax_scale, log2(e)
 
-  __device__ __forceinline__ Fp8FwdMainloopBase(Storage& storage_, int group_, uint32_t code_shift)
-      : storage(storage_), group(group_), coords(threadIdx.x % 128), softmax(code_shift) {}
+  __device__ __forceinline__ Fp8FwdMainloopBase(Storage& storage_, int group_, uint32_t bits_shift)
+      : storage(storage_), group(group_), coords(threadIdx.x % 128), softmax(bits_shift) {}
 
   // The work tile in a slot. What only some steps need stays in shared memory: registers are short.
   __device__ __forceinline__ const WorkTile& tile(int slot) const { return storage.tile[slot].value; }
@@ -108,19 +108,19 @@ struct Fp8FwdMainloopBase {
   }
 
   // Iterates over the KV blocks of the work tile in a slot, downwards.
-  struct Walk {
+  struct BlockIterator {
     int slot;
     int n_block, last;
     int unmasked_begin, unmasked_end;  // of the warpgroup's rows; begin may be kNegates
   };
-  __device__ __forceinline__ Walk walk(int slot) const {
+  __device__ __forceinline__ BlockIterator iterator(int slot) const {
     const auto& own = steps(slot);
     return {slot, own.first_block, own.first_block - own.count + 1, negates ? kNegates : own.unmasked_begin,
             own.unmasked_end};
   }
 
   // Negates, if needed, and masks S of the kStepKeys keys from `key` on of the current block.
-  __device__ __forceinline__ void mask(AccS& acc_s, const Walk& at, int key) {
+  __device__ __forceinline__ void mask(AccS& acc_s, const BlockIterator& at, int key) {
     if (at.n_block >= at.unmasked_begin && at.n_block < at.unmasked_end) return;
     auto scores = row_col_view(acc_s);
     if (at.unmasked_begin == kNegates) negate(acc_s);
@@ -132,7 +132,7 @@ struct Fp8FwdMainloopBase {
   // S of the kStepKeys keys from `key` on of the current block becomes P. Returns, warp-uniform, whether row_max was
   // updated. kMayMask: keys may be masked, or S negated.
   template <bool kFirst, bool kMayMask = true, class P>
-  __device__ __forceinline__ int make_p(AccS& acc_s, P& p, const Walk& at, int key, float (&correction)[2]) {
+  __device__ __forceinline__ int make_p(AccS& acc_s, P& p, const BlockIterator& at, int key, float (&correction)[2]) {
     if constexpr (kMayMask) mask(acc_s, at, key);
     auto scores = row_col_view(acc_s);
     auto words = cute::recast<uint32_t>(p);
@@ -157,7 +157,7 @@ struct Fp8FwdMainloopBase {
 
   // The state of rows that have seen no key.
   __device__ __forceinline__ void reset() {
-    softmax = decltype(softmax)(softmax.code_shift);
+    softmax = decltype(softmax)(softmax.bits_shift);
     cute::clear(acc_o);
   }
 };

@@ -24,7 +24,7 @@ __device__ __forceinline__ uint32_t join(uint16_t low, uint16_t high) {
 }
 
 // Four e4m3 values times powers of 2.
-__device__ __forceinline__ uint32_t multiply_codes(uint32_t word, __half2 factor) {
+__device__ __forceinline__ uint32_t multiply_e4m3(uint32_t word, __half2 factor) {
   uint32_t result;
   asm("{.reg .b16 low, high;\n"
       ".reg .b32 first, second;\n"
@@ -42,9 +42,9 @@ __device__ __forceinline__ uint32_t multiply_codes(uint32_t word, __half2 factor
 }
 
 // Two e4m3 bit patterns from the low 16 bits of floats, in 16 bits each: 0 below the range, NaN above it and for NaN.
-__device__ __forceinline__ uint32_t clamp_codes(float a, float b, uint32_t shift) {
+__device__ __forceinline__ uint32_t clamp_bits(float a, float b, uint32_t shift) {
   const uint32_t pair = __byte_perm(__float_as_uint(a), __float_as_uint(b), 0x5410);
-  return __viaddmin_s16x2_relu(pair, shift, e4m3::twice(e4m3::kNanCode));
+  return __viaddmin_s16x2_relu(pair, shift, e4m3::twice(e4m3::kNanBits));
 }
 
 // fmaxf and fminf drop NaN.
@@ -58,7 +58,7 @@ __device__ __forceinline__ float clamp_keeping_nan(float x, float least, float m
 // e4m3's range: right after an update the largest P is at most 2^5.5, and row_max lags until one would exceed 448 =
 // 2^8.8, the largest e4m3 value. row_max is rounded to an integer, so that corrections are exact. P V also sums the
 // rounded P. kExpBits: P as e4m3 bit patterns straight from the scores, summed by P V alone.
-template <bool kCodes>
+template <bool kExpBits>
 struct Fp8Softmax : Softmax<2, int> {
   using Base = Softmax<2, int>;
   using Base::row_max;
@@ -78,10 +78,10 @@ struct Fp8Softmax : Softmax<2, int> {
     float exact[kRows];
   };
 
-  uint32_t code_shift;  // e4m3::kBitsShift, twice; a kernel parameter, since ptxas would remake a constant at each use
+  uint32_t bits_shift;  // e4m3::kBitsShift, twice; a kernel parameter, since ptxas would remake a constant at each use
   float rounded_sum[kRows] = {};  // of the rounded P, over all columns
 
-  __device__ __forceinline__ explicit Fp8Softmax(uint32_t code_shift_) : code_shift(code_shift_) {}
+  __device__ __forceinline__ explicit Fp8Softmax(uint32_t bits_shift_) : bits_shift(bits_shift_) {}
 
   // For a block that may exceed row_max: raises row_max to the maximum of the scores. O then has to be multiplied by
   // `correction`; row_sum already is. A NaN among the scores makes row_max NaN for good.
@@ -123,8 +123,8 @@ struct Fp8Softmax : Softmax<2, int> {
   __device__ __forceinline__ bool exponentiate(const Acc& acc_s, float scale, bool is_new, Words& words,
                                                Sums& sums) const {
     static_assert(decltype(cute::size(acc_s))::value == 4 * decltype(cute::size(words))::value);
-    if constexpr (kCodes) {
-      return make_codes(acc_s, scale, is_new, words);
+    if constexpr (kExpBits) {
+      return make_exp_bits(acc_s, scale, is_new, words);
     } else {
       constexpr int kWords = decltype(cute::size(words))::value;
       static_assert(kWords / kRows / kPartialSums * 4 * 45.3f <= kLargestP, "2^5.5 each");
@@ -152,16 +152,16 @@ struct Fp8Softmax : Softmax<2, int> {
   __device__ __forceinline__ void add(const Sums& sums) {
 #pragma unroll
     for (int mi = 0; mi < kRows; ++mi) {
-      if constexpr (!kCodes) row_sum[mi][0] += sums.exact[mi];
+      if constexpr (!kExpBits) row_sum[mi][0] += sums.exact[mi];
     }
   }
 
   // Rescales P after row_max was raised. Corrections are powers of 2: only denormal results are rounded.
   template <class Words>
-  __device__ __forceinline__ void rescale_codes(Words& words, const float (&correction)[kRows]) const {
+  __device__ __forceinline__ void rescale_p(Words& words, const float (&correction)[kRows]) const {
 #pragma unroll
     for (int i = 0; i < cute::size(words); ++i) {
-      words(i) = multiply_codes(words(i), __float2half2_rn(correction[i % 2]));
+      words(i) = multiply_e4m3(words(i), __float2half2_rn(correction[i % 2]));
     }
   }
 
@@ -171,37 +171,37 @@ struct Fp8Softmax : Softmax<2, int> {
   }
 
   template <class Acc, class Words>
-  __device__ __forceinline__ bool make_codes(const Acc& acc_s, float scale, bool is_new, Words& words) const {
-    constexpr float kZero = e4m3::kCodeMagic + e4m3::kCodesPerOctave * e4m3::kExponentBias;
+  __device__ __forceinline__ bool make_exp_bits(const Acc& acc_s, float scale, bool is_new, Words& words) const {
+    constexpr float kZero = e4m3::kBitsMagic + e4m3::kPatternsPerOctave * e4m3::kExponentBias;
     if (scale <= kLargestNearScale) {
       float offset[kRows];
 #pragma unroll
-      for (int mi = 0; mi < kRows; ++mi) offset[mi] = kZero - e4m3::kCodesPerOctave * fmaxf(row_max[mi], -kNearLog2);
-      const float factor = e4m3::kCodesPerOctave * scale;
-      return pack_codes(words, [&](int i) { return fmaf(acc_s(i), factor, offset[i / 2 % 2]); });
+      for (int mi = 0; mi < kRows; ++mi) offset[mi] = kZero - e4m3::kPatternsPerOctave * fmaxf(row_max[mi], -kNearLog2);
+      const float factor = e4m3::kPatternsPerOctave * scale;
+      return pack_bits(words, [&](int i) { return fmaf(acc_s(i), factor, offset[i / 2 % 2]); });
     }
     // Bit patterns of scores far from row_max would wrap. Above 2^26 row_max itself is rounded to more than
     // kOffsetLog2.
     const float most = is_new ? kLargestPLog2 : kFarLog2;
-    return pack_codes(words, [&](int i) {
+    return pack_bits(words, [&](int i) {
       const float exponent = clamp_keeping_nan(fmaf(acc_s(i), scale, -row_max[i / 2 % 2]), -kFarLog2, most);
-      return fmaf(exponent, e4m3::kCodesPerOctave, kZero);
+      return fmaf(exponent, e4m3::kPatternsPerOctave, kZero);
     });
   }
 
   // bits_of(i): the bit pattern of element i of S, as a float. Returns whether some is NaN.
-  template <class Words, class CodeOf>
-  __device__ __forceinline__ bool pack_codes(Words& words, const CodeOf& code_of) const {
+  template <class Words, class BitsOf>
+  __device__ __forceinline__ bool pack_bits(Words& words, const BitsOf& bits_of) const {
     constexpr int kWords = decltype(cute::size(words))::value;
     uint32_t largest = 0;
 #pragma unroll
     for (int i = 0; i < kWords; ++i) {
-      const uint32_t low = clamp_codes(code_of(index(i, 0)), code_of(index(i, 1)), code_shift);
-      const uint32_t high = clamp_codes(code_of(index(i, 2)), code_of(index(i, 3)), code_shift);
+      const uint32_t low = clamp_bits(bits_of(index(i, 0)), bits_of(index(i, 1)), bits_shift);
+      const uint32_t high = clamp_bits(bits_of(index(i, 2)), bits_of(index(i, 3)), bits_shift);
       largest = __vimax3_s16x2(largest, low, high);
       words(i) = __byte_perm(low, high, 0x6420);
     }
-    constexpr uint32_t kToBit7 = e4m3::twice(0x80u - e4m3::kNanCode);
+    constexpr uint32_t kToBit7 = e4m3::twice(0x80u - e4m3::kNanBits);
     return (largest + kToBit7 & e4m3::twice(0x80u)) != 0;
   }
 
@@ -213,10 +213,10 @@ struct Fp8Softmax : Softmax<2, int> {
     for (int mi = 0; mi < kRows; ++mi) {
       const float sum = 0.25f * rounded_sum[mi];  // the same in every lane of a quad, which finalize() adds up
       rounded.row_sum[mi][0] = row_max[mi] != row_max[mi] ? row_max[mi] : sum;
-      if (kCodes) rounded.row_max[mi] -= e4m3::kCodeMeanLog2;
+      if (kExpBits) rounded.row_max[mi] -= e4m3::kExpBitsMeanLog2;
     }
     rounded.finalize(o_scale, v_descale, 1.0f, sink);
-    if constexpr (kCodes) {
+    if constexpr (kExpBits) {
       *this = rounded;
     } else {
       float unused[kRows];

@@ -5,7 +5,7 @@
 #include <cute/arch/copy_sm90_tma.hpp>
 
 #include "core/e4m3.h"
-#include "core/unmasked.h"
+#include "core/visible_range.h"
 #include "kernels/common/dropout.h"
 #include "kernels/common/pdl.h"
 #include "kernels/sm90/fwd_launch_params.h"
@@ -291,7 +291,7 @@ struct FwdProducer {
       return;
     }
     const MaskOf<Config> visibility = mask_of<Config>(launch.params, work.tile);
-    const int unmasked_begin_key = visibility.may_mask_left() ? first_unmasked_key(visibility) : 0;
+    const int unmasked_begin_key = visibility.may_mask_left() ? first_visible_key(visibility) : 0;
     load_kv<Config::kAtomsV, !Config::kNoMask>(launch.v_map, storage.v_full, storage.v_empty, &storage.v[0][0], v_state,
                                                n_block, work.rows, work.head_k,
                                                unmasked_begin_key - n_block * Config::kBlockN);

@@ -7,7 +7,7 @@
 #include "core/bwd_schedule.h"
 #include "kernels/common/dq_semaphore.h"
 #include "kernels/common/mask.h"
-#include "kernels/sm90/bwd_storage.h"
+#include "kernels/sm90/bwd_one_pass/storage.h"
 #include "kernels/tma/bulk_reduce.h"
 
 namespace flash {

@@ -9,7 +9,7 @@
 #include <atomic>
 
 #include "core/static_switch.h"
-#include "core/unmasked.h"
+#include "core/visible_range.h"
 #include "kernels/common/element.h"
 #include "kernels/common/launch.h"
 #include "kernels/common/pdl.h"
@@ -92,7 +92,7 @@ __global__ void __launch_bounds__(kThreads) softmax_d_kernel(const __grid_consta
     return static_cast<const uint16_t*>(data) +
            matrix_offset(strides, is_varlen, tile.batch, tile.q_begin + row, tile.head) + col;
   };
-  const int first_row = first_unmasked_row(Visibility{tile.seqlen_q, tile.seqlen_k, params.window});
+  const int first_row = first_visible_row(Visibility{tile.seqlen_q, tile.seqlen_k, params.window});
   const int64_t lse_row = lse_offset(tile, params);
   const float sink = row_sink(params, tile);
   float dsink = 0.0f;

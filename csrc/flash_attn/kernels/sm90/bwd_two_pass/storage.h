@@ -4,7 +4,7 @@
 #include "core/dropout_mask.h"
 #include "kernels/common/sequence.h"
 #include "kernels/sm90/bwd_launch_params.h"
-#include "kernels/sm90/bwd_wide_config.h"
+#include "kernels/sm90/bwd_two_pass/config.h"
 #include "kernels/tma/mbarrier.h"
 #include "kernels/tma/pipeline_state.h"
 #include "plan/sm90_smem.h"

@@ -1,14 +1,12 @@
-// The producer warps of the wgmma backward: one loads K, V, Q and dO by TMA, one the LSE and softmax_d of the rows.
+// The load warp of the one-pass wgmma backward: K, V, Q and dO by TMA.
 #pragma once
 
 #include <cute/arch/copy_sm90_tma.hpp>
 
 #include "core/bwd_schedule.h"
-#include "core/unmasked.h"
-#include "kernels/common/differentiate.h"
+#include "core/visible_range.h"
 #include "kernels/common/mask.h"
-#include "kernels/common/score_mod.h"
-#include "kernels/sm90/bwd_storage.h"
+#include "kernels/sm90/bwd_one_pass/storage.h"
 #include "kernels/tma/clear_rows.h"
 #include "kernels/tma/tensor_map.h"
 #include "kernels/tma/tile_copy.h"
@@ -18,7 +16,8 @@ namespace sm90 {
 
 using namespace tma;
 
-// The load warp. One lane issues the TMA copies; all lanes run the loop.
+// One lane issues the TMA copies; all lanes run the loop. Not on BwdTileLoader and bwd_work_queue.h, which do the same:
+// ptxas then orders the load warp otherwise.
 template <class Config>
 struct BwdLoader {
   using Element = typename Config::Element;
@@ -120,7 +119,7 @@ struct BwdLoader {
     const TmaRows k_rows(is_varlen, tile.batch, tile.k_begin, tile.seqlen_k);
     const TmaRows q_rows(is_varlen, tile.batch, tile.q_begin, tile.seqlen_q);
     const MaskOf<Config> visibility = mask_of<Config>(params, tile);
-    const int first_row = first_unmasked_row(visibility);
+    const int first_row = first_visible_row(visibility);
     const QBlockOrder order = q_block_order<Config>(params, tile);
     const int count = order.count();
     if (count == 0) return;
@@ -136,7 +135,7 @@ struct BwdLoader {
       storage.do_empty[stage].wait(state.phase ^ 1);
       load<Config::kBlockM, Config::kHeadDim>(launch.do_map, storage.do_full[stage], storage.dout[stage], q_rows, row,
                                               first_row, at.head, CacheHintSm90::EVICT_LAST);
-      if (i == 0) load_kv(k_rows, key, first_unmasked_key(visibility), tile.head_k);
+      if (i == 0) load_kv(k_rows, key, first_visible_key(visibility), tile.head_k);
       state.advance();
       order.advance(at);
     }
@@ -157,61 +156,6 @@ __device__ __forceinline__ void for_each_work_tile(const BwdLaunch& launch, BwdS
     if (index >= launch.grid.blocks) return;
     const BwdWorkTile tile = bwd_work_tile_at(launch.params, Config::kBlockN, index, launch.grid);
     if (!tile.empty(Config::kBlockN)) visit(tile);
-  }
-}
-
-// The random bits from which a step computes its dropout mask, by one warp.
-template <class Config, class Storage>
-__device__ __forceinline__ void store_dropout_bits(const Flash_bwd_params& params, Storage& storage,
-                                                   const BwdWorkTile& tile, const QStep& at, int stage) {
-  const DropoutMask mask(params, tile.batch, at.head);
-  const int lane = threadIdx.x % 32;
-#pragma unroll
-  for (int row = lane; row < Config::kBlockM; row += 32) {
-    storage.dropout_row_bits[stage][row] = mask.row(at.m_block * Config::kBlockM + row);
-  }
-#pragma unroll
-  for (int pair = lane; pair < Config::kBlockN / 2; pair += 32) {
-    storage.dropout_col_bits[stage][pair] = mask.column_pair(tile.n_block * Config::kBlockN + 2 * pair);
-  }
-}
-
-// The statistics warp: LSE and softmax_d of the rows of each step. Fully masked rows (by position, or by an infinite
-// LSE of either sign) and rows beyond the sequence get an LSE of +inf, which makes P 0. The global loads of a step are
-// issued before the wait for its buffers. Waits for q_empty, do_empty; arrives on q_full, do_full.
-template <class Config, class Storage>
-__device__ __forceinline__ void load_statistics(const Flash_bwd_params& params, Storage& storage,
-                                                const BwdWorkTile& tile, PipelineState<Config::kStages>& state) {
-  constexpr int kRows = Config::kBlockM / 32;  // of each lane
-  const int lane = threadIdx.x % 32;
-  const QBlockOrder order = q_block_order<Config>(params, tile);
-  const int first_row = first_unmasked_row(mask_of<Config>(params, tile));
-  QStep at = order.start();
-  const int count = order.count();
-  for (int i = 0; i < count; ++i) {
-    const float* const lse = params.softmax_lse_ptr + lse_offset(params, tile.batch, at.head, tile.q_begin);
-    const float* const delta = params.softmax_d_ptr + softmax_d_offset(params, tile.batch, at.head, tile.q_begin);
-    float lse_log2[kRows], softmax_d[kRows];
-#pragma unroll
-    for (int j = 0; j < kRows; ++j) {
-      const int row = at.m_block * Config::kBlockM + 32 * j + lane;
-      const bool valid = row >= first_row && row < tile.seqlen_q;
-      lse_log2[j] = valid ? lse_or_inf(lse[row]) * ScoreMod::kLog2e : INFINITY;
-      softmax_d[j] = valid ? delta[row] : 0.0f;
-    }
-    storage.q_empty[state.stage].wait(state.phase ^ 1);
-#pragma unroll
-    for (int j = 0; j < kRows; ++j) storage.lse_log2[state.stage][32 * j + lane] = lse_log2[j];
-    if constexpr (Config::kIsGeneral) {
-      if (params.has_dropout) store_dropout_bits<Config>(params, storage, tile, at, state.stage);
-    }
-    storage.q_full[state.stage].arrive();
-    storage.do_empty[state.stage].wait(state.phase ^ 1);
-#pragma unroll
-    for (int j = 0; j < kRows; ++j) storage.softmax_d[state.stage][32 * j + lane] = softmax_d[j];
-    storage.do_full[state.stage].arrive();
-    state.advance();
-    order.advance(at);
   }
 }
 

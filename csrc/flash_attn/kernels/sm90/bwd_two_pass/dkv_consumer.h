@@ -4,8 +4,8 @@
 #include "kernels/common/differentiate.h"
 #include "kernels/common/row_store.h"
 #include "kernels/sm90/bwd_row_values.h"
-#include "kernels/sm90/bwd_wide_products.h"
-#include "kernels/sm90/bwd_wide_storage.h"
+#include "kernels/sm90/bwd_two_pass/products.h"
+#include "kernels/sm90/bwd_two_pass/storage.h"
 
 namespace flash {
 namespace sm90 {

@@ -15,7 +15,7 @@ namespace flash {
 namespace sm90 {
 
 template <Dtype kDtype_, int kHeadDim_, BwdVariant kVariant_, DqLocation kDqLocation>
-struct BwdConfig {
+struct BwdOnePassConfig {
   static constexpr Dtype kDtype = kDtype_;
   using Element = ElementOf<kDtype>;
   static constexpr bool kIsGeneral = kVariant_ == BwdVariant::kGeneral;

@@ -14,7 +14,7 @@ namespace flash {
 namespace sm90 {
 
 template <Dtype kDtype_, int kHeadDim_, BwdVariant kVariant, int kHeadDimV_>
-struct BwdWideConfig {
+struct BwdTwoPassConfig {
   static constexpr Dtype kDtype = kDtype_;
   using Element = ElementOf<kDtype>;
   static constexpr bool kIsGeneral = kVariant == BwdVariant::kGeneral;
@@ -67,7 +67,7 @@ struct BwdWideConfig {
   static constexpr int kVPartCols = plan::sm90_dq_value_cols(kTile);
   static constexpr int kVParts = kHeadDimV / kVPartCols;  // of a block
   static_assert(kVPartCols % kAtomCols == 0 && kVParts * kVPartCols == kHeadDimV);
-  static_assert(kVParts == 1 || kVParts == kDqVStages, "parts of a block lie side by side, as one tile");
+  static_assert(kVParts == 1 || kVParts == kDqVStages, "parts of a block are adjacent, as one tile");
 };
 
 }  // namespace sm90

@@ -1,10 +1,10 @@
-// Shared memory of the wgmma backward: tiles, mbarriers, and the producers and consumers of each mbarrier.
+// Shared memory of the one-pass wgmma backward: tiles, mbarriers, and the producers and consumers of each mbarrier.
 #pragma once
 
 #include "core/dropout_mask.h"
 #include "kernels/common/sequence.h"
-#include "kernels/sm90/bwd_config.h"
 #include "kernels/sm90/bwd_launch_params.h"
+#include "kernels/sm90/bwd_one_pass/config.h"
 #include "kernels/tma/mbarrier.h"
 #include "kernels/tma/pipeline_state.h"
 #include "plan/sm90_smem.h"

@@ -1,4 +1,4 @@
-// Named barriers of the consumer warpgroups of the wgmma backward.
+// Named barriers of the consumer warpgroups of the one-pass wgmma backward.
 #pragma once
 
 #include <cstdint>

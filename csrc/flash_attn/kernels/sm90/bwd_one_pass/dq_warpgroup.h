@@ -9,8 +9,8 @@
 #include "kernels/common/convert.h"
 #include "kernels/common/dq_tile.h"
 #include "kernels/common/mask.h"
-#include "kernels/sm90/bwd_dq.h"
-#include "kernels/sm90/bwd_storage.h"
+#include "kernels/sm90/bwd_one_pass/dq_product.h"
+#include "kernels/sm90/bwd_one_pass/storage.h"
 #include "kernels/tma/swizzle.h"
 #include "kernels/tma/tile_copy.h"
 

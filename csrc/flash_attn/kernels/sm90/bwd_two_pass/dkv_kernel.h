@@ -14,35 +14,27 @@
 #include "kernels/common/differentiate.h"
 #include "kernels/common/pdl.h"
 #include "kernels/common/row_store.h"
-#include "kernels/sm90/bwd_dkv_key_tile.h"
-#include "kernels/sm90/bwd_producer.h"
 #include "kernels/sm90/bwd_row_values.h"
+#include "kernels/sm90/bwd_statistics_warp.h"
 #include "kernels/sm90/bwd_tile_loader.h"
-#include "kernels/sm90/bwd_wide_products.h"
-#include "kernels/sm90/bwd_wide_storage.h"
+#include "kernels/sm90/bwd_two_pass/dkv_key_tile_consumer.h"
+#include "kernels/sm90/bwd_two_pass/products.h"
+#include "kernels/sm90/bwd_two_pass/storage.h"
 #include "kernels/sm90/bwd_work_queue.h"
 
 namespace flash {
 namespace sm90 {
 
-// The next work tile index, the same in all lanes of a warp.
-__device__ __forceinline__ int fetch_index(int* semaphore, bool is_first, int index) {
-  if (is_first) return blockIdx.x;
-  if (semaphore == nullptr) return index + gridDim.x;
-  const int fetched = threadIdx.x % 32 == 0 ? atomicAdd(semaphore, 1) : 0;
-  return gridDim.x + __shfl_sync(0xffffffffu, fetched, 0);
-}
-
 template <class Config>
 struct DkvLoader : BwdTileLoader<Config> {
   using BwdTileLoader<Config>::is_elected;
 
-  const BwdPassLaunch& launch;
+  const BwdTwoPassLaunch& launch;
   DkvStorage<Config>& storage;
   PipelineState<Config::kStages> state;
   uint32_t kv_phase = 0;
 
-  __device__ __forceinline__ DkvLoader(const BwdPassLaunch& launch_, DkvStorage<Config>& storage_)
+  __device__ __forceinline__ DkvLoader(const BwdTwoPassLaunch& launch_, DkvStorage<Config>& storage_)
       : BwdTileLoader<Config>(storage_.pre_clear_full), launch(launch_), storage(storage_) {}
 
   __device__ __forceinline__ void run_all() {
@@ -61,7 +53,7 @@ struct DkvLoader : BwdTileLoader<Config> {
     const TmaRows k_rows(params.is_varlen(), tile.batch, tile.k_begin, tile.seqlen_k);
     const TmaRows q_rows(params.is_varlen(), tile.batch, tile.q_begin, tile.seqlen_q);
     const MaskOf<Config> visibility = mask_of<Config>(params, tile);
-    const int first_row = first_unmasked_row(visibility), first_key = first_unmasked_key(visibility);
+    const int first_row = first_visible_row(visibility), first_key = first_visible_key(visibility);
     const int key = tile.n_block * Config::kBlockN;
     const QBlockOrder order = q_block_order<Config>(params, tile);
     const int count = order.count();
@@ -105,7 +97,7 @@ struct DkvLoader : BwdTileLoader<Config> {
 };
 
 template <class Config, class Visit>
-__device__ __forceinline__ void for_each_key_tile(const BwdPassLaunch& launch, DkvStorage<Config>& storage,
+__device__ __forceinline__ void for_each_key_tile(const BwdTwoPassLaunch& launch, DkvStorage<Config>& storage,
                                                   const Visit& visit) {
   for_each_index(storage, launch.num_tiles, [&](int index) {
     const BwdWorkTile tile = bwd_work_tile_at(launch.params, Config::kBlockN, index, launch.grid);
@@ -298,7 +290,7 @@ using SecondConsumer = std::conditional_t<Config::kSplitsByRole, DkConsumer<Conf
 
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, 1)
-    flash_bwd_dkv_kernel(const __grid_constant__ BwdPassLaunch launch) {
+    flash_bwd_dkv_kernel(const __grid_constant__ BwdTwoPassLaunch launch) {
   static_assert(
       sizeof(DkvStorage<Config>) == plan::sm90_dkv_smem_bytes(Config::kTile, Config::kIsGeneral, Config::kDtype),
       "plan and kernel agree on the shared memory");

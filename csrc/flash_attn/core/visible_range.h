@@ -9,13 +9,13 @@ namespace flash {
 // The first key that some query of the sequence sees. key_begin() never decreases from row to row, so it is the first
 // key of query 0, and some query sees each later key up to the last visible one.
 template <class Mask = Visibility>
-FLASH_HOST_DEVICE constexpr int first_unmasked_key(const Mask& mask) {
+FLASH_HOST_DEVICE constexpr int first_visible_key(const Mask& mask) {
   return mask.key_begin(0);
 }
 
 // The first query that sees a key, as all later ones do; seqlen_q if none does.
 template <class Mask = Visibility>
-FLASH_HOST_DEVICE constexpr int first_unmasked_row(const Mask& mask) {
+FLASH_HOST_DEVICE constexpr int first_visible_row(const Mask& mask) {
   return mask.seqlen_k == 0 ? mask.seqlen_q : mask.row_begin(0);
 }
 

@@ -9,7 +9,7 @@
 namespace flash {
 namespace decode {
 
-constexpr int kUnitCols = 8;
+constexpr int kRowVectorCols = 8;
 
 __device__ __forceinline__ void unpack_pair(uint32_t pair, __half2, float& low, float& high) {
   const float2 values = __half22float2(reinterpret_cast<const __half2&>(pair));
@@ -22,25 +22,25 @@ __device__ __forceinline__ void unpack_pair(uint32_t pair, __nv_bfloat162, float
   high = __uint_as_float(pair & 0xffff0000u);
 }
 
-template <Dtype kCodes>
-__device__ __forceinline__ void decode_unit(uint2 codes, float (&values)[kUnitCols]) {
+template <Dtype kQuantized>
+__device__ __forceinline__ void unpack_vector(uint2 packed, float (&values)[kRowVectorCols]) {
   uint32_t pairs[4];
-  decode_keys<kCodes>(codes.x, pairs[0], pairs[1]);
-  decode_keys<kCodes>(codes.y, pairs[2], pairs[3]);
+  keys_to_half<kQuantized>(packed.x, pairs[0], pairs[1]);
+  keys_to_half<kQuantized>(packed.y, pairs[2], pairs[3]);
 #pragma unroll
   for (int i = 0; i < 4; ++i) unpack_pair(pairs[i], __half2{}, values[2 * i], values[2 * i + 1]);
 }
 
 template <Dtype kDtype>
-__device__ __forceinline__ void unpack_unit(uint4 unit, float (&values)[kUnitCols]) {
-  const uint32_t pairs[4] = {unit.x, unit.y, unit.z, unit.w};
+__device__ __forceinline__ void unpack_vector(uint4 vector, float (&values)[kRowVectorCols]) {
+  const uint32_t pairs[4] = {vector.x, vector.y, vector.z, vector.w};
 #pragma unroll
   for (int i = 0; i < 4; ++i) unpack_pair(pairs[i], NativePairOf<kDtype>{}, values[2 * i], values[2 * i + 1]);
 }
 
 // Clamped to the range of fp16 if that is kDtype.
 template <Dtype kDtype>
-__device__ __forceinline__ uint4 pack_unit(float (&values)[kUnitCols]) {
+__device__ __forceinline__ uint4 pack_vector(float (&values)[kRowVectorCols]) {
   uint32_t words[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
@@ -55,18 +55,18 @@ __device__ __forceinline__ uint4 pack_unit(float (&values)[kUnitCols]) {
 }
 
 // vector_bytes: 8 or more, 4, or less; then there are `count` values.
-__device__ __forceinline__ uint2 load_codes(const uint8_t* from, int vector_bytes, int count) {
-  uint2 codes{0, 0};
+__device__ __forceinline__ uint2 load_quantized(const uint8_t* from, int vector_bytes, int count) {
+  uint2 packed{0, 0};
   if (vector_bytes >= 8) return *reinterpret_cast<const uint2*>(from);
   if (vector_bytes == 4) {
     const uint32_t* const words = reinterpret_cast<const uint32_t*>(from);
     return {words[0], words[1]};
   }
 #pragma unroll
-  for (int i = 0; i < kUnitCols; ++i) {
-    if (i < count) (i < 4 ? codes.x : codes.y) |= uint32_t{from[i]} << 8 * (i % 4);
+  for (int i = 0; i < kRowVectorCols; ++i) {
+    if (i < count) (i < 4 ? packed.x : packed.y) |= uint32_t{from[i]} << 8 * (i % 4);
   }
-  return codes;
+  return packed;
 }
 
 // The sequence of a packed row; an arbitrary one for rows of none. segments: of q or of k.

@@ -6,16 +6,15 @@
 
 #include <cutlass/arch/reg_reconfig.h>
 
-#include "core/unmasked.h"
+#include "core/visible_range.h"
 #include "kernels/common/differentiate.h"
 #include "kernels/common/mask.h"
 #include "kernels/common/pdl.h"
 #include "kernels/common/row_store.h"
-#include "kernels/sm90/bwd_dkv_pass.h"
 #include "kernels/sm90/bwd_row_values.h"
 #include "kernels/sm90/bwd_tile_loader.h"
-#include "kernels/sm90/bwd_wide_products.h"
-#include "kernels/sm90/bwd_wide_storage.h"
+#include "kernels/sm90/bwd_two_pass/products.h"
+#include "kernels/sm90/bwd_two_pass/storage.h"
 #include "kernels/sm90/bwd_work_queue.h"
 
 namespace flash {
@@ -28,7 +27,7 @@ __device__ __forceinline__ BlockRange visited_n_blocks(const Flash_bwd_params& p
 }
 
 template <class Config, class Visit>
-__device__ __forceinline__ void for_each_row_tile(const BwdPassLaunch& launch, DqStorage<Config>& storage,
+__device__ __forceinline__ void for_each_row_tile(const BwdTwoPassLaunch& launch, DqStorage<Config>& storage,
                                                   const Visit& visit) {
   for_each_index(storage, launch.num_tiles, [&](int index) {
     const WorkTile tile = work_tile_at(launch.params, Config::kDqBlockM, index);
@@ -41,13 +40,13 @@ struct DqLoader : BwdTileLoader<Config> {
   using BwdTileLoader<Config>::is_elected;
   using Hint = cute::TMA::CacheHintSm90;
 
-  const BwdPassLaunch& launch;
+  const BwdTwoPassLaunch& launch;
   DqStorage<Config>& storage;
   PipelineState<Config::kDqStages> k_state;
   PipelineState<Config::kDqVStages> v_state;
   uint32_t tile_phase = 0;
 
-  __device__ __forceinline__ DqLoader(const BwdPassLaunch& launch_, DqStorage<Config>& storage_)
+  __device__ __forceinline__ DqLoader(const BwdTwoPassLaunch& launch_, DqStorage<Config>& storage_)
       : BwdTileLoader<Config>(storage_.pre_clear_full), launch(launch_), storage(storage_) {}
 
   __device__ __forceinline__ void run_all() {
@@ -66,7 +65,7 @@ struct DqLoader : BwdTileLoader<Config> {
     const bool is_varlen = launch.params.is_varlen();
     const TmaRows k_rows(is_varlen, tile.batch, tile.k_begin, tile.seqlen_k);
     const TmaRows q_rows(is_varlen, tile.batch, tile.q_begin, tile.seqlen_q);
-    const int first_key = first_unmasked_key(mask_of<Config>(launch.params, tile));
+    const int first_key = first_visible_key(mask_of<Config>(launch.params, tile));
     const int head_k = tile.head / launch.params.h_h_k_ratio;
     for (int n_block = n_blocks.end - 1; n_block >= n_blocks.begin; --n_block) {
       const bool is_first = n_block == n_blocks.end - 1;
@@ -146,7 +145,7 @@ struct DqRows {
                                                 const Coords& coords) {
     const float* const lse = params.softmax_lse_ptr + lse_offset(params, tile.batch, tile.head, tile.q_begin);
     const float* const delta = params.softmax_d_ptr + softmax_d_offset(params, tile.batch, tile.head, tile.q_begin);
-    const int first_row = first_unmasked_row(mask_of<Config>(params, tile));
+    const int first_row = first_visible_row(mask_of<Config>(params, tile));
     DqRows rows;
 #pragma unroll
     for (int mi = 0; mi < 2; ++mi) {
@@ -210,7 +209,7 @@ struct DqConsumer {
     BlockRange own;
     if (row_begin < row_end) own = block_range(mask_of<Config>(params, tile), row_begin, row_end, Config::kDqBlockN);
     if (own.count() == 0) own.begin = own.end = n_blocks.begin;
-    for (int n_block = n_blocks.end; n_block > own.end; --n_block) pass();
+    for (int n_block = n_blocks.end; n_block > own.end; --n_block) skip_block();
     storage.q_full[group].wait(tile_phase);
     storage.do_full[group].wait(tile_phase);
     if (own.count() > 0) {
@@ -219,12 +218,12 @@ struct DqConsumer {
       storage.q_empty[group].arrive();
       storage.do_empty[group].arrive();
     }
-    for (int n_block = own.begin; n_block > n_blocks.begin; --n_block) pass();
+    for (int n_block = own.begin; n_block > n_blocks.begin; --n_block) skip_block();
     tile_phase ^= 1;
   }
 
   // Must still wait for the block: a second arrival in one phase is illegal.
-  __device__ __forceinline__ void pass() {
+  __device__ __forceinline__ void skip_block() {
     storage.k_full[k_state.stage].wait(k_state.phase);
     storage.k_empty[k_state.stage].arrive();
     k_state.advance();
@@ -250,11 +249,11 @@ struct DqConsumer {
   __device__ __forceinline__ void accumulate_scores_first(const WorkTile& tile, const DqRows& rows, int row_begin,
                                                           int begin, int end, Gradient& acc_dq) {
     Scores acc_s, acc_dp;
-    const auto differentiate_block = [&](int n_block, const auto& behind_p) {
+    const auto differentiate_block = [&](int n_block, const auto& after_p) {
       if (n_block == begin) storage.q_empty[group].arrive();
       start_dp(acc_dp);
       const TileCoords tile_coords{tile.batch, tile.head, row_begin, n_block * Config::kDqBlockN};
-      differentiate(tile, rows, tile_coords, acc_s, acc_dp, behind_p);
+      differentiate(tile, rows, tile_coords, acc_s, acc_dp, after_p);
       if (n_block == begin) storage.do_empty[group].arrive();
     };
     start_s(acc_s);
@@ -350,9 +349,9 @@ struct DqConsumer {
   }
 
   // S and dP become P and dS. after_p() runs before the wait for dP, and after P unless P needs dP.
-  template <class BehindP>
+  template <class AfterP>
   __device__ __forceinline__ void differentiate(const WorkTile& tile, const DqRows& rows, const TileCoords& tile_coords,
-                                                Scores& acc_s, Scores& acc_dp, const BehindP& behind_p) {
+                                                Scores& acc_s, Scores& acc_dp, const AfterP& after_p) {
     const MaskOf<Config> visibility = mask_of<Config>(params, tile);
     const RowArray<2> lse_log2{rows.lse_log2}, softmax_d{rows.softmax_d};
     auto scores = row_col_view(acc_s);
@@ -361,11 +360,11 @@ struct DqConsumer {
       mask_scores<Config::kBlockM, Config::kDqBlockN>(scores, coords, visibility, tile_coords);
       exponentiate_scores(scores, params.softmax_scale_log2, lse_log2);
       finish_exp_before_dp_wait(acc_s);
-      behind_p();
+      after_p();
       finish_dp(acc_dp);
       differentiate_scores(scores, dp, softmax_d);
     } else {
-      behind_p();
+      after_p();
       finish_dp(acc_dp);
       const SmemRandomBits<Coords> bits{row_bits(), storage.dropout_col_bits[k_state.stage], coords};
       differentiate_general<Config::kBlockM, Config::kDqBlockN, true>(params, visibility, tile_coords, coords, bits,
@@ -396,7 +395,7 @@ struct DqConsumer {
 // have run out of n_blocks. softmax_d is complete when the first of them starts (flash_bwd_dkv_kernel()).
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, 1)
-    flash_bwd_dq_kernel(const __grid_constant__ BwdPassLaunch launch) {
+    flash_bwd_dq_kernel(const __grid_constant__ BwdTwoPassLaunch launch) {
   static_assert(
       sizeof(DqStorage<Config>) == plan::sm90_dq_smem_bytes(Config::kTile, Config::kIsGeneral, Config::kDtype),
       "plan and kernel agree on the shared memory");

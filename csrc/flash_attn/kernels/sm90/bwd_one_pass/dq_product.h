@@ -5,7 +5,7 @@
 #include <cute/tensor.hpp>
 
 #include "kernels/common/dq_tile.h"
-#include "kernels/sm90/bwd_storage.h"
+#include "kernels/sm90/bwd_one_pass/storage.h"
 #include "kernels/sm90/gemm.h"
 
 namespace flash {

@@ -4,7 +4,7 @@
 #pragma once
 
 #include "core/bwd_schedule.h"
-#include "kernels/sm90/bwd_dkv_consumer.h"
+#include "kernels/sm90/bwd_two_pass/dkv_consumer.h"
 
 namespace flash {
 namespace sm90 {
@@ -49,7 +49,7 @@ struct KeyTileConsumer : DkvConsumer<Config> {
     own.rows = row_range(mask_of<Config>(params, tile), Config::kKeyTiles * tile.n_block + kKeyTile, Config::kBlockM,
                          Config::kTileRows);
     if (own.count() <= 0) own.rows = {order.rows.begin, order.rows.begin};
-    pass((order.rows.end - own.rows.end) * order.heads);
+    skip_steps((order.rows.end - own.rows.end) * order.heads);
     storage.k_full[kKeyTile].wait(kv_phase);
     storage.v_full[kKeyTile].wait(kv_phase);
     kv_phase ^= 1;
@@ -59,11 +59,11 @@ struct KeyTileConsumer : DkvConsumer<Config> {
       storage.k_empty[kKeyTile].arrive();
       storage.v_empty[kKeyTile].arrive();
     }
-    pass((own.rows.begin - order.rows.begin) * order.heads);
+    skip_steps((own.rows.begin - order.rows.begin) * order.heads);
   }
 
   // Must still wait for each step: a second arrival in one phase is illegal.
-  __device__ __forceinline__ void pass(int steps) {
+  __device__ __forceinline__ void skip_steps(int steps) {
     for (int i = 0; i < steps; ++i) {
       storage.q_full[state.stage].wait(state.phase);
       storage.q_empty[state.stage].arrive();

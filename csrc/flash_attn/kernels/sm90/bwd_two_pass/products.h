@@ -4,7 +4,7 @@
 
 #include <cute/tensor.hpp>
 
-#include "kernels/sm90/bwd_wide_config.h"
+#include "kernels/sm90/bwd_two_pass/config.h"
 #include "kernels/sm90/gemm.h"
 
 namespace flash {

@@ -4,7 +4,7 @@
 #include <atomic>
 
 #include "core/e4m3.h"
-#include "core/unmasked.h"
+#include "core/visible_range.h"
 #include "kernels/common/dropout.h"
 #include "kernels/common/launch.h"
 #include "kernels/common/mask.h"
@@ -54,7 +54,7 @@ __device__ __forceinline__ VtTile vt_tile(const Flash_fwd_fp8_params& params, in
     mask.seqlen_q = params.varlen.segments_q[segment + 1] - params.varlen.segments_q[segment];
     first = (slot - varlen_first_slot(k_begin, segment, kKeys)) * kKeys;
   }
-  at.begin = mask.may_mask_left() ? max(first_unmasked_key(mask) - first, 0) : 0;
+  at.begin = mask.may_mask_left() ? max(first_visible_key(mask) - first, 0) : 0;
   at.end = min(mask.seqlen_k - first, kKeys);
   at.source = matrix_offset(params.v_strides, params.is_varlen(), at.batch, k_begin + first, at.head);
   at.target = static_cast<int64_t>(matrix) * params.d_v * params.vt_keys + static_cast<int64_t>(slot) * kKeys;

@@ -1,14 +1,16 @@
-// The wgmma backward kernels: the main one, a work tile per (n_block, K/V head), and the conversion of dQ.
+// The kernels of the one-pass wgmma backward: the main one, a work tile per (n_block, K/V head), and the conversion of
+// dQ.
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
 #include <cute/arch/copy_sm90_tma.hpp>
 
 #include "kernels/common/convert_dq.h"
-#include "kernels/sm90/bwd_dq_reduce_warp.h"
-#include "kernels/sm90/bwd_dq_warpgroup.h"
-#include "kernels/sm90/bwd_mainloop.h"
-#include "kernels/sm90/bwd_producer.h"
+#include "kernels/sm90/bwd_one_pass/dq_reduce_warp.h"
+#include "kernels/sm90/bwd_one_pass/dq_warpgroup.h"
+#include "kernels/sm90/bwd_one_pass/loader.h"
+#include "kernels/sm90/bwd_one_pass/mainloop.h"
+#include "kernels/sm90/bwd_statistics_warp.h"
 
 namespace flash {
 namespace sm90 {
