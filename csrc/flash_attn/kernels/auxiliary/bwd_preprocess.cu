@@ -15,6 +15,7 @@
 #include "kernels/common/pdl.h"
 #include "kernels/common/sequence.h"
 #include "params/flash.h"
+#include "plan/tiles.h"
 
 namespace flash {
 namespace {
@@ -85,7 +86,8 @@ __global__ void __launch_bounds__(kThreads) softmax_d_kernel(const __grid_consta
   if (tile.empty()) return;
   const bool is_varlen = params.is_varlen();
   if (!in_sequence(params, tile)) return;
-  int lanes = 4;  // per row: a power of two, up to a warp for 256 columns
+  static_assert(plan::kMaxHeadDim <= 32 * kVectorCols, "the lanes of a row are of one warp");
+  int lanes = 4;  // per row: a power of two
   while (lanes * kVectorCols < params.d_v) lanes *= 2;
   const int lane = threadIdx.x % lanes, col = lane * kVectorCols;
   auto row_of = [&](const void* data, const MatrixStrides& strides, int row) {

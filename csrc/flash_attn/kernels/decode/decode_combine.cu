@@ -8,6 +8,7 @@
 #include "kernels/decode/output.h"
 #include "kernels/decode/split_tile.h"
 #include "params/kvcache.h"
+#include "plan/tiles.h"
 
 namespace flash {
 namespace {
@@ -335,6 +336,7 @@ cudaError_t run(const Flash_kvcache_params& params, cudaStream_t stream) {
 
 template <class Element>
 cudaError_t run(const Flash_kvcache_params& params, cudaStream_t stream) {
+  static_assert(plan::kMaxHeadDim <= 2 * 128, "the lanes of a warp hold two float4 each");
   return params.padded_dim <= 128 ? run<Element, 1>(params, stream) : run<Element, 2>(params, stream);
 }
 

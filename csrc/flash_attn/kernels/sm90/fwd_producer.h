@@ -98,6 +98,7 @@ __device__ __forceinline__ void store_fully_masked(const FwdLaunch& launch, cons
   const Flash_fwd_params& params = launch.params;
   const bool is_split = is_split_kv<Config>(launch);
   const int lane = threadIdx.x % 32;
+  static_assert(plan::kMaxHeadDim <= 32 * kVectorCols, "a row has one 16-byte vector for each lane");
   const int64_t offset = lse_offset(tile, params) + (is_split ? split * launch.splits.rows : 0);
   if (is_split) {
     auto* const values = reinterpret_cast<float4*>(launch.splits.out_ptr + (offset + tile.row_begin) * params.d_v);
@@ -106,8 +107,8 @@ __device__ __forceinline__ void store_fully_masked(const FwdLaunch& launch, cons
   }
   auto* const out = static_cast<Element*>(params.o_ptr) + q_offset(tile, params.o_strides);
   for (int row = tile.row_begin; row < tile.row_end && !is_split; ++row) {
-    if (8 * lane < params.d_v) {
-      *reinterpret_cast<uint4*>(out + row * params.o_strides.row + 8 * lane) = uint4{};
+    if (kVectorCols * lane < params.d_v) {
+      *reinterpret_cast<uint4*>(out + row * params.o_strides.row + kVectorCols * lane) = uint4{};
     }
   }
   const float lse = fully_masked_lse(params, tile);
