@@ -176,7 +176,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
     wait_for_previous_kernel();  // V^T, the semaphore, the segments
     if (warp == kSchedulerWarp) {
-      run_scheduler<Config>(launch, storage, 0);  // calls begin_together()
+      SchedulerWarp<Config>{launch, storage, 0}.run();  // calls begin_together()
     } else {
       begin_together<Config>();
       if (warp == kLoadWarp) FwdProducer<Config>(launch, storage).run();

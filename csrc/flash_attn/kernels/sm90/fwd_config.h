@@ -31,10 +31,14 @@ struct QkOp<Element, 80> {
   using Type = Wgmma64x80x16<Element>;
 };
 
+template <class Config>
+struct FwdRoles;  // kernels/sm90/fwd_roles.h
+
 template <Dtype kDtype_, int kHeadDim_, FwdVariant kVariant_, int kHeadDimV_>
 struct FwdConfig {
   static constexpr Dtype kDtype = kDtype_;
   using Element = ElementOf<kDtype>;
+  using Roles = FwdRoles<FwdConfig>;
   using OutElement = Element;
   static constexpr FwdVariant kVariant = kVariant_;
   static constexpr bool kHasValueDim = kHeadDimV_ != kHeadDim_;

@@ -1,4 +1,4 @@
-// Random bits of the wgmma forward's packed dropout (kPackedDropout). Column bits arrive with K (run_col_bits()), row
+// Random bits of the wgmma forward's packed dropout (kPackedDropout). Column bits arrive with K (ColumnBitsWarp), row
 // bits stay in registers during a tile; together they give the keep masks of packed pairs of P. A mask depends on (row,
 // column) only, so a warp may make it whenever it has time.
 #pragma once

@@ -1,5 +1,5 @@
-// Producer warps of the wgmma forward: one schedules work tiles, one loads Q, K and V by TMA; paged K and V have a warp
-// each (paged_loader.h).
+// Roles of the producer warps of the wgmma forward: one schedules work tiles, one loads Q, K and V by TMA; paged K and
+// V have a warp each (paged_loader.h).
 #pragma once
 
 #include <cute/arch/copy_sm90_tma.hpp>
@@ -21,16 +21,8 @@ namespace sm90 {
 
 using namespace tma;
 
-// Roles of the warps of warpgroup 0; each of two consumer groups has a load and a scheduler warp. If paged loaders take
-// warps 2 and 3, kLoadWarp also stores O.
-enum ProducerWarp {
-  kLoadWarp = 0,
-  kSchedulerWarp = 1,
-  kPagedKWarp = 2,
-  kColBitsWarp = 2,
-  kPagedVWarp = 3,
-  kStoreWarp = 3
-};
+// Of a consumer group; warps 2 and 3 have the roles that a kernel needs (FwdRoles).
+enum ProducerWarp { kLoadWarp, kSchedulerWarp };
 
 // Which work tiles a consumer group gets.
 template <class Config>
@@ -116,82 +108,98 @@ __device__ __forceinline__ void store_fully_masked(const FwdLaunch& launch, cons
 }
 
 // Scheduler warp; it finishes fully masked tiles itself. It chooses the first tile while another warp initialises the
-// mbarriers and, if it reads no lengths for that, while the previous kernel still runs.
+// mbarriers and, if it reads no lengths for that, while the previous kernel still runs. So it calls begin_together()
+// itself.
 template <class Config>
-__device__ __forceinline__ void run_scheduler(const FwdLaunch& launch, FwdStorage<Config>& storage,
-                                              int consumer_group) {
-  constexpr bool kMayOverlap = Config::kSplitKv;
-  const bool reads_lengths = launch.params.keys_packed();
-  if (reads_lengths) wait_for_previous_kernel();
-  WorkPipeline<Config> pipeline(storage);
-  const int consumer_groups = gridDim.x * Config::kConsumerGroups;
-  const WorkTileScheduler<Config> scheduler(launch);
-  bool is_first = true;
-  auto begin = [&] {
-    if (!is_first) return;
-    is_first = false;
-    if (overlaps_launches<Config>(launch) && !reads_lengths) wait_for_previous_kernel();
-    begin_together<Config>();
-  };
-  for (int index = scheduler.first(consumer_group); index < scheduler.count();
-       index = scheduler.next(index, consumer_groups)) {
-    const WorkTile tile = scheduler.at(index);
-    if (tile.empty()) {
-      if constexpr (kMayOverlap) begin();  // before the next fetch
-      continue;
+struct SchedulerWarp {
+  const FwdLaunch& launch;
+  FwdStorage<Config>& storage;
+  const int consumer_group;
+
+  __device__ __forceinline__ void run() const {
+    constexpr bool kMayOverlap = Config::kSplitKv;
+    const bool reads_lengths = launch.params.keys_packed();
+    if (reads_lengths) wait_for_previous_kernel();
+    WorkPipeline<Config> pipeline(storage);
+    const int consumer_groups = gridDim.x * Config::kConsumerGroups;
+    const WorkTileScheduler<Config> scheduler(launch);
+    bool is_first = true;
+    auto begin = [&] {
+      if (!is_first) return;
+      is_first = false;
+      if (overlaps_launches<Config>(launch) && !reads_lengths) wait_for_previous_kernel();
+      begin_together<Config>();
+    };
+    for (int index = scheduler.first(consumer_group); index < scheduler.count();
+         index = scheduler.next(index, consumer_groups)) {
+      const WorkTile tile = scheduler.at(index);
+      if (tile.empty()) {
+        if constexpr (kMayOverlap) begin();  // before the next fetch
+        continue;
+      }
+      const int split = scheduler.split(index);
+      const KvBlockOrder order = kv_block_order<Config>(launch, tile, split, scheduler.splits());
+      if constexpr (kMayOverlap) begin();  // before any store
+      if (order.count() == 0) {
+        store_fully_masked<Config>(launch, tile, split);
+        continue;
+      }
+      if constexpr (!kMayOverlap) begin();
+      pipeline.commit(tile, order, launch.params.window, split);
+      pipeline.acquire();
     }
-    const int split = scheduler.split(index);
-    const KvBlockOrder order = kv_block_order<Config>(launch, tile, split, scheduler.splits());
-    if constexpr (kMayOverlap) begin();  // before any store
-    if (order.count() == 0) {
-      store_fully_masked<Config>(launch, tile, split);
-      continue;
-    }
-    if constexpr (!kMayOverlap) begin();
-    pipeline.commit(tile, order, launch.params.window, split);
-    pipeline.acquire();
+    begin();
+    pipeline.commit(WorkTile{}, KvBlockOrder{}, Window{}, 0);
   }
-  begin();
-  pipeline.commit(WorkTile{}, KvBlockOrder{}, Window{}, 0);
-}
+};
 
 // Column-bits warp: the random bits of dropout for the columns of every K block.
 template <class Config>
-__device__ __forceinline__ void run_col_bits(const FwdLaunch& launch, FwdStorage<Config>& storage) {
-  const Flash_fwd_params& params = launch.params;
-  WorkPipeline<Config> pipeline(storage);
-  PipelineState<Config::kKvStages> state;
-  for (FwdWork<Config> work = pipeline.wait_and_release(); work.exists(); work = pipeline.wait_and_release()) {
-    const DropoutMask mask(params, work.tile.batch, work.tile.head);
-    for (int i = 0; i < work.order.count(); ++i) {
-      const int first_col = block_to_load<Config>(work.order, i) * Config::kBlockN;
-      storage.k_empty[state.stage].wait(state.phase ^ 1);
-      for (int pair = threadIdx.x % 32; pair < Config::kBlockN / 2; pair += 32) {
-        uint32_t* const bits = reinterpret_cast<uint32_t*>(storage.col_bits[state.stage][pair % 4]);
-        const RandomBits of_pair = mask.column_pair(first_col + 2 * pair);
-        bits[pair / 4] = of_pair.fine;
-        if (pair / 4 % 2 == 0) bits[FwdStorage<Config>::kFineBits + pair / 8] = of_pair.coarse;
+struct ColumnBitsWarp {
+  const FwdLaunch& launch;
+  FwdStorage<Config>& storage;
+
+  __device__ __forceinline__ void run() const {
+    const Flash_fwd_params& params = launch.params;
+    WorkPipeline<Config> pipeline(storage);
+    PipelineState<Config::kKvStages> state;
+    for (FwdWork<Config> work = pipeline.wait_and_release(); work.exists(); work = pipeline.wait_and_release()) {
+      const DropoutMask mask(params, work.tile.batch, work.tile.head);
+      for (int i = 0; i < work.order.count(); ++i) {
+        const int first_col = block_to_load<Config>(work.order, i) * Config::kBlockN;
+        storage.k_empty[state.stage].wait(state.phase ^ 1);
+        for (int pair = threadIdx.x % 32; pair < Config::kBlockN / 2; pair += 32) {
+          uint32_t* const bits = reinterpret_cast<uint32_t*>(storage.col_bits[state.stage][pair % 4]);
+          const RandomBits of_pair = mask.column_pair(first_col + 2 * pair);
+          bits[pair / 4] = of_pair.fine;
+          if (pair / 4 % 2 == 0) bits[FwdStorage<Config>::kFineBits + pair / 8] = of_pair.coarse;
+        }
+        storage.k_full[state.stage].arrive();
+        state.advance();
       }
-      storage.k_full[state.stage].arrive();
-      state.advance();
     }
   }
-}
+};
 
 // Epilogue warp. Waits for the next tile before it waits for this one's O, so that the scheduler never stalls on the
 // epilogue.
 template <class Config>
-__device__ __forceinline__ void run_store(const FwdLaunch& launch, FwdStorage<Config>& storage) {
-  WorkPipeline<Config> pipeline(storage);
-  OutputStore<Config> output(launch, storage);
-  for (WorkTile tile = pipeline.wait_and_release().tile; !tile.empty();) {
-    const WorkTile next = pipeline.wait_and_release().tile;
-    output.store(tile);
-    tile = next;
-  }
-}
+struct StoreWarp {
+  const FwdLaunch& launch;
+  FwdStorage<Config>& storage;
 
-// Producer of Q, K and V. One lane issues; the whole warp runs the loop.
+  __device__ __forceinline__ void run() const {
+    WorkPipeline<Config> pipeline(storage);
+    OutputStore<Config> output(launch, storage);
+    for (WorkTile tile = pipeline.wait_and_release().tile; !tile.empty();) {
+      const WorkTile next = pipeline.wait_and_release().tile;
+      output.store(tile);
+      tile = next;
+    }
+  }
+};
+
+// Load warp: Q, K and V. One lane issues; the whole warp runs the loop. If K and V are paged it also stores O.
 template <class Config>
 struct FwdProducer {
   using Storage = FwdStorage<Config>;
