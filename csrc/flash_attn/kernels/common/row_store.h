@@ -7,7 +7,7 @@
 
 namespace flash {
 
-// By all threads of the block, after a barrier that follows the stores to the tile; the thread layout is that of
+// Called by all threads of the block, after a barrier that follows the stores to the tile; the thread layout is that of
 // RowCopy. Writes rows [0, rows) and columns [0, cols).
 template <class Copy, class Element, class Smem>
 __device__ __forceinline__ void store_rows(const Smem& tile, Element* base, int64_t stride, int rows, int cols) {

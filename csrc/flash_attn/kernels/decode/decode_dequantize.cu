@@ -77,7 +77,7 @@ __device__ __forceinline__ SourceKeys sequence_keys(const DequantizeArguments& a
   keys.request = params.is_varlen() ? packed_request(params, index + 1) : kv_request(params, index);
   const int count = min(keys.request.seqlen_k, room);  // the results of longer sequences are not used
   if (is_first && arguments.to.key_ranges != nullptr) {
-    // In packed sequences, keys in invalid pages are zeros.
+    // In packed sequences, keys in invalid pages become zeros.
     const bool has_keys = params.is_varlen() || is_active(params, keys.request);
     if (threadIdx.x == 0) {
       arguments.to.key_ranges[2 * index] = index * room;

@@ -55,7 +55,7 @@ struct BlockScales {
   __device__ __forceinline__ float factor(int mi) const { return scale[mi] * (1.0f / kGain); }
 
  private:
-  // Of a normal power of two.
+  // 1 / scale, for a normal power of two.
   __device__ __forceinline__ static float reciprocal(float scale) {
     return __uint_as_float(0x7f000000u - __float_as_uint(scale));
   }

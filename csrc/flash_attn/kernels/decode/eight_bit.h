@@ -96,7 +96,8 @@ __device__ __forceinline__ float without_key_power(float descale) {
   return descale * __uint_as_float(eight_bit::reciprocal_power(eight_bit::key_power(__float_as_uint(descale))));
 }
 
-// ---- quantising: flash_attn/eight_bit.py has the arithmetic; none of it may flush denormals, as fast math would ----
+// ---- Quantisation: flash_attn/eight_bit.py defines the arithmetic. It must not flush denormals, as fast math would.
+// ----
 
 __device__ __forceinline__ float multiply_ieee(float a, float b) {
   float result;

@@ -34,7 +34,7 @@ struct KvMainloop {
 
   Accumulator<Config::kHeadDim> acc_o;  // ((2, 2), MMA_M, MMA_D); over 8 bits its columns are those of eight_bit::o_col
   ExactSoftmax<kRows> softmax;
-  bool has_invalid_page = false;  // some key so far lies in an invalid page
+  bool has_invalid_page = false;  // some key so far is in an invalid page
 
   WorkPart part;
   KvTokens tokens;

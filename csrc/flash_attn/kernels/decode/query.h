@@ -57,7 +57,7 @@ struct KvQuery {
     __syncthreads();
   }
 
-  // In every thread's next cp.async group; without rotary.
+  // Copies into every thread's next cp.async group; without rotary.
   __device__ __forceinline__ void copy_async() const {
     const int rows = min(kv_rows(params, queries()) - first_row(), Config::kRows);
     for (int i = threadIdx.x; i < Config::kRows * Swizzle::kVectors; i += Config::kThreads) {

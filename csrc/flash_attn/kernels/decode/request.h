@@ -120,7 +120,7 @@ __device__ __forceinline__ int64_t kv_work(const Flash_kvcache_params& params, c
   return static_cast<int64_t>(params.head_tiles) * kv_count(kv_range(params, queries, row_tile, seqlen_k));
 }
 
-// Of a dense batch.
+// n_blocks of a work item of a dense batch.
 __device__ __forceinline__ int64_t work_item_blocks(const Flash_kvcache_params& params, int work_item) {
   const int index = work_item / params.row_tiles;
   const KvRequest request = kv_request(params, index);

@@ -33,7 +33,7 @@ struct GroupStep {
   __device__ __forceinline__ int pair_bit() const { return Config::kMayPairHeads ? params.tile_heads - 1 : 0; }
   __device__ __forceinline__ static int group() { return threadIdx.x / Config::kGroupThreads; }
   __device__ __forceinline__ int head() const { return group() & pair_bit(); }  // of the tile
-  // Of the n_block's keys.
+  // The group's first key, counted within the n_block.
   __device__ __forceinline__ int first_key() const { return (group() >> pair_bit()) * Config::kStep; }
 
   // The head of the tile, and the row of an iteration, that this thread copies.

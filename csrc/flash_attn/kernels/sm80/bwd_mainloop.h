@@ -156,7 +156,8 @@ struct BwdMainloop {
     __syncthreads();  // Q and dO may overwrite it
   }
 
-  // Own cp.async copies, then the barrier: the tiles are complete, and what the previous step read may be overwritten.
+  // Waits for this thread's cp.async copies, then the barrier: the tiles are complete, and what the previous step read
+  // may be overwritten.
   __device__ __forceinline__ static void wait_for_copies() {
     cute::cp_async_wait<0>();
     __syncthreads();

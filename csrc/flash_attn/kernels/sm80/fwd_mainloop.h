@@ -120,7 +120,7 @@ struct FwdMainloop {
     loader.copy.template run_strided<true>(q, params.q_strides.row, tile.row_end - tile.row_begin, q_tile);
   }
 
-  // Own cp.async copies, then the barrier: the tile is complete and the previous step's reads are done.
+  // Waits for this thread's cp.async copies, then the barrier: the tile is complete, and the previous step was read.
   __device__ __forceinline__ static void wait_for_copies() {
     cute::cp_async_wait<0>();
     __syncthreads();

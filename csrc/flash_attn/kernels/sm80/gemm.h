@@ -37,7 +37,7 @@ struct OperandSquares {
   static constexpr int kBytes = static_cast<int>(sizeof(Element));
   static_assert((kWarps & (kWarps - 1)) == 0, "columns of a lane and of a square have no bits in common");
 
-  // In registers: ((2, 2, 2), MMA_M, MMA_K) or ((2, 2), MMA_N, MMA_K).
+  // Registers of an operand: ((2, 2, 2), MMA_M, MMA_K) or ((2, 2), MMA_N, MMA_K).
   using FragmentLayout = std::conditional_t<
       kSide == Side::kA,
       cute::Layout<cute::Shape<cute::Shape<cute::_2, cute::_2, cute::_2>, cute::Int<kBands>, cute::Int<kSlices>>>,
@@ -51,7 +51,7 @@ struct OperandSquares {
       : data(reinterpret_cast<const char*>(cute::raw_pointer_cast(tile.data()))) {
     const int lane = thread % 32, warp = thread / 32;
     const int band = kWarps == 1 ? 0 : kSide == Side::kA ? warp % kWarpsM : warp / kWarpsM;
-    constexpr bool kRowsFirst = (kSide == Side::kA) == kPlain;  // the second 8 x 8 matrix lies below the first
+    constexpr bool kRowsFirst = (kSide == Side::kA) == kPlain;  // the second 8 x 8 matrix is below the first
     row = kRowsFirst ? lane % 16 : lane / 16 * 8 + lane % 8;
     col = kRowsFirst ? lane / 16 * 8 : lane / 8 % 2 * 8;
     const int swizzle = row * kAtomCols / 64 % (kAtomCols / 8) * 8 * kBytes;

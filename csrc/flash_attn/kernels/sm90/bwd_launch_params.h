@@ -17,7 +17,7 @@ struct BwdLaunch {
   CUtensorMap dq_map;  // for DqLocation::kShared
 };
 
-// Of either kernel of the two-pass backward.
+// For either kernel of the two-pass backward.
 struct BwdTwoPassLaunch {
   Flash_bwd_params params;
   BwdGrid grid;               // of the dK and dV kernel

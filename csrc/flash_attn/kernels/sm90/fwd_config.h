@@ -66,7 +66,7 @@ struct FwdConfig {
   static_assert(kConsumerGroups == 1 ? kWarpGroups == 2 || kWarpGroups == 3 : kConsumerGroups == 2 && kWarpGroups == 2,
                 "register budgets exist for two, three or twice two consumers");
 
-  // KV blocks in ascending order, unmasked ones first; P V reads V as it is.
+  // KV blocks in ascending order, unmasked ones first; P V reads V, not V^T.
   static constexpr bool kDescending = false;
   static constexpr bool kTransposedV = false;
   using TripCount = WarpgroupTripCount<typename MaskOf<FwdConfig>::Bounds>;

@@ -21,7 +21,7 @@ namespace sm90 {
 
 using namespace tma;
 
-// Of a consumer group; warps 2 and 3 have the roles that a kernel needs (FwdRoles).
+// The first two producer warps of a consumer group; warps 2 and 3 have the roles that a kernel needs (FwdRoles).
 enum ProducerWarp { kLoadWarp, kSchedulerWarp };
 
 // Which work tiles a consumer group gets.
@@ -59,7 +59,7 @@ struct WorkTileScheduler {
 
   __device__ __forceinline__ int split(int index) const { return index % splits(); }
 
-  // By all lanes of the warp together.
+  // Called by all lanes of the warp together.
   __device__ __forceinline__ WorkTile at(int index) const {
     const Flash_fwd_params& params = launch.params;
     const HeadBlock at = order.at(index / splits());

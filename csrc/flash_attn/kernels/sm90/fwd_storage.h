@@ -72,7 +72,7 @@ struct FwdStorage {
   int split[kTileSlots];  // index of the KV split
   ShortSoftcapSeries short_series;
 
-  // By one warp, before Barrier::fence_init().
+  // Called by one warp, before Barrier::fence_init().
   __device__ __forceinline__ void init_barriers(bool is_paged) {
     const int lane = threadIdx.x % 32, group = lane % Config::kWarpGroups;
     const int loading_warps = is_paged ? 3 : 1 + Config::kPackedDropout + Config::kHasStoreWarp;
@@ -174,7 +174,7 @@ struct WorkPipeline {
     if (step == (Config::kFetchNextTileLate ? max(order.count() - kStepsBeforeRelease, 0) : 0)) release();
   }
 
-  // By every lane: this warp permits the next tile to be fetched.
+  // Called by every lane: this warp permits the next tile to be fetched.
   __device__ __forceinline__ void release() {
     storage.tile_empty[state.stage].arrive();
     state.advance();

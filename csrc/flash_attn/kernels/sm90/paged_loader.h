@@ -135,7 +135,7 @@ struct PagedLoader {
       const WorkTile& tile = work.tile;
       const int head = launch.group.divide(tile.head);
       const bool fits = launch.page_box_rows > 0 && tile.k_begin % launch.page_box_rows == 0;
-      // Of the whole sequence, not of this tile's window: load_rows() is slower than boxes.
+      // The sequence's first visible key, not this tile's: load_rows() is slower than boxes.
       const int unmasked_begin_key = first_visible_key(mask_of<Config>(params, work.tile));
       for (int i = 0; i < work.order.count(); ++i) {
         const int key = block_to_load<Config>(work.order, i) * Config::kBlockN;
