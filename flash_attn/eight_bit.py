@@ -105,18 +105,6 @@ def is_by_row(descale: Tensor | None) -> bool:
     return descale is not None and descale.dim() == 3
 
 
-def can_join(q_descale: Tensor | None, k_descale: Tensor | None, heads_k: int) -> bool:
-    """Whether one descale of K says what both say of scores: of the tensor or of K/V heads."""
-    given = [x for x in (q_descale, k_descale) if x is not None and x.numel() != 1]
-    return all(x.dim() < 3 and x.shape[-1] == heads_k for x in given)
-
-
-def joined(q_descale: Tensor | None, k_descale: Tensor | None) -> Tensor | None:
-    """The descale of K that stands for both, where they can join."""
-    given = [x.reshape(()) if x.numel() == 1 else x for x in (q_descale, k_descale) if x is not None]
-    return given[0] * given[1] if len(given) == 2 else given[0] if given else None
-
-
 def by_row(descale: Tensor, x: Tensor) -> Tensor:
     """A descale by page or row in the shape of x, K or V, but for a last axis of 1: a view."""
     if x.dim() == 3:

@@ -22,7 +22,7 @@ from fp8_harness import (
     relative_rmse,
     set_nan,
 )  # fmt: skip
-from harness import captured
+from harness import backend_forward, captured
 from reference import Varlen, attention, attention_varlen, sequence_bounds
 from test_fp8 import inputs, quantized
 
@@ -378,8 +378,11 @@ def test_the_kernels_serve_such_calls(device, d):
     expected = flash_attn_func(q, k, v)
     out = torch.full(q.shape, float("nan"), dtype=torch.bfloat16, device=device)
     for given in (out, out.transpose(1, 2).contiguous().transpose(1, 2)):
-        result = flash_attn_func(q, k, v, out=given)
+        result = backend_forward(q, k, v, given)[0]
         assert result.data_ptr() == given.data_ptr() and torch.equal(given, expected)
+    for wrong in (out.half(), out[:, 1:], out.cpu()):
+        with pytest.raises(RuntimeError, match="^out: expected"):
+            backend_forward(q, k, v, wrong)
 
 
 def test_exp_is_exact_or_fast(device):

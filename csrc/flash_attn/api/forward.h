@@ -109,7 +109,7 @@ inline plan::FwdProblem make_problem(const FwdCall& call, Flash_fwd_params& para
   plan::FwdProblem problem =
       call.has_8bit_kv() ? quantized_problem(call, params) : fwd_problem(params, dtype_of(call.q));
   problem.returns_max_logit = call.return_max_logit;
-  problem.returns_probabilities = call.return_softmax;
+  problem.returns_probabilities = call.return_softmax && params.b > 0 && params.p_rows > 0 && params.p_cols > 0;
   const int64_t keys = call.has_8bit_kv() ? fwd_problem(params, problem.out_dtype).keys() : problem.keys();
   problem.decode = decode_problem(params, dtype_of(call.k), keys);
   problem.decode.options.kv_vector_bytes = std::min(vector_bytes(k), vector_bytes(v));

@@ -127,6 +127,10 @@ inline Explanation explain_cached(const FwdProblem& problem, const FwdPlan& plan
 
 inline Explanation explain_uncached(const FwdProblem& problem, const FwdPlan& plan) {
   Explanation result = common_fields("forward", plan);
+  if (plan.family == Family::kDecode && plan.stages.empty()) {
+    result["kernel"] = std::string("none");
+    return result;
+  }
   if (plan.family == Family::kDecode) {
     explain_split(padded(problem.decode, plan.pad_head_dim), *plan.decode, result);
     result["workspace_bytes"] = 4 * (plan.decode->combines ? plan.decode->workspace_words : 0);
