@@ -386,7 +386,7 @@ struct pybind11::detail::type_caster<flash::plan::Explanation> {
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   using namespace flash;
-  m.doc() = "Exact attention on CUDA tensors: the kernels behind flash_attn.";
+  m.doc() = "Exact attention on CUDA tensors: the kernels of flash_attn.";
   define_fwd(m, "fwd", &mha_fwd<Tensors>,
              "Forward of dense batches: [out, softmax_lse, S_dmask, rng_state(, max_logit)]");
   define_fwd(m, "explain_fwd", &mha_fwd<plan::Explanation>, "The plan of fwd, as a dict; nothing is launched");

@@ -59,7 +59,7 @@ inline MatrixStrides gradient_strides(const OptionalTensor& given, const at::Ten
                                                  : contiguous_strides(forward, forward.size(-1));
 }
 
-// Each stage is given what it needs and nothing that it would not write.
+// Each stage must get what it reads, and no tensor that it would not write.
 inline void check_stage(const Gradients& gradients) {
   const KeptDq& kept = gradients.kept;
   const std::string& stage = kept.stage;
@@ -169,8 +169,8 @@ inline plan::BwdPlan plan_call(const BwdCall& call, Flash_bwd_params& params, co
   return plan::plan_bwd(problem, device_of(params.device, call.sm_margin), forced_family());
 }
 
-// fp32 accumulators of dQ, one tile for each m_block, in deterministic mode a dq_semaphore for each of them, where dQ
-// has no pass of its own; and a tile_count_semaphore for each pass.
+// fp32 accumulators of dQ, one tile for each m_block, in deterministic mode a dq_semaphore for each of them, unless dQ
+// has a separate kernel; and a tile_count_semaphore for each kernel.
 inline at::Tensor allocate_bwd_workspace(Flash_bwd_params& params, const plan::BwdPlan& plan, const at::Tensor& q) {
   if (plan.workspace_vectors() == 0) return at::Tensor();
   constexpr int64_t kWordsOfVector = 4;
@@ -202,7 +202,7 @@ inline at::Tensor set_params_dq_sum(Flash_bwd_params& params, const plan::BwdPla
   return counters;
 }
 
-// Partial sums of the sinks' gradient, one per CTA of the softmax_d pass, in the order of its grid.
+// Partial sums of the sinks' gradient, one per CTA of softmax_d_kernel, in the order of its grid.
 inline at::Tensor allocate_dsinks(Flash_bwd_params& params, const plan::BwdPlan& plan, const at::Tensor& q) {
   const int64_t batch = params.is_varlen() ? 1 : params.b;
   at::Tensor sums = new_zeros(q, {batch, params.h, plan.softmax_d_blocks}, at::kFloat);
@@ -233,7 +233,7 @@ inline at::Tensor kept_dq_sum(const Flash_bwd_params& params, const plan::BwdPla
   return kept.dq_sum.has_value() ? *kept.dq_sum : new_empty(q, shape, at::kFloat);
 }
 
-// A gradient that this stage writes.
+// A gradient that this stage writes, if it does.
 inline at::Tensor computed(const std::optional<Output>& output) { return output ? output->computed : at::Tensor(); }
 inline at::Tensor finished(const std::optional<Output>& output) { return output ? output->finish() : at::Tensor(); }
 

@@ -95,7 +95,7 @@ inline void check_device_supported(const at::Tensor& q) {
 // kv_dtype: of 8-bit K and V that the kernel reads.
 inline void check_launch(cudaError_t status, const char* kernel, const at::Tensor& q, Dtype kv_dtype = Dtype::kBf16) {
   if (status == cudaSuccess) return;
-  (void)cudaGetLastError();  // a launch error is not sticky: leave a clean state behind
+  (void)cudaGetLastError();  // a launch error is not sticky: clear it
   const int64_t head_dim = q.size(-1), capability = compute_capability(q.device().index());
   const std::string what =
       std::string(kernel) + " (" + checks::dtype_name(q.scalar_type()) + ", head dim " + std::to_string(head_dim) + ")";

@@ -20,7 +20,7 @@
 
 namespace flash {
 
-// What the module's functions take by name besides ScoreOptions.
+// What the module's functions take by name in addition to ScoreOptions.
 struct FwdOptions {
   OptionalTensor rng_state;  // the dropout of this [seed, offset] instead of a new one
 

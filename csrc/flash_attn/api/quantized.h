@@ -165,7 +165,7 @@ struct KernelScales {
   at::Tensor joined;  // k's memory if it is a product
 };
 
-// Whether one scale of K can stand for those of q and k: both of the tensor or of K/V heads.
+// Whether one scale of K can replace those of q and k: both of the tensor or of K/V heads.
 inline bool can_join(const QuantArgs& quant, int64_t heads_k) {
   for (const OptionalTensor& x : {quant.q, quant.k}) {
     if (x.has_value() && x->numel() != 1 && (x->dim() == 3 || x->size(-1) != heads_k)) return false;

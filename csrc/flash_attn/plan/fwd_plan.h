@@ -84,7 +84,7 @@ struct FwdPlan {
 
   int block_m = 0, block_n = 0;  // rows of a work tile, keys of a step
   int kv_stages = 1, q_stages = 1;
-  int consumer_groups = 1;  // with work tiles of their own, on one multiprocessor
+  int consumer_groups = 1;  // of one multiprocessor, each with separate work tiles
   int threads = 0;
   int smem_bytes = 0;
   int64_t grid = 0;            // CTAs
@@ -217,7 +217,8 @@ inline FwdPlan plan_fwd_wgmma(const FwdProblem& problem, const Device& device, c
   return plan;
 }
 
-// Whether the wgmma family has the kernel of its plan. V of its own head dim has to consist of whole 16-byte vectors.
+// Whether the wgmma family has the kernel of its plan. V with another head dim than K must consist of whole 16-byte
+// vectors.
 inline bool wgmma_supports(const FwdProblem& problem, const Device& device, const FwdPlan& plan) {
   if (!problem.fits_tensor_maps || !has_wgmma_kernels(device, plan.head_dim)) return false;
   if (problem.head_dim != problem.head_dim_v && problem.head_dim_v % 8 != 0) return false;
