@@ -23,6 +23,8 @@
 #include "api/signatures.h"
 #include "core/static_switch.h"
 #include "params/flash.h"
+#include "params/fp8.h"
+#include "params/kvcache.h"
 #include "plan/bwd_plan.h"
 #include "plan/explain.h"
 #include "plan/fwd_plan.h"
@@ -55,6 +57,24 @@ cudaError_t run_mha_fwd(const Flash_fwd_split_params& params, const plan::FwdPla
       return BOOL_SWITCH(plan.has_value_dim(), kHasValueDim,
                          [&] { return run_mha_fwd_family<kDtype, kHeadDim, kHasValueDim>(params, plan, stream); });
     });
+  });
+}
+
+cudaError_t run_mha_fwd_fp8(const Flash_fwd_fp8_params& params, const plan::FwdPlan& plan, cudaStream_t stream) {
+  return FP16_SWITCH(plan.dtype, [&] {
+    return HEADDIM_8BIT_SWITCH(plan.head_dim,
+                               [&] { return run_mha_fwd_fp8_wgmma_<kDtype, kHeadDim>(params, plan, stream); });
+  });
+}
+
+cudaError_t run_mha_fwd_split(const Flash_kvcache_params& params, Dtype q_dtype, cudaStream_t stream) {
+  if (is_eight_bit(params.kv_dtype)) {
+    return E4M3_SWITCH(params.kv_dtype, [&] {
+      return HEADDIM_8BIT_SWITCH(params.d, [&] { return run_mha_fwd_split_<kDtype, kHeadDim>(params, stream); });
+    });
+  }
+  return FP16_SWITCH(q_dtype, [&] {
+    return HEADDIM_SWITCH(params.d, [&] { return run_mha_fwd_split_<kDtype, kHeadDim>(params, stream); });
   });
 }
 

@@ -13,7 +13,6 @@
 #include "api/quantized.h"
 #include "api/set_params.h"
 #include "api/tensors.h"
-#include "core/static_switch.h"
 #include "params/combine.h"
 #include "params/flash.h"
 #include "params/fp8.h"
@@ -22,27 +21,10 @@
 
 namespace flash {
 
-// The instantiation that the plan names (flash_api.cpp).
+// The instantiations that a plan names (flash_api.cpp). q_dtype: of 16 bits.
 cudaError_t run_mha_fwd(const Flash_fwd_split_params& params, const plan::FwdPlan& plan, cudaStream_t stream);
-
-inline cudaError_t run_mha_fwd_fp8(const Flash_fwd_fp8_params& params, const plan::FwdPlan& plan, cudaStream_t stream) {
-  return FP16_SWITCH(plan.dtype, [&] {
-    return HEADDIM_8BIT_SWITCH(plan.head_dim,
-                               [&] { return run_mha_fwd_fp8_wgmma_<kDtype, kHeadDim>(params, plan, stream); });
-  });
-}
-
-// q_dtype: of 16 bits.
-inline cudaError_t run_mha_fwd_split(const Flash_kvcache_params& params, Dtype q_dtype, cudaStream_t stream) {
-  if (is_eight_bit(params.kv_dtype)) {
-    return E4M3_SWITCH(params.kv_dtype, [&] {
-      return HEADDIM_8BIT_SWITCH(params.d, [&] { return run_mha_fwd_split_<kDtype, kHeadDim>(params, stream); });
-    });
-  }
-  return FP16_SWITCH(q_dtype, [&] {
-    return HEADDIM_SWITCH(params.d, [&] { return run_mha_fwd_split_<kDtype, kHeadDim>(params, stream); });
-  });
-}
+cudaError_t run_mha_fwd_fp8(const Flash_fwd_fp8_params& params, const plan::FwdPlan& plan, cudaStream_t stream);
+cudaError_t run_mha_fwd_split(const Flash_kvcache_params& params, Dtype q_dtype, cudaStream_t stream);
 
 // The plan of a call whose sizes the kernels can count.
 inline plan::FwdPlan checked_plan(const plan::FwdProblem& problem, int device, int64_t sm_margin) {

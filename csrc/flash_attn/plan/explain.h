@@ -138,7 +138,7 @@ inline Explanation explain_uncached(const FwdProblem& problem, const FwdPlan& pl
     explain_launch(plan, result);
     explain_eight_bit(problem, plan, result);
   }
-  if (plan.stages.empty()) result["kernel"] = std::string("none");
+  if (plan.stages.empty()) result["kernel"] = std::string("none");  // without queries
   return result;
 }
 
