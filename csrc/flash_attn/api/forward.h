@@ -194,16 +194,19 @@ inline void launch_forward(const FwdCall& call, const plan::FwdProblem& problem,
 inline std::vector<at::Tensor> forward(const FwdCall& call) {
   const CallDevice guard(call.q.device());
   check_device_supported(call.q);
-  at::Tensor q = aligned(call.q), k = aligned_keys(call.k), v = aligned_keys(call.v);
+  at::Tensor q = call.has_8bit_q() ? aligned_layout(call.q) : aligned(call.q);
+  at::Tensor k = aligned_keys(call.k), v = aligned_keys(call.v);
   Flash_fwd_params params;
   const plan::FwdProblem problem = make_problem(call, params, q, k, v);
   const plan::FwdPlan plan = plan_call(call, problem, params);
   const bool launches = !plan.stages.empty();
   const int pad = launches ? plan.pad_head_dim : 0;
-  if (call.has_8bit_q() && !plan.is_fp8) q = wide_query(call);
   if (plan.is_fp8) {
+    q = aligned(call.q);
     k = aligned(k);
     v = aligned(v);
+  } else if (call.has_8bit_q()) {
+    q = wide_query(call);
   }
   if (pad > 0) {
     q = aligned(pad_head_dim(q, pad));
