@@ -1,7 +1,7 @@
 """How a call would be computed, without computing it: `explain`.
 
-A dispatch mode stands where the operators of `flash_attn.ops.library` are carried out, so that a call takes its usual
-way up to there, with its own checks and conversions, and costs nothing more where no mode is on.
+A TorchDispatchMode intercepts the operators of `flash_attn.ops.library`: all checks and conversions run as usual, and
+calls outside `explain` cost nothing more.
 """
 
 from __future__ import annotations
@@ -67,11 +67,12 @@ def explain(*args: Any, **kwargs: Any) -> Explanation:
         kernel: the family: "mma_sync", "wgmma" or "split_kv" on CUDA; "tiled", "torch_flash", "by_row" on the CPU;
             "none" where there is nothing to compute.
         variant, dtype, head_dim, head_dim_v: of the instantiation, whose head dims are those of the call rounded up.
-        kv_dtype: "e4m3" or "int8", of an 8-bit cache on CUDA.
+        kv_dtype: "e4m3" or "int8", of 8-bit k and v on CUDA. qkv_dtype: "e4m3" if the kernel multiplies 8-bit values.
         block_m, block_n: rows and keys of a tile. tile_heads: its K/V heads ("split_kv").
         stages, warps, smem_bytes: of a thread block.
         grid, num_work_tiles: thread blocks launched, and the tiles that they take.
-        num_splits, split: how keys are split. workspace_bytes: memory beside the results.
+        num_splits, split: how keys are split. workspace_bytes: memory besides the results.
+        stages: what is launched, in order, on CUDA.
         threads: of the CPU.
 
     Raises what the call would raise for its arguments, and TypeError for another function.
@@ -132,10 +133,7 @@ class _Planner:
         explained_by = getattr(self._backend, EXPLAINED_BY[name])
 
         def answer(*args, **kwargs):
-            plan = explained_by(*args, **kwargs)
-            if plan:
-                raise _Answer(plan)
-            return ()  # no kernel here: the call goes on to others
+            raise _Answer(explained_by(*args, **kwargs))
 
         return answer
 

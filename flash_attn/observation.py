@@ -25,10 +25,8 @@ EXPLAINED_BY = {
     "bwd": "explain_bwd",
     "varlen_bwd": "explain_varlen_bwd",
     "fwd_kvcache": "explain_kvcache",
-    "fwd_fp8": "explain_fwd_fp8",
 }
 _OBSERVED = (*EXPLAINED_BY, "kvcache_plan", "combine")
-_FP8_NAMES = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k")  # the first of its arguments; the CPU has no such function
 
 
 class Observed:
@@ -81,5 +79,4 @@ def _names(name):
     """The names of a function's arguments: those of the CPU backend, which has the same."""
     from flash_attn import cpu
 
-    function = getattr(cpu, name, None)
-    return _FP8_NAMES if function is None else tuple(inspect.signature(function).parameters)
+    return tuple(inspect.signature(getattr(cpu, name)).parameters)

@@ -169,7 +169,6 @@ def _check_plan(plan, lengths, padding):
 
 _CHECKS: dict[str, Callable[[dict[str, Any]], None]] = {
     "fwd": _check_dense,
-    "fwd_fp8": _check_packed,
     "bwd": _check_dense_backward,
     "varlen_fwd": _check_packed,
     "varlen_bwd": _check_packed_backward,

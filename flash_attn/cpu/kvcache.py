@@ -220,7 +220,7 @@ def fwd_kvcache(
                 new_k = _rotate_at(new_k, entry.cached, k.shape[1], *angles)
                 queries = _rotate_at(queries, entry.cached, 1 if one_position else sq, *angles)
             if call is not None:
-                new_k, new_v = quantizer.codes(cache, entry, new_k, new_v)
+                new_k, new_v = quantizer.quantized(cache, entry, new_k, new_v)
             cache.append(entry, new_k, new_v)
         keys, values = cache.read(entry)
         if scaling is not None:

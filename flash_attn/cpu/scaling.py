@@ -1,6 +1,6 @@
 """8-bit operands of the forwards: their arguments, their checks, and the scaling that attention computes with.
 
-Codes of keys and values are operands as they are: a tile converts what it reads to the dtype of the scores.
+8-bit keys and values are operands as they are: a tile converts what it reads to the dtype of the scores.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .scores import compute_dtype
 
 
 class EightBit(NamedTuple):
-    """What a call with 8-bit tensors has beside the arguments of all calls."""
+    """What only calls with 8-bit tensors have."""
 
     descales: Descales
     out_dtype: torch.dtype | None
@@ -24,9 +24,9 @@ class EightBit(NamedTuple):
     @staticmethod
     def of(q, k, v, descales: Descales, out_dtype: torch.dtype | None) -> EightBit | None:
         """None for a call that has no 8-bit tensor and none of these arguments."""
-        has_codes = any(getattr(x, "dtype", None) in eight_bit.EIGHT_BIT for x in (q, k, v))
+        has_8bit = any(getattr(x, "dtype", None) in eight_bit.EIGHT_BIT for x in (q, k, v))
         given = any(x is not None for x in (descales.q, descales.k, descales.v, out_dtype)) or descales.v_per_channel
-        return EightBit(descales, out_dtype) if has_codes or given else None
+        return EightBit(descales, out_dtype) if has_8bit or given else None
 
 
 def check_operands(

@@ -42,7 +42,9 @@ def quantize(
     axes = {"tensor": tuple(range(x.dim())), "head": (rows, -1), "token": (-1,), "channel": (rows,)}[granularity]
     power_of_two = arguments.flag("power_of_two", power_of_two)
     descale = eight_bit.descale_of(x, axes, dtype, power_of_two)
-    codes = eight_bit.encode(x, descale, dtype, eight_bit.most_codes(descale, dtype, x.dtype) if power_of_two else None)
+    codes = eight_bit.encode(
+        x, descale, dtype, eight_bit.largest_stored(descale, dtype, x.dtype) if power_of_two else None
+    )
     if granularity == "tensor":
         return codes, descale.reshape(())
     if granularity == "token":

@@ -57,20 +57,18 @@ def _to_int32(name, x):
 def forward(args: AttentionArgs, backend=None, out=None):
     """Attention forward -> (out, lse, S_dmask, rng_state), and max_logit if wanted.
 
-    out: for the result, if given. A call with 8-bit tensors may leave it as it is and return another tensor.
+    out: for the result, if given. A call that makes copies of 8-bit tensors returns another tensor.
     """
     backend = backend or backends.of(args.q)
     if not args.is_scaled():
         return _forward(args, backend, {}, out)
-    if not args.q.is_cpu:
-        return scaled.forward(
-            args,
-            lambda: _forward_fp8(args, backend),
-            # Without scaling the operands are copies, and the result is converted.
-            lambda operands, scaling: _forward(operands, backend, scaling, out if scaling else None),
-        )
-    scaled.check_unpacked(args)
-    return _forward(args, backend, args.scaling(), out)
+    if args.q.is_cpu:
+        scaled.check_unpacked(args)
+        return _forward(args, backend, args.scaling(), out)
+    scaled.check(args)
+    if scaled.needs_copies(args):
+        return scaled.attend_copies(args, lambda copies: _forward(copies, backend, {}))
+    return _forward(args, backend, scaled.by_name(args), out)
 
 
 def forward_into(args: AttentionArgs, out, inputs):
@@ -98,7 +96,7 @@ def _has_copies(args: AttentionArgs, inputs):
 
 
 def _forward(args: AttentionArgs, backend, scaling, out=None):
-    """scaling: what calls with 8-bit tensors have beside the others, by name. out: written and returned."""
+    """scaling: what only calls with 8-bit tensors have, by name. out: written and returned."""
     q, k, v = map(rows_contiguous, unpack(args.q, args.k, args.v))
     if args.cu_seqlens_q is None:
         result = backend.fwd(
@@ -115,19 +113,6 @@ def _forward(args: AttentionArgs, backend, scaling, out=None):
             args.return_softmax, None, 0, args.return_max_logit, args.batch_invariant, **args.named(), **scaling,
         )  # fmt: skip
     return tuple(result)
-
-
-def _forward_fp8(args: AttentionArgs, backend):
-    """The result of the kernels of e4m3, or () where there is none for the call."""
-    return tuple(
-        backend.fwd_fp8(
-            *map(rows_contiguous, (args.q, args.k, args.v)), _index("cu_seqlens_q", args.cu_seqlens_q),
-            _index("cu_seqlens_k", args.cu_seqlens_k), args.q_descale, args.k_descale, args.v_descale, args.sinks,
-            args.softmax_scale, args.causal, args.window_left, args.window_right,
-            result_dtype(args.q, args.v, args.out_dtype) is torch.float16, args.fast_exp,
-            args.batch_invariant, sm_margin=args.sm_margin,
-        )
-    )  # fmt: skip
 
 
 def forward_in_use(
@@ -264,7 +249,9 @@ def kvcache_forward(args: KvCacheArgs, backend=None):
             outputs.check_apart_from_copied(zip(_KVCACHE_WRITTEN, overwritten), {"q": args.q, "k": args.k, "v": args.v})
     backend, scaling = backend or backends.of(args.q), {}
     if args.is_scaled():
-        scaling = args.scaling() if args.q.is_cpu else scaled.kvcache_arguments(args)
+        if not args.q.is_cpu:
+            scaled.check_cache(args)
+        scaling = args.scaling()
     out, lse = backend.fwd_kvcache(
         rows_contiguous(args.q), args.k_cache, args.v_cache, k, v, _index("cache_seqlens", args.cache_seqlens),
         rotary_cos, rotary_sin, _index("cache_batch_idx", args.cache_batch_idx),

@@ -1,23 +1,33 @@
-// Is this GPU supported, and did a launch succeed? Errors name the kernel, its configuration and what to do.
+// The GPU of a call: its facts as plans see them, the current device, and whether a launch succeeded. Errors name the
+// kernel, its configuration and what to do.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 #include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAGuard.h>
 
 #include <array>
 #include <atomic>
 #include <string>
 
 #include "api/checks.h"
-#include "api/dtype.h"
 #include "api/environment.h"
-#include "api/sm_margin.h"
 #include "params/flash.h"
 #include "plan/device.h"
 #include "plan/kv_tiles.h"
 #include "plan/tiles.h"
 
 namespace flash {
+
+// Makes a device current until the end of the scope, and creates its context: a thread that has not yet called the
+// CUDA runtime has none and could encode no tensor map. CUDAGuard alone creates none for device 0.
+class CallDevice {
+ public:
+  explicit CallDevice(c10::Device device) : guard_(device) { C10_CUDA_CHECK(cudaSetDevice(device.index())); }
+
+ private:
+  c10::cuda::CUDAGuard guard_;
+};
 
 struct DeviceFacts {
   std::atomic<int> capability{0};  // 10 * major + minor; 0 = not asked yet
@@ -71,7 +81,7 @@ inline plan::Device device_of(int device, int64_t sm_margin) {
   const DeviceFacts& facts = device_facts(device);
   const plan::Device whole{facts.capability, facts.multiprocessors, facts.smem_per_multiprocessor, facts.smem_per_block,
                            wgmma_head_dims};
-  return with_margin(plan::limited(whole, CallEnvironment::smem_limit()), sm_margin);
+  return plan::with_margin(plan::limited(whole, CallEnvironment::smem_limit()), sm_margin);
 }
 
 inline void check_device_supported(const at::Tensor& q) {
@@ -82,21 +92,20 @@ inline void check_device_supported(const at::Tensor& q) {
   }
 }
 
-// kv_dtype: of an 8-bit cache that the kernel reads.
+// kv_dtype: of 8-bit K and V that the kernel reads.
 inline void check_launch(cudaError_t status, const char* kernel, const at::Tensor& q, Dtype kv_dtype = Dtype::kBf16) {
   if (status == cudaSuccess) return;
-  (void)cudaGetLastError();  // a launch error is not sticky: leave a clean state behind
+  (void)cudaGetLastError();  // a launch error is not sticky: clear it
   const int64_t head_dim = q.size(-1), capability = compute_capability(q.device().index());
   const std::string what =
       std::string(kernel) + " (" + checks::dtype_name(q.scalar_type()) + ", head dim " + std::to_string(head_dim) + ")";
   const std::string build = std::string(" (this build: ") + kernel_build_info() + ")";
   if (status == cudaErrorNotSupported) {
-    const bool has_codes = is_eight_bit(kv_dtype);
-    const int64_t tile = has_codes ? plan::kv8_tile(static_cast<int>(head_dim), 0).head_dim
-                                   : plan::fwd_tile(static_cast<int>(head_dim), plan::FwdVariant::kPlain).head_dim;
+    const bool is_8bit = is_eight_bit(kv_dtype);
+    const int64_t tile = is_8bit ? plan::kv8_tile(static_cast<int>(head_dim), 0).head_dim
+                                 : plan::fwd_tile(static_cast<int>(head_dim), plan::FwdVariant::kPlain).head_dim;
     checks::fail(what.c_str(), "this build has no such kernel. Rebuild flash_attn with FLASH_ATTN_HEAD_DIMS including ",
-                 tile, " and FLASH_ATTN_DTYPES including ", flash::dtype_name(has_codes ? kv_dtype : dtype_of(q)),
-                 build);
+                 tile, " and FLASH_ATTN_DTYPES including ", flash::dtype_name(is_8bit ? kv_dtype : dtype_of(q)), build);
   }
   if (status == cudaErrorNoKernelImageForDevice || status == cudaErrorInvalidDeviceFunction) {
     checks::fail(what.c_str(), "this build has no code for compute capability ", capability / 10, ".", capability % 10,

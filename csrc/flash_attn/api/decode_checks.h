@@ -1,17 +1,60 @@
-// Argument checks of attention over a KV cache. flash_attn/cpu/kvcache.py is the twin for CPU tensors. Lengths and
-// table entries are on the device: a request with invalid ones is marked there, not rejected here.
+// A call over a KV cache, by argument name, and its checks. flash_attn/cpu/kvcache.py is the twin for CPU tensors.
+// Lengths and table entries are on the device: a request with invalid ones is marked there, not rejected here.
 #pragma once
 
+#include <ATen/core/Tensor.h>
+
+#include <algorithm>
 #include <limits>
 #include <string>
 #include <vector>
 
 #include "api/checks.h"
-#include "api/kvcache_call.h"
 #include "api/overlap.h"
+#include "api/quantized.h"
+#include "api/scores.h"
+#include "core/block_range.h"
 #include "core/kv_schedule.h"
 
 namespace flash {
+
+struct KvCacheCall {
+  const at::Tensor& given_q;  // (batch, seqlen_q, heads, d)
+  at::Tensor q;               // the same in 16 bits, or memory for it
+  const at::Tensor& k_cache;  // (cache_batch, capacity, heads_k, d) or (pages, page_size, heads_k, d)
+  const at::Tensor& v_cache;  // as k_cache
+  const OptionalTensor& k;    // (batch, seqlen_new, heads_k, d): rows to append
+  const OptionalTensor& v;    // as k
+  const OptionalTensor& seqlens;
+  const OptionalTensor& rotary_cos;
+  const OptionalTensor& rotary_sin;
+  const OptionalTensor& cache_batch_idx;
+  const OptionalTensor& leftpad;
+  const OptionalTensor& block_table;
+  const OptionalTensor& out;
+  const ScoreOptions& scores;
+  bool rotary_interleaved;
+  int64_t num_splits;
+  const OptionalTensor& plan;  // a schedule and its workspace (KvCachePlan)
+  bool batch_invariant;
+  const CacheQuantArgs& quant;
+  int64_t sm_margin;
+
+  bool has_8bit_cache() const { return checks::is_8bit(k_cache); }
+  bool has_8bit_q() const { return checks::is_8bit(given_q); }
+  bool is_paged() const { return block_table.has_value(); }
+  int64_t seqlen_new() const { return k.has_value() ? k->size(1) : 0; }
+
+  // Rows that a sequence can hold.
+  int64_t capacity() const {
+    const int64_t pages = is_paged() ? block_table->size(1) : 1;
+    return std::min<int64_t>(pages * k_cache.size(1), kMaxLength);
+  }
+};
+
+// Without a mask, all queries of a sequence are rotated by one row of the tables.
+inline bool has_one_position(const Window& window) { return !window.may_mask(); }
+
 namespace checks {
 
 // The packed rows of a K/V head are counted in 32 bits. `name`: the argument with the number of queries.
@@ -34,9 +77,9 @@ inline void like_query(const char* name, const at::Tensor& tensor, const at::Ten
 
 inline void caches(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, bool paged) {
   const char* axes = paged ? "blocks, page_size, heads, head_dim" : "batch, seqlen, heads, head_dim";
-  like_query("k_cache", k, q, {-1, -1, -1, q.size(3)}, axes, has_codes(k));
-  if (has_codes(k) && v.defined()) same_dtype("v_cache", v, "k_cache", k);
-  like_query("v_cache", v, q, k.sizes().vec(), axes, has_codes(k));
+  like_query("k_cache", k, q, {-1, -1, -1, q.size(3)}, axes, is_8bit(k));
+  if (is_8bit(k) && v.defined()) same_dtype("v_cache", v, "k_cache", k);
+  like_query("v_cache", v, q, k.sizes().vec(), axes, is_8bit(k));
   sizes("k_cache", k, paged ? "pages" : "sequences");
   head_counts(q, k);
   packed_rows("q", q.size(1), q.size(2), k.size(2));
@@ -53,7 +96,7 @@ inline void new_rows(const at::Tensor& q, const at::Tensor& k_cache, const Optio
   if (!v.has_value()) fail("v", "expected a tensor when k is given, got None");
   if (!seqlens.has_value()) fail("cache_seqlens", "expected cache lengths when k is given, got None");
   const char* axes = "batch, seqlen, heads, head_dim";
-  const bool quantizes = has_codes(k_cache);
+  const bool quantizes = is_8bit(k_cache);
   if (quantizes) {
     device("k", *k, q);
     const bool is_wide = any_wide ? is_supported(k->scalar_type()) : k->scalar_type() == q.scalar_type();
@@ -68,86 +111,28 @@ inline void new_rows(const at::Tensor& q, const at::Tensor& k_cache, const Optio
   at_most("k", k->size(1), "rows");
 }
 
-// ---- descales of 8-bit caches: flash_attn/eight_bit.py is the twin ----
-
-// fp32 on q's device, of codes.
-inline void descale_of(const char* name, const at::Tensor& descale, const at::Tensor& cache, const at::Tensor& q) {
-  if (!has_codes(cache)) {
-    fail(name, "expected None for ", std::string(1, name[0]), " of ", dtype_name(cache.scalar_type()),
-         ", got a tensor");
-  }
-  device(name, descale, q);
-  dtype(name, descale, at::kFloat);
-}
-
-inline void descale_shape(const char* name, const at::Tensor& descale, bool one_element,
-                          const std::vector<std::vector<int64_t>>& shapes) {
-  if (one_element && descale.numel() == 1) return;
-  std::string expected = one_element ? "one element or shape " : "shape ";
-  for (const std::vector<int64_t>& allowed : shapes) {
-    if (descale.sizes() == at::IntArrayRef(allowed)) return;
-    const std::string shown = text(at::IntArrayRef(allowed));
-    if (expected.find(shown) == std::string::npos) expected += (&allowed == &shapes[0] ? "" : " or ") + shown;
-  }
-  fail(name, "expected ", expected, ", got ", descale.sizes());
-}
-
-// cache: K or V of any call; packed rows have descales of a page of one row.
-inline void given_descale(const char* name, const OptionalTensor& descale, const at::Tensor& cache, const at::Tensor& q,
-                          int64_t batch, bool per_channel) {
-  if (!descale.has_value()) {
-    if (per_channel) fail(name, "expected a tensor with v_descale_axis, got None");
-    return;
-  }
-  descale_of(name, *descale, cache, q);
-  const int64_t heads_k = cache.size(-2), head_dim = cache.size(-1);
-  if (per_channel) return descale_shape(name, *descale, false, {{heads_k, head_dim}, {batch, heads_k, head_dim}});
-  const int64_t sequences = cache.size(0), rows = cache.dim() == 4 ? cache.size(1) : 1;
-  descale_shape(name, *descale, true,
-                {{heads_k}, {batch, heads_k}, {sequences, rows, heads_k}, {sequences, 1, heads_k}});
-}
-
-// Of each row, written with new ones. given: the argument that it takes the place of.
+// A scale for each row, written with new ones. given: the argument that it replaces.
 inline void token_descale(const char* name, const OptionalTensor& descale, const OptionalTensor& given,
                           const at::Tensor& cache, const OptionalTensor& rows, const at::Tensor& q) {
   if (!descale.has_value()) return;
-  if (given.has_value()) fail(name, "expected None beside a descale of each row, got a tensor");
-  descale_of(name, *descale, cache, q);
+  if (given.has_value()) fail(name, "expected None with a descale of each row, got a tensor");
+  scale_of(name, *descale, cache, q);
   shape(name, *descale, cache.sizes().slice(0, 3));
-  if (!rows.has_value() || has_codes(*rows)) {
+  if (!rows.has_value() || is_8bit(*rows)) {
     const std::string own(1, name[0]);
     fail(own.c_str(), "expected new rows of at least 16 bits with ", name, " of each row, got ",
          rows.has_value() ? dtype_name(rows->scalar_type()) : "None");
   }
 }
 
-inline void query_descale(const KvCacheCall& call) {
-  if (!call.descales.q.has_value()) return;
-  const at::Tensor& descale = *call.descales.q;
-  if (call.q_codes == nullptr) {
-    fail("q_descale", "expected None for q of ", dtype_name(call.q.scalar_type()), ", got a tensor");
-  }
-  descale_of("q_descale", descale, *call.q_codes, call.q);
-  const int64_t batch = call.q.size(0), heads = call.q.size(2), heads_k = call.k_cache.size(2);
-  descale_shape("q_descale", descale, true, {{heads_k}, {batch, heads_k}, {heads}, {batch, heads}});
-}
-
-inline void kv_descales(const KvDescales& descales, const at::Tensor& k, const at::Tensor& v, const at::Tensor& q,
-                        int64_t batch, double p_dropout = 0.0) {
-  if (has_codes(k) && p_dropout > 0.0) fail("dropout_p", "expected 0 with 8-bit tensors, got ", p_dropout);
-  given_descale("k_descale", descales.k, k, q, batch, false);
-  given_descale("v_descale", descales.v, v, q, batch, descales.v_per_channel);
-}
-
-inline void descales(const KvCacheCall& call) {
-  query_descale(call);
-  kv_descales(call.descales, call.k_cache, call.v_cache, call.q, call.q.size(0));
-  token_descale("k_descale", call.descales.k_token, call.descales.k, call.k_cache, call.k, call.q);
-  token_descale("v_descale", call.descales.v_token, call.descales.v, call.v_cache, call.v, call.q);
-  if (call.rotary_cos.has_value() && call.k.has_value() && has_codes(*call.k)) {
+inline void scales(const KvCacheCall& call) {
+  quant_args(call.quant, call.given_q, call.k_cache, call.v_cache, call.q.size(0));
+  token_descale("k_descale", call.quant.k_token, call.quant.k, call.k_cache, call.k, call.q);
+  token_descale("v_descale", call.quant.v_token, call.quant.v, call.v_cache, call.v, call.q);
+  if (call.rotary_cos.has_value() && call.k.has_value() && is_8bit(*call.k)) {
     fail("rotary_cos", "expected None with k of 8 bits, got a tensor");
   }
-  if (call.rotary_cos.has_value() && call.q_codes != nullptr) {
+  if (call.rotary_cos.has_value() && call.has_8bit_q()) {
     fail("rotary_cos", "expected None with q of 8 bits, got a tensor");
   }
 }
@@ -208,13 +193,13 @@ inline void not_negative(const char* name, int64_t value) {
   }
 }
 
-// Whether rows of K and V that are equal become equal codes.
+// Whether equal rows of K and V become equal 8-bit rows.
 inline bool quantizes_alike(const KvCacheCall& call) {
-  if (!call.is_eight_bit() || has_codes(*call.k)) return true;
-  const CacheDescales& descales = call.descales;
-  if (descales.k_token.has_value() || descales.v_token.has_value() || descales.v_per_channel) return false;
-  if (!descales.k.has_value() || !descales.v.has_value()) return descales.k.has_value() == descales.v.has_value();
-  return overlap::same_view(*descales.k, *descales.v);
+  if (!call.has_8bit_cache() || is_8bit(*call.k)) return true;
+  const CacheQuantArgs& quant = call.quant;
+  if (quant.k_token.has_value() || quant.v_token.has_value() || quant.v_per_channel) return false;
+  if (!quant.k.has_value() || !quant.v.has_value()) return quant.k.has_value() == quant.v.has_value();
+  return overlap::same_view(*quant.k, *quant.v);
 }
 
 // With new rows the caches are written. One tensor as both caches does not overlap itself if the same rows are appended
@@ -225,7 +210,7 @@ inline void kvcache_overlap(const KvCacheCall& call) {
   const bool is_one_cache = appends && !call.rotary_cos.has_value() && overlap::same_view(call.k_cache, call.v_cache) &&
                             overlap::same_view(*call.k, *call.v) && quantizes_alike(call);
   const OptionalTensor none, k = call.k_cache, v = call.v_cache;
-  const overlap::Operands read = {{"q", call.q_codes != nullptr ? *call.q_codes : call.q},
+  const overlap::Operands read = {{"q", call.given_q},
                                   {"k_cache", appends ? none : k},
                                   {"v_cache", appends ? none : v},
                                   {"k", call.k},
@@ -238,13 +223,13 @@ inline void kvcache_overlap(const KvCacheCall& call) {
                                   {"block_table", call.block_table},
                                   {"alibi_slopes", call.scores.alibi_slopes},
                                   {"sinks", call.scores.sinks},
-                                  {"q_descale", call.descales.q},
-                                  {"k_descale", call.descales.k},
-                                  {"v_descale", call.descales.v}};
+                                  {"q_descale", call.quant.q},
+                                  {"k_descale", call.quant.k},
+                                  {"v_descale", call.quant.v}};
   overlap::check({{"out", call.out},
                   {"plan", call.plan},
-                  {"k_descale", call.descales.k_token},
-                  {"v_descale", call.descales.v_token},
+                  {"k_descale", call.quant.k_token},
+                  {"v_descale", call.quant.v_token},
                   {"k_cache", appends ? k : none},
                   {"v_cache", appends && !is_one_cache ? v : none}},
                  read);
@@ -259,9 +244,9 @@ inline void kvcache(const KvCacheCall& call) {
   if (call.scores.origins.has_value()) fail("origins", "expected None over a KV cache, got a Tensor");
   num_splits(call.num_splits);
   output(call.out, q, q.sizes());
-  new_rows(q, call.k_cache, call.k, call.v, call.seqlens, call.q_codes != nullptr);
+  new_rows(q, call.k_cache, call.k, call.v, call.seqlens, call.has_8bit_q());
   cache_location(q, call.k_cache, call.cache_batch_idx, call.leftpad, call.block_table);
-  descales(call);
+  scales(call);
   if (call.plan.has_value()) strided("plan", *call.plan);
   rotary(q, call.k, call.rotary_cos, call.rotary_sin, has_one_position(make_window(call.scores)));
   kvcache_overlap(call);
@@ -283,8 +268,8 @@ inline void kvcache_schedule(const at::Tensor& seqlens, const OptionalTensor& le
   not_negative("nheads_k", sizes.heads_k);
   not_negative("seqlen_cache", sizes.seqlen_cache);
   num_splits(sizes.num_splits);
-  if (sizes.head_dim < 1 || sizes.head_dim > 256) {
-    fail("head_dim", "expected a value from 1 to 256, got ", sizes.head_dim);
+  if (sizes.head_dim < 1 || sizes.head_dim > plan::kMaxHeadDim) {
+    fail("head_dim", "expected a value from 1 to ", int64_t{plan::kMaxHeadDim}, ", got ", sizes.head_dim);
   }
   head_counts("nheads", sizes.heads, sizes.heads_k);
   lengths("cache_seqlens", seqlens, seqlens, sizes.batch);
