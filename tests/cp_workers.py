@@ -232,10 +232,10 @@ def mismatches(device: str) -> None:
         flash_attn_cp_func(short, q, q, plan=plan)
     assert flash_attn_cp_func(q, q, q, plan=plan).shape == q.shape
     if plan.communicator.checks_on_host:
-        errors_before_the_agreement(device, rank == last, last)
+        errors_before_the_comparison(device, rank == last, last)
 
 
-def errors_before_the_agreement(device: str, is_bad: bool, rank: int) -> None:
+def errors_before_the_comparison(device: str, is_bad: bool, rank: int) -> None:
     """Errors that a rank finds before it has a communicator or a plan raise on all."""
     plan, shards = CpPlan.dense(8), CpCache()
     x = torch.randn(1, plan.num_tokens, 2, 8, device=device, dtype=torch.bfloat16)

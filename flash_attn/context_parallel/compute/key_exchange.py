@@ -56,11 +56,12 @@ class KeyRanks:
 
 def forward(ranks: KeyRanks, inputs: ForwardInputs) -> tuple[Tensor, Tensor]:
     """out and LSE (heads, rows) of this rank's queries."""
-    calls = ranks.calls(inputs.options.kind, inputs.q.device)
+    q, _, _, sinks, options = inputs
+    calls = ranks.calls(options.kind, q.device)
     sums = forward_sums(calls, inputs)
     for _, own_calls, (k, v) in _steps(ranks, calls, inputs):
         for call in own_calls:
-            sums.compute(call, inputs._replace(k=k, v=v))
+            sums.compute(call, ForwardInputs(q, k, v, sinks, options))
         del k, v  # free them before the transfer after the next: two buffers, not three
     return sums.result()
 
@@ -98,15 +99,14 @@ def _steps(
     ranks: KeyRanks, calls: KernelCalls, inputs: ForwardInputs | BackwardInputs
 ) -> Iterator[tuple[Step, list[KernelCall], list[Tensor]]]:
     """(step, its calls, its keys and values); the transfer of the next step has started by then."""
-    schedule, tensors = calls.schedule, (inputs.k, inputs.v)
+    steps, copies, tensors = calls.schedule.steps, calls.schedule.copies, (inputs.k, inputs.v)
     most_rows = inputs.options.batch * ranks.layout.cu[-1]
-    planned = [*zip(schedule.steps, schedule.copies)]
-    transfers = [KeyTransfer(ranks.transport, *planned[0], tensors, most_rows)]
-    for step, own_calls, following in zip(schedule.steps, calls.steps, (*planned[1:], None)):
+    transfers = [KeyTransfer(ranks.transport, steps[0], copies[0], tensors, most_rows)]
+    for index, own_calls in enumerate(calls.steps, 1):
         current = transfers[-1].wait()
-        if following is not None:
-            transfers.append(KeyTransfer(ranks.transport, *following, tensors, most_rows))
-        yield step, own_calls, current
+        if index < len(steps):
+            transfers.append(KeyTransfer(ranks.transport, steps[index], copies[index], tensors, most_rows))
+        yield steps[index - 1], own_calls, current
         del current
     for transfer in transfers:
         transfer.finish()
