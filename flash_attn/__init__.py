@@ -22,6 +22,7 @@ from flash_attn.flash_attn_interface import (
     flash_attn_with_kvcache,
 )
 from flash_attn.kvcache_plan import KvCachePlan
+from flash_attn.ops import flops as _flops  # noqa: F401 (registers the formulas)
 
 __build__ = _build_info()
 

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map_only
 from flash_attn import backends
 from flash_attn import flash_attn_interface as interface
 from flash_attn.kvcache_plan import KvCachePlan
+from flash_attn.observation import EXPLAINED_BY
 from flash_attn.ops import calls, context
 from flash_attn.ops.attention_args import AttentionArgs, AttentionBackwardArgs, KvCacheArgs, saved_for_backward
 
@@ -30,14 +31,6 @@ _FUNCTIONS = [
     interface.flash_attn_varlen_kvpacked_func,
     interface.flash_attn_with_kvcache,
 ]
-_EXPLAINED_BY = {
-    "fwd": "explain_fwd",
-    "varlen_fwd": "explain_varlen_fwd",
-    "bwd": "explain_bwd",
-    "varlen_bwd": "explain_varlen_bwd",
-    "fwd_kvcache": "explain_kvcache",
-    "fwd_fp8": "explain_fwd_fp8",
-}
 
 
 def add_functions(*functions: Callable[..., Any]) -> None:
@@ -136,7 +129,7 @@ class _Planner:
         self._backend = backend
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        explained_by = getattr(self._backend, _EXPLAINED_BY[name])
+        explained_by = getattr(self._backend, EXPLAINED_BY[name])
 
         def answer(*args, **kwargs):
             plan = explained_by(*args, **kwargs)

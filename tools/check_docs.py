@@ -29,7 +29,6 @@ EXTERNAL = {
     "cuda_runtime_api.h", "crt/host_defines.h", "third_party/cutlass", "flash_attn_2_cuda.py",
     "flash_attn/_build_info.json",
 }  # fmt: skip
-CLOSED = "docs/tuning/log/"  # left the tree; comments may still name it (docs/tuning/findings.md says where it is)
 FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 NAME = r"[A-Za-z_]\w*(?:(?:::|\.)[A-Za-z_]\w*)*"
 
@@ -141,8 +140,7 @@ def main():
     for document in documents():
         text = document.read_text(encoding="utf-8")
         found += [f"{document.relative_to(ROOT)}: {problem}" for problem in problems(text, document)]
-    named = set(re.findall(r"\bdocs/[\w/]+\.md\b", sources()))
-    named = sorted(name for name in named if not (name.startswith(CLOSED) or (ROOT / name).is_file()))
+    named = sorted(name for name in set(re.findall(r"\bdocs/[\w/]+\.md\b", sources())) if not (ROOT / name).is_file())
     found += [f"the sources name {name}, which does not exist" for name in named]
     found += stale_blocks()
     print("\n".join(found) or "documents: ok")

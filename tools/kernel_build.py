@@ -26,12 +26,12 @@ from kernel_manifest import (
     DEFAULT_ARCHS,
     SUPPORTED_ARCHS,
     KernelFile,
+    auxiliary_files,
     build_info,
     interface_digest,
     kernel_files,
     manifest_source,
     parse_archs,
-    pass_files,
     select,
     words,
 )
@@ -190,7 +190,7 @@ def build_alone(build: KernelBuild, toolkit: CudaToolkit, site_dirs: list[str]) 
     """build_kernels() while no other process writes to build.out_dir."""
     files = kernel_files(build.source_dir)
     selected = select(files, build.head_dims, build.dtypes, build.archs)
-    passes = pass_files(build.source_dir)
+    auxiliary = auxiliary_files(build.source_dir)
     cutlass = find_cutlass(ROOT, site_dirs, build_folder() / "cutlass")
 
     info = build_info(selected, build.archs, toolkit.version)
@@ -198,7 +198,7 @@ def build_alone(build: KernelBuild, toolkit: CudaToolkit, site_dirs: list[str]) 
     left_out = [f for f in files if f not in selected]
     write_if_changed(build.out_dir / "kernel_manifest.cpp", manifest_source(info, digest, left_out))
     largest_first: list[KernelFile] = sorted(selected, key=lambda f: f.head_dim, reverse=True)
-    sources = {f.path.resolve(): f.only_arch for f in largest_first} | {p.resolve(): None for p in passes}
+    sources = {f.path.resolve(): f.only_arch for f in largest_first} | {p.resolve(): None for p in auxiliary}
     write_if_changed(build.out_dir / "build.ninja", build_file(build, toolkit, cutlass.include, sources))
 
     say(

@@ -93,7 +93,7 @@ def kernel_files(source_dir: Path) -> list[KernelFile]:
     return sorted(files, key=lambda f: (f.head_dim, f.dtype, f.direction, f.family, f.head_dim_v or ""))
 
 
-def pass_files(source_dir: Path) -> list[Path]:
+def auxiliary_files(source_dir: Path) -> list[Path]:
     """The kernel files that are compiled for every architecture, head dim and dtype alike."""
     return sorted((source_dir / "kernels").glob("*/*.cu"))
 
@@ -156,7 +156,7 @@ def shared_sources(source_dir: Path) -> list[Path]:
     """What binding and kernels must agree on, sorted: every kernel file with its headers, and those that the
     binding includes beside its own (plan/decode_plan.h sizes workspaces that no kernel file includes it for)."""
     source_dir = source_dir.resolve()
-    kernels = reachable([*(f.path for f in kernel_files(source_dir)), *pass_files(source_dir)], source_dir)
+    kernels = reachable([*(f.path for f in kernel_files(source_dir)), *auxiliary_files(source_dir)], source_dir)
     binding = reachable([source_dir / "flash_api.cpp"], source_dir)
     return sorted(kernels | {p for p in binding if p.relative_to(source_dir).parts[0] in ("core", "params", "plan")})
 

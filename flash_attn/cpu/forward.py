@@ -15,7 +15,7 @@ from .explain import Problem, explain_attention
 from .overlap import check_written
 from .scaling import EightBit, check_descales, check_operands, output_dtype, result_like, scaling_of
 from .scores import LN2, LOG2E, Origin, ScoreOptions, ScoreRule, Tile, compute_dtype
-from .tiles import HeadRange, blocks, head_ranges, tile_shape
+from .tiles import HeadRange, blocks, head_ranges, tile_shape, visited_tiles
 
 DENSE_Q_AXES = "batch, seqlen, heads, head_dim"
 S_DMASK_MULTIPLE = 128
@@ -128,18 +128,21 @@ def _attend_tiled(q, k, v, out, lse, rule: ScoreRule, dropout: Dropout | None, s
     rows, cols = tile_shape(sq, sk, group)
     lo, hi = rule.key_range(first_row, sq, sq, sk)
     sink_logits = None if sinks is None else (sinks.to(dtype) * LOG2E)[None, :, None].expand(lse.shape)
+    unused = rule.unused(q.shape[0], q.shape[2], k.shape[2], sq, sk)
     for head_range in head_ranges(q.shape[0], k.shape[2], group, rows, cols):
         keys, values = head_range.keys(k, lo, hi, dtype), head_range.keys(v, lo, hi, dtype)
+        if unused is not None:  # a weight of 0 does not silence a value that is NaN
+            values.masked_fill_(head_range.key_values(unused.keys, lo, hi), 0.0)
         streams = None if dropout is None else dropout.streams(head_range)
         for row0, row1 in blocks(first_row, sq, rows):
             queries = head_range.queries(q, row0, row1, dtype).mul_(rule.query_scale)
             state = _RowState(queries, values)
-            for col0, col1 in blocks(*rule.key_range(row0, row1, sq, sk), cols):
-                s = torch.bmm(queries, keys[:, col0 - lo : col1 - lo].transpose(1, 2))
-                tile = head_range.tile(row0, row1, col0, col1)
-                rule.logits_(head_range.by_head(s, row1 - row0), tile, sq, sk)
+            for tile, visible in visited_tiles(rule, head_range, row0, row1, cols, sq, sk):
+                part = slice(tile.col0 - lo, tile.col1 - lo)
+                s = torch.bmm(queries, keys[:, part].transpose(1, 2))
+                rule.logits_(head_range.by_head(s, row1 - row0), tile, sq, sk, visible)
                 dropped = None if dropout is None else dropout.dropped(streams, tile)
-                state.update_(s, values[:, col0 - lo : col1 - lo], dropped)
+                state.update_(s, values[:, part], dropped)
             if max_logit is not None:
                 largest = head_range.by_head(state.max_logits(), row1 - row0).amax((0, 2, 3)) * LN2
                 max_logit[head_range.heads] = torch.maximum(max_logit[head_range.heads], largest)
@@ -235,7 +238,7 @@ def write_s_dmask(q, k, lse, rule: ScoreRule, dropout: Dropout, s_dmask: torch.T
             for col0, col1 in blocks(0, stop_col, cols):
                 tile = head_range.tile(row0, row1, col0, col1)
                 s = torch.bmm(queries, keys[:, col0:col1].transpose(1, 2))
-                rule.logits_(head_range.by_head(s, row1 - row0), tile, sq, sk)
+                rule.logits_(head_range.by_head(s, row1 - row0), tile, sq, sk, rule.visible(tile, sq, sk))
                 p = head_range.by_head(s.sub_(lse_rows).exp2_(), row1 - row0).to(q.dtype)
                 p = torch.where(dropout.dropped(streams, tile), -p.clamp(min=smallest), p)
                 s_dmask[tile.batches, tile.heads, row0:row1, col0:col1] = p
@@ -288,6 +291,11 @@ def fwd(
         named: the options of ScoreOptions that have a default.
             sinks: None or float32 (h), float64 too for float64 inputs: a logit of each head that joins every softmax.
             origins: None or int64 (b, 4): see scores.Origin. On CUDA with dropout columns are multiples of 16.
+            mask: None or a MaskFactors, which hides scores as the window does.
+            attn_bias: None or (b | 1, h | 1, sq | 1, sk | 1), of q's dtype or float32: added to the scores after
+                softcap. An entry of -inf hides the score.
+            rel_bias: None or float32 (h, 2 R + 1), float64 too for float64 inputs: its column
+                R + clamp(j - i - sk + sq, -R, R) is added to the score of query i and key j.
 
     Returns [out, lse, S_dmask, rng_state]: out (b, sq, h, d_v); lse (b, h, sq), natural log, float32 (float64 for
         float64 inputs), for a fully masked row the sink, or +inf without one; S_dmask empty or (b, h, sq, sk)
@@ -305,12 +313,13 @@ def fwd(
         checks.check_like_query("out", out, q, checks.output_shape(q, v), dtype=output_dtype(q, v, call))
     batch, sq, heads, _ = q.shape
     options.check(q, batch, p_dropout)
+    options.check_dense(q, k)
     checks.check_generator(gen)
     if rng_state is not None:
         checks.check_rng_state(rng_state, p_dropout)
     sinks = options.sinks
-    check_written({"out": out}, {"q": q, "k": k, "v": v, "alibi_slopes": alibi_slopes, "sinks": sinks})
-    rule = ScoreRule.create(options, batch, q.dtype)
+    check_written({"out": out}, {"q": q, "k": k, "v": v, **options.tensors_read()})
+    rule = ScoreRule.create(options, batch, q)
     if explain:
         problems = [Problem(1, sq, k.shape[1])] * batch if batch_invariant else [Problem(batch, sq, k.shape[1])]
         is_plain = p_dropout == 0.0 and sinks is None and not return_max_logit and call is None

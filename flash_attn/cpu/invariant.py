@@ -61,7 +61,7 @@ def _update_by_block(state, queries, keys, values, col0, visible, row, sq, sk, r
     first, last = max(visible[0] - col0, 0), min(visible[1] - col0, BLOCK_KEYS)
     s = torch.bmm(queries.view(keys.shape[0], -1, keys.shape[2]), keys.transpose(1, 2))
     tile = Tile(slice(0, 1), slice(0, queries.shape[0]), row, row + 1, col0, col0 + BLOCK_KEYS)
-    rule.logits_(s.view(1, queries.shape[0], 1, BLOCK_KEYS), tile, sq, sk)
+    rule.logits_(s.view(1, queries.shape[0], 1, BLOCK_KEYS), tile, sq, sk, None)
     if last - first < BLOCK_KEYS:
         s[..., :first] = -math.inf
         s[..., last:] = -math.inf

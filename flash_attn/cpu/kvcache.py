@@ -183,7 +183,7 @@ def fwd_kvcache(
     _check_new_keys(q, cache, k, v, seqlens_k, rotary_cos, call)
     check_tokens(kcache, vcache, k, v, given, tokens)
     checks.require(num_splits >= 0, "num_splits", "a value >= 0", num_splits)
-    entries = _check_entries(q, cache, k, seqlens_k, cache_batch_idx, leftpad_k, window_left)
+    entries = check_entries(q, cache, k, seqlens_k, cache_batch_idx, leftpad_k, window_left)
     _check_rotary(q, k, entries, rotary_cos, rotary_sin, one_position)
     read = {"q": q, "k": k, "v": v, "cache_seqlens": seqlens_k, "rotary_cos": rotary_cos, "rotary_sin": rotary_sin,
             "cache_batch_idx": cache_batch_idx, "cache_leftpad": leftpad_k, "block_table": block_table,
@@ -196,7 +196,7 @@ def fwd_kvcache(
         check_plan(plan, key, [entry.cached for entry in entries], leftpad_k)
 
     batch, sq, heads, _ = q.shape
-    rule = ScoreRule.create(options, batch, q.dtype)
+    rule = ScoreRule.create(options, batch, q)
     if explain:
         problems = [Problem(1, sq, entry.total - entry.start) for entry in entries if not entry.is_padding]
         block_keys = BLOCK_KEYS if batch_invariant else 0
@@ -243,6 +243,8 @@ def _check_tensors(q, kcache, vcache, seqlens_k, block_table, options, out, plan
         checks.check_at_most("q", q.shape[1] * (q.shape[2] // kcache.shape[2]), "rows for each K/V head")
     options.check(q, q.shape[0], 0.0)
     checks.require(options.origins is None, "origins", "None over a KV cache", "a tensor")
+    for name in ("mask", "attn_bias", "rel_bias"):
+        checks.require(getattr(options, name) is None, name, "None over a KV cache", "one")
     check_descales(q, kcache, vcache, call, q.shape[0])
     if out is not None:
         checks.check_like_query("out", out, q, q.shape, dtype=output_dtype(q, vcache, call))
@@ -297,7 +299,7 @@ def _check_new_keys(q, cache: Cache, k, v, seqlens_k, rotary_cos, call: EightBit
     checks.check_shape("v", v, k.shape)
 
 
-def _check_entries(q, cache: Cache, k, seqlens_k, cache_batch_idx, leftpad_k, window_left) -> list:
+def check_entries(q, cache: Cache, k, seqlens_k, cache_batch_idx, leftpad_k, window_left) -> list:
     """Resolve every batch entry to its cache row and lengths, and check that they fit."""
     batch, paged = q.shape[0], cache.block_table is not None
     checks.check_lengths("cache_leftpad", leftpad_k, [batch])
@@ -365,6 +367,11 @@ def _check_rotary(q, k, entries, cos, sin, one_position: bool) -> None:
     checks.check_like_query("rotary_sin", sin, q, cos.shape)
     fits = 2 * cos.shape[1] <= q.shape[3]
     checks.require(fits, "rotary_cos", f"at most {q.shape[3] // 2} columns (half the head dim)", cos.shape[1])
+    check_rotary_rows(q, k, entries, cos, one_position)
+
+
+def check_rotary_rows(q, k, entries, cos, one_position: bool) -> None:
+    """The tables have an angle for every position."""
     lengths = [0, *(entry.cached for entry in entries if not entry.is_padding)]
     needed = max(rotary_rows(cached, q.shape[1], k.shape[1], one_position) for cached in lengths)
     checks.require(cos.shape[0] >= needed, "rotary_cos", f"at least {needed} rows", cos.shape[0])

@@ -16,6 +16,7 @@ from .explain import Problem, explain_attention
 from .forward import attend, dropout_of_call, dropout_of_state, new_max_logit, new_s_dmask, rng_state_of, write_s_dmask
 from .overlap import check_written
 from .scaling import EightBit, check_descales, check_operands, output_dtype, result_like, scaling_of
+from .score_tensors import BiasGradients, check_columns
 from .scores import ScoreOptions, ScoreRule, compute_dtype
 
 PACKED_AXES = "total, heads, head_dim"
@@ -169,6 +170,7 @@ def varlen_fwd(
     checks.check_lengths("seqused_k", seqused_k, [batch])
     checks.check_lengths("leftpad_k", leftpad_k, [batch])
     options.check(q, batch, p_dropout)
+    options.check_packed(q, k, max_seqlen_k)
     if out is not None:
         checks.check_like_query("out", out, q, checks.output_shape(q, v), dtype=output_dtype(q, v, call))
     checks.check_generator(gen)
@@ -177,16 +179,17 @@ def varlen_fwd(
     sinks = options.sinks
     read = {
         "q": q, "k": k, "v": v, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_k": seqused_k,
-        "leftpad_k": leftpad_k, "block_table": block_table, "alibi_slopes": alibi_slopes, "sinks": sinks,
+        "leftpad_k": leftpad_k, "block_table": block_table, **options.tensors_read(),
     }  # fmt: skip
     check_written({"out": out}, read)
     layout = sequences(q.shape[0], k, cu_seqlens_q, cu_seqlens_k, seqused_k, leftpad_k, block_table)
+    check_columns(options, layout, max_seqlen_k)
     if block_table is not None:
         for sequence in layout:
             check_pages(block_table, sequence.index, sequence.k0, sequence.k1, k.shape[1], k.shape[0])
 
     total_q, heads, _ = q.shape
-    rule = ScoreRule.create(options, batch, q.dtype)
+    rule = ScoreRule.create(options, batch, q)
     if explain:
         is_plain = p_dropout == 0.0 and sinks is None and not return_max_logit and call is None
         return explain_attention("forward", q, k, v, rule, _problems(layout), is_plain)
@@ -210,7 +213,7 @@ def varlen_fwd(
             values = scaling.scaled(values, _sequence_keys(scaling.v_rows, block_table, sequence))
         result = result_like(rows_out, scaling)
         origin = options.origin(i)
-        rule_i = rule.for_batch(i).at(origin, len(queries[0]), len(keys[0]))
+        rule_i = rule.for_sequence(*sequence).at(origin, len(queries[0]), len(keys[0]))
         dropout_i = None if dropout is None else dropout.for_batch(i).at(origin)
         attend(queries, keys, values, result, row_lse, rule_i, dropout_i, sinks, max_logit)
         if scaling is not None:
@@ -258,6 +261,7 @@ def varlen_bwd(
     dlse=None,
     batch_invariant=False,
     *,
+    bias_grad=True,
     explain=False,
     accumulate_dkv=False,
     dq_stage="",
@@ -267,7 +271,7 @@ def varlen_bwd(
 ):
     """Gradients of `varlen_fwd` (without pages); the arguments that `bwd` has mean the same.
 
-    Returns [dq, dk, dv, softmax_d], and with sinks their gradient (h): dq, dk and dv like q, k and v; rows that belong
+    Returns [dq, dk, dv, softmax_d] and further gradients as `bwd` does: dq, dk and dv like q, k and v; rows that belong
         to no sequence are 0; softmax_d (h, total_q + 128 * b), sequence i starting at column cu_seqlens_q[i] + 128 * i.
     """
     options = ScoreOptions(softmax_scale, softcap, is_causal, window_left, window_right, alibi_slopes, **named)
@@ -278,16 +282,18 @@ def varlen_bwd(
     checks.check_gradients(dout, q, k, v, out, dq, dk, dv, None if sums is None else sums.dtype)
     checks.check_lse(softmax_lse, dlse, q, [heads, total_q])
     options.check(q, batch, p_dropout)
+    options.check_packed(q, k, max_seqlen_k)
     checks.check_rng_state(rng_state, p_dropout)
     sinks = options.sinks
     read = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "softmax_lse": softmax_lse, "dlse": dlse,
-            "alibi_slopes": alibi_slopes, "sinks": sinks, "softmax_d": softmax_d}  # fmt: skip
+            "softmax_d": softmax_d, **options.tensors_read()}  # fmt: skip
     stage, d_shape = DqStage(dq_stage, dq_sum, softmax_d), (heads, total_q + SOFTMAX_D_GAP * batch)
     stage.check(q, dq, dk, dv, d_shape)
     check_written({"dq": dq, "dk": dk, "dv": dv, "dq_sum": dq_sum}, read)
 
-    rule, may_fuse = ScoreRule.create(options, batch, q.dtype), stage.may_fuse(dlse)
+    rule, may_fuse = ScoreRule.create(options, batch, q), stage.may_fuse(dlse)
     layout = sequences(total_q, k, cu_seqlens_q, cu_seqlens_k)
+    check_columns(options, layout, max_seqlen_k)
     if explain:
         return explain_attention("backward", q, k, v, rule, _problems(layout), may_fuse and p_dropout == 0.0)
     if dq_stage == "end":
@@ -299,6 +305,7 @@ def varlen_bwd(
         if sums is not None:
             dk, dv = sums.parts
         grads[1:] = (x.new_zeros(x.shape) if grad is None else grad.zero_() for grad, x in ((dk, k), (dv, v)))
+    bias_grads = BiasGradients.like(rule.tensors, compute_dtype(q.dtype)) if bias_grad and stage.adds else None
     dsinks = [torch.zeros_like(sinks)] if sinks is not None and stage.begins else []
     softmax_d = stage.softmax_d(q, d_shape)
     for sequence in layout:
@@ -308,9 +315,13 @@ def varlen_bwd(
         row_dlse = None if dlse is None else dlse[:, rows].unsqueeze(0)
         delta = softmax_d[:, d0 : d0 + sequence.q1 - sequence.q0].unsqueeze(0)
         sq, sk, origin = sequence.q1 - sequence.q0, sequence.k1 - sequence.k0, options.origin(i)
+        rule_i = rule.for_sequence(*sequence)
         if stage.begins:
             first_row = stage.first_row(rule.first_unmasked_row(sq, sk))
-            delta.copy_(row_deltas(dout[rows].unsqueeze(0), out[rows].unsqueeze(0), row_lse, row_dlse, first_row))
+            unused = rule_i.unused(1, heads, k.shape[1], sq, sk)
+            delta.copy_(
+                row_deltas(dout[rows].unsqueeze(0), out[rows].unsqueeze(0), row_lse, row_dlse, first_row, unused)
+            )
             if sinks is not None:
                 dsinks[0] += sink_gradient(sinks, row_lse, delta)
         if not stage.adds:
@@ -322,11 +333,13 @@ def varlen_bwd(
             row_lse,
             delta,
             *(grad[span].unsqueeze(0) for grad, span in zip(grads, (rows, cols, cols))),
-            rule.for_batch(i).at(origin, sq, sk),
+            rule_i.at(origin, sq, sk),
             None if dropout is None else dropout.for_batch(i).at(origin),
             may_fuse,
+            None if bias_grads is None else bias_grads.sequence(*sequence[1:]),
         )
     grads[0] = stage.added(grads[0])
     if sums is not None:
         grads[1:] = sums.added()
-    return [*grads, softmax_d, *dsinks]
+    dbiases = [] if bias_grads is None else bias_grads.results(options)
+    return [*grads, softmax_d, *dsinks, *dbiases]

@@ -31,6 +31,7 @@ from flash_attn.modules.inner_attention import (
 )
 from flash_attn.ops import arguments, conditions
 from flash_attn.utils.generation import InferenceParams
+from flash_attn.utils.refused import tensor_parallel_class
 
 __all__ = [
     "MHA",
@@ -38,6 +39,7 @@ __all__ = [
     "FlashCrossAttention",
     "FlashSelfAttention",
     "LinearResidual",
+    "ParallelMHA",
     "SelfAttention",
     "flash_attn_kvpacked_func",
     "flash_attn_qkvpacked_func",
@@ -53,6 +55,9 @@ class LinearResidual(nn.Linear):
 
     def forward(self, input: Tensor) -> tuple[Tensor, Tensor]:
         return super().forward(input), input
+
+
+ParallelMHA = tensor_parallel_class("ParallelMHA", "projections around flash_attn_func", "ColwiseParallel")
 
 
 def _require(condition, name, expected, got):

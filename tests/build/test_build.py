@@ -477,7 +477,7 @@ def test_the_host_pass_of_launches_leaves_cute_out():
 
 @needs_compiler
 def test_the_digest_covers_what_the_compiler_reads():
-    files = [*(f.path for f in kernel_manifest.kernel_files(CSRC)), *kernel_manifest.pass_files(CSRC)]
+    files = [*(f.path for f in kernel_manifest.kernel_files(CSRC)), *kernel_manifest.auxiliary_files(CSRC)]
     covered = set(kernel_manifest.shared_sources(CSRC))
     assert {CSRC / "plan" / name for name in ("grid.h", "decode_plan.h", "tiles.h")} <= covered
     read = compiler_dependencies(files)

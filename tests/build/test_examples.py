@@ -5,6 +5,7 @@ tests/attention/test_sdpa_clients.py: examples/sdpa.py; tests/decode/test_genera
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import sys
@@ -14,12 +15,14 @@ from pathlib import Path
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+sys.path.insert(0, str(EXAMPLES))
 
 import demo
 import train_char_lm
 import train_context_parallel
 
+SMALL_ONES = ("nanogpt", "fp8_cache", "graph_decode")
 SMALL = train_char_lm.Config(layers=2, heads=4, kv_heads=2, head_dim=16, window=12, context=48, steps=12, warmup=3)
 
 
@@ -85,6 +88,42 @@ def test_train_transformers(device, capsys):
     status = train_transformers.main(["--device", device, "--steps", "6", "--batch", "3", "--longest", "40"])
     printed = capsys.readouterr().out
     assert status == 0 and "training ok" in printed, printed
+
+
+@pytest.mark.parametrize("name", SMALL_ONES)
+def test_small_examples(device, name, capsys):
+    status = importlib.import_module(name).main(["--device", device])
+    printed = capsys.readouterr().out
+    assert status == 0 and " ok" in printed, printed
+
+
+@pytest.mark.devices("cpu")
+def test_fsdp2(device, capsys, monkeypatch):
+    if not (torch.distributed.is_available() and torch.distributed.is_gloo_available()):
+        pytest.skip("torch.distributed has no gloo")
+    if not hasattr(pytest.importorskip("torch.distributed.fsdp"), "fully_shard"):
+        pytest.skip("this torch has no FSDP2")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    import fsdp2
+
+    assert fsdp2.main(["--steps", "3"]) == 0
+    assert "fsdp2 ok" in capsys.readouterr().out
+
+
+def test_quick_start():
+    """The cells of the notebook, one after the other, on what there is."""
+    notebook = json.loads((EXAMPLES / "quick_start.ipynb").read_text(encoding="utf-8"))
+    names = {}
+    for cell in notebook["cells"]:
+        if cell["cell_type"] == "code":
+            assert cell["outputs"] == []
+            exec("".join(cell["source"]), names)
+    assert names["length"].tolist() == [5, 5]
+
+
+def test_each_example_says_what_to_install():
+    for path in EXAMPLES.glob("*.py"):
+        assert path.read_text(encoding="utf-8").startswith("# pip install "), path.name
 
 
 def import_serve_transformers():

@@ -20,7 +20,7 @@ LAYERS = {
     "kernels/sm80": ["core", "params", "plan", "kernels/common"],
     "kernels/sm90": ["core", "params", "plan", "kernels/common", "kernels/tma"],
     "kernels/decode": ["core", "params", "plan", "kernels/common", "kernels/sm80"],
-    "kernels/passes": ["core", "params", "plan", "kernels/common"],
+    "kernels/auxiliary": ["core", "params", "plan", "kernels/common"],
     "instantiations": ["kernels/sm80", "kernels/sm90", "kernels/decode"],
     "api": ["core", "params", "plan"],
     "flash_api.cpp": ["core", "params", "plan", "api"],
@@ -123,7 +123,7 @@ def test_each_family_applies_score_modifiers_at_one_place():
         "kernels/sm90": r"\bScoreMod::apply<",
         "kernels/decode": r"(?<!void )\bmodify_packed_scores\(|(?<!Packed)ScoreMod.*\.apply\(",
         "kernels/common": r"\.grad\(",
-        "kernels/passes": r"\.modified\(",
+        "kernels/auxiliary": r"\.modified\(",
     }
     for layer, call in calls.items():
         texts = [p.read_text(encoding="utf-8") for p in SOURCES if layer_of(p.relative_to(CSRC).as_posix()) == layer]

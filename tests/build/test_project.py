@@ -52,3 +52,20 @@ def test_pre_commit_has_the_pins_of_the_extra():
 def test_continuous_integration_compiles_for_every_supported_architecture():
     lists = re.findall(r'(?:FLASH_ATTN_CUDA_ARCHS="|--archs )([\d;,]+)', text_of(".ci/run"))
     assert {arch for archs in lists for arch in parse_archs(archs)} == set(SUPPORTED_ARCHS)
+
+
+def test_a_missing_client_fails_in_ci(monkeypatch):
+    """Elsewhere its tests are skipped."""
+    monkeypatch.setitem(sys.modules, "peft", None)
+    monkeypatch.setenv("CI", "true")
+    with pytest.raises(ModuleNotFoundError):
+        pytest.importorskip("peft")
+    monkeypatch.delenv("CI")
+    with pytest.raises(pytest.skip.Exception):
+        pytest.importorskip("peft")
+
+
+def test_the_clients_are_in_the_extra():
+    clients = re.findall(r'"(\w+)"', re.search(r"^CLIENTS = \((.*)\)$", text_of("tests/conftest.py"), re.MULTILINE)[1])
+    extra = re.search(r"^test = \[(.*?)^\]$", text_of("pyproject.toml"), re.MULTILINE | re.DOTALL)[1]
+    assert set(clients) <= {name.replace("-", "_") for name in re.findall(r'"([\w-]+)', extra)} and len(clients) == 5

@@ -1,5 +1,6 @@
-// Checks of a mask type (core/visibility.h) against brute force: its accessors, and core/block_range.h, core/unmasked.h
-// and core/trip_count.h over it. `sees(mask, row, key)`, found by argument-dependent lookup, is what the mask means.
+// Checks of a mask type (core/visibility.h) against brute force: its accessors, and core/block_range.h,
+// core/visible_range.h and core/trip_count.h over it. `sees(mask, row, key)`, found by argument-dependent lookup, is
+// what the mask means.
 #pragma once
 
 #include <algorithm>
@@ -9,7 +10,7 @@
 #include "core/block_range.h"
 #include "core/bwd_schedule.h"
 #include "core/trip_count.h"
-#include "core/unmasked.h"
+#include "core/visible_range.h"
 
 namespace mask_checks {
 
@@ -60,7 +61,7 @@ void check_keys(const Mask& mask) {
 // Keys that no row sees, and fully masked rows, all come before the others.
 template <class Mask>
 void check_first_unmasked(const Mask& mask) {
-  const int first_key = flash::first_unmasked_key(mask), first_row = flash::first_unmasked_row(mask);
+  const int first_key = flash::first_visible_key(mask), first_row = flash::first_visible_row(mask);
   const auto pair = [&](int row, int key) { return sees(mask, row, key); };
   for (int key = 0; key < mask.seqlen_k; ++key) {
     bool seen = false;

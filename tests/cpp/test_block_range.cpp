@@ -1,5 +1,5 @@
-// Windows: core/visibility.h, core/block_range.h, core/unmasked.h and core/trip_count.h against brute force over every
-// small problem, and their sums near 2^31.
+// Windows: core/visibility.h, core/block_range.h, core/visible_range.h and core/trip_count.h against brute force over
+// every small problem, and their sums near 2^31.
 #include <algorithm>
 
 #include "check.h"

@@ -184,37 +184,42 @@ void check_dq_pass() {
 // At head dim 128 a pass of its own where sequences are short, in calls whose bits may depend on that.
 void check_two_passes() {
   using flash::plan::BwdStage;
-  constexpr int64_t kShort = flash::plan::kTwoPassKeys, kShortCausal = flash::plan::kCausalTwoPassKeys;
+  const auto longest = [](bool masked_right, bool deterministic) {
+    return flash::plan::longest_sequence(flash::plan::BwdSchedule::kTwoPass, 128, masked_right, deterministic);
+  };
+  const int64_t short_keys = longest(false, false), short_causal = longest(true, false);
   const auto has_pass = [](int64_t seqlen, int head_dim, const auto& change) {
     return plan_of(changed(dense(16, seqlen, 24, head_dim), change), kH100).dq_pass;
   };
   const auto same = [](BwdProblem&) {};
   const auto causal = [](BwdProblem& problem) { problem.window = kCausal; };
   for (int head_dim : {96, 128}) {
-    check::that(has_pass(kShort, head_dim, same) && !has_pass(kShort + 1, head_dim, same), "full", head_dim);
-    check::that(has_pass(kShortCausal, head_dim, causal) && !has_pass(kShortCausal + 1, head_dim, causal), "causal",
+    check::that(has_pass(short_keys, head_dim, same) && !has_pass(short_keys + 1, head_dim, same), "full", head_dim);
+    check::that(has_pass(short_causal, head_dim, causal) && !has_pass(short_causal + 1, head_dim, causal), "causal",
                 head_dim);
   }
-  check::that(!has_pass(kShort, 64, same), "head dim 64");
+  check::that(!has_pass(short_keys, 64, same), "head dim 64");
   const auto few = [](BwdProblem& problem) { problem.batch = 3; };
-  check::that(!has_pass(kShort, 128, few) && !has_pass(1, 128, few), "few rows");
-  const auto packed = [](BwdProblem& problem) {
+  check::that(!has_pass(short_keys, 128, few) && !has_pass(1, 128, few), "few rows");
+  const auto packed = [short_keys](BwdProblem& problem) {
     problem.is_varlen = true;
-    problem.seqlen_q = problem.seqlen_k = kShort * problem.batch;
+    problem.seqlen_q = problem.seqlen_k = short_keys * problem.batch;
   };
-  check::that(has_pass(kShort, 128, packed), "packed sequences count with their mean length");
-  constexpr int64_t kOrdered = flash::plan::kOrderedTwoPassKeys;
+  check::that(has_pass(short_keys, 128, packed), "packed sequences count with their mean length");
+  const int64_t ordered_keys = longest(true, true);
   const auto ordered = [](BwdProblem& problem) {
     problem.window = kCausal;
     problem.deterministic = true;
   };
-  check::that(has_pass(kOrdered, 128, ordered) && !has_pass(kOrdered + 1, 128, ordered), "deterministic");
-  check::that(has_pass(kShort, 128, [](BwdProblem& problem) { problem.deterministic = true; }), "deterministic, full");
-  check::that(!has_pass(kShort, 128, [](BwdProblem& problem) { problem.has_dropout = true; }), "dropout");
-  check::that(!has_pass(kShort, 128, [](BwdProblem& problem) { problem.accumulates_dkv = true; }), "sums");
-  check::that(!has_pass(kShort, 128, [](BwdProblem& problem) { problem.batch_invariant = true; }), "batch-invariant");
-  check::that(!has_pass(kShort, 128, [](BwdProblem& problem) { problem.stage = BwdStage::kAdd; }), "stage");
-  const BwdPlan plan = plan_of(dense(16, kShort, 24, 128), kH100);
+  check::that(has_pass(ordered_keys, 128, ordered) && !has_pass(ordered_keys + 1, 128, ordered), "deterministic");
+  check::that(has_pass(short_keys, 128, [](BwdProblem& problem) { problem.deterministic = true; }),
+              "deterministic, full");
+  check::that(!has_pass(short_keys, 128, [](BwdProblem& problem) { problem.has_dropout = true; }), "dropout");
+  check::that(!has_pass(short_keys, 128, [](BwdProblem& problem) { problem.accumulates_dkv = true; }), "sums");
+  check::that(!has_pass(short_keys, 128, [](BwdProblem& problem) { problem.batch_invariant = true; }),
+              "batch-invariant");
+  check::that(!has_pass(short_keys, 128, [](BwdProblem& problem) { problem.stage = BwdStage::kAdd; }), "stage");
+  const BwdPlan plan = plan_of(dense(16, short_keys, 24, 128), kH100);
   check::that(plan.workspace_bytes == 16 && plan.threads == 384 && plan.dq_smem_bytes < plan.smem_bytes, "workspace",
               plan.workspace_bytes, plan.smem_bytes, plan.dq_smem_bytes);
 }

@@ -9,7 +9,7 @@
 
 #include "check.h"
 #include "core/bwd_schedule.h"
-#include "plan/grid.h"
+#include "plan/bwd_policy_sm90.h"
 
 namespace {
 

@@ -1,4 +1,4 @@
-// The key order of V^T against the fragments of wgmma as PTX defines them, and codes against the values of e4m3.
+// The key order of V^T against the fragments of wgmma as PTX defines them, and bit patterns against the values of e4m3.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -11,8 +11,8 @@ namespace {
 
 namespace e4m3 = flash::e4m3;
 
-double value_of(int code) {
-  const int exponent = code / 8, mantissa = code % 8;
+double value_of(int pattern) {
+  const int exponent = pattern / 8, mantissa = pattern % 8;
   return exponent == 0 ? std::ldexp(mantissa, -9) : std::ldexp(8 + mantissa, exponent - 10);
 }
 
@@ -30,12 +30,13 @@ void check_key_order() {
   check::that(keys.size() == 16, "every key has a position");
 }
 
-void check_codes() {
+void check_bit_patterns() {
   for (int exponent = -6; exponent <= 8; ++exponent) {
-    const float code = e4m3::kCodesPerOctave * (static_cast<float>(exponent) + e4m3::kExponentBias);
-    check::that(value_of(static_cast<int>(code)) == std::ldexp(1.0, exponent), "code of a power of two", exponent);
+    const float pattern = e4m3::kPatternsPerOctave * (static_cast<float>(exponent) + e4m3::kExponentBias);
+    check::that(value_of(static_cast<int>(pattern)) == std::ldexp(1.0, exponent), "pattern of a power of two",
+                exponent);
   }
-  check::that(value_of(e4m3::kLargestCode) == 448.0 && e4m3::kNanCode == e4m3::kLargestCode + 1, "largest code");
+  check::that(value_of(e4m3::kLargestBits) == 448.0 && e4m3::kNanBits == e4m3::kLargestBits + 1, "largest pattern");
   check::that(value_of(e4m3::kOnes % 256u) == 1.0, "ones");
   double sums[2] = {};
   constexpr int kSteps = 1 << 16;
@@ -44,34 +45,34 @@ void check_codes() {
     sums[0] += 1 + fraction;
     sums[1] += std::exp2(fraction);
   }
-  check::that(std::fabs(std::log2(sums[0] / sums[1]) - e4m3::kCodeMeanLog2) < 1e-6, "mean of codes");
+  check::that(std::fabs(std::log2(sums[0] / sums[1]) - e4m3::kExpBitsMeanLog2) < 1e-6, "mean of bit patterns");
 }
 
 // What the kernel does with the low 16 bits of a float: wrapping addition, then both bounds.
-int clamped_code(float code) {
+int clamped_bits(float pattern) {
   uint32_t bits;
-  std::memcpy(&bits, &code, sizeof bits);
-  const auto low = static_cast<int16_t>(static_cast<uint16_t>(bits + e4m3::kCodeShift));
-  return std::max<int>(std::min<int>(low, e4m3::kNanCode), 0);
+  std::memcpy(&bits, &pattern, sizeof bits);
+  const auto low = static_cast<int16_t>(static_cast<uint16_t>(bits + e4m3::kBitsShift));
+  return std::max<int>(std::min<int>(low, e4m3::kNanBits), 0);
 }
 
 void check_clamp() {
-  for (int code = -32768; code < 32768; ++code) {
-    const int expected = std::min(std::max(code, 0), static_cast<int>(e4m3::kNanCode));
-    check::that(clamped_code(e4m3::kCodeMagic + static_cast<float>(code)) == expected, "clamped code", code);
+  for (int pattern = -32768; pattern < 32768; ++pattern) {
+    const int expected = std::min(std::max(pattern, 0), static_cast<int>(e4m3::kNanBits));
+    check::that(clamped_bits(e4m3::kBitsMagic + static_cast<float>(pattern)) == expected, "clamped pattern", pattern);
   }
-  check::that(clamped_code(-INFINITY) == 0, "a masked score");
+  check::that(clamped_bits(-INFINITY) == 0, "a masked score");
   uint32_t nan_bits = 0x7fffffffu;  // the NaN that instructions make
   float nan;
   std::memcpy(&nan, &nan_bits, sizeof nan);
-  check::that(clamped_code(nan) == static_cast<int>(e4m3::kNanCode), "NaN");
+  check::that(clamped_bits(nan) == static_cast<int>(e4m3::kNanBits), "NaN");
 }
 
 }  // namespace
 
 int main() {
   check_key_order();
-  check_codes();
+  check_bit_patterns();
   check_clamp();
   return check::report();
 }

@@ -167,7 +167,7 @@ void check_encoding() {
     uint32_t bits, sum;
     std::memcpy(&bits, &value, 4);
     std::memcpy(&sum, &below_normal, 4);
-    check::that(e4m3_code(bits, sum) == nearest_e4m3(value), "code", value, e4m3_code(bits, sum));
+    check::that(e4m3_bits(bits, sum) == nearest_e4m3(value), "code", value, e4m3_bits(bits, sum));
   };
   for (uint32_t code = 0; code < 0x7e; ++code) {
     const float low = static_cast<float>(e4m3_value(code)), high = static_cast<float>(e4m3_value(code + 1));

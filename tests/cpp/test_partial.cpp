@@ -181,16 +181,16 @@ void check_special() {
   }
 }
 
-// An invalid request stays rejected, whichever side it is on, and has out 0 and LSE +inf.
-void check_rejected() {
+// An invalid request stays invalid, whichever side it is on, and has out 0 and LSE +inf.
+void check_invalid() {
   for (bool first : {false, true}) {
-    flash::RowStats a{1.0f, first ? flash::RowStats::kRejected : 2.0f};
-    const flash::RowStats b{3.0f, first ? 2.0f : flash::RowStats::kRejected};
+    flash::RowStats a{1.0f, first ? flash::RowStats::kInvalid : 2.0f};
+    const flash::RowStats b{3.0f, first ? 2.0f : flash::RowStats::kInvalid};
     float4 value{1.0f, 1.0f, 1.0f, 1.0f};
     flash::combine_partials(a, value, b, value, 1.0f);
     const RowEnd row{a, 1.0f, -kInf};
-    check::that(a.rejected() && !row.has_keys(), "rejected", first);
-    check::that(row.lse() == kInf, "LSE of a rejected row", first);
+    check::that(a.invalid() && !row.has_keys(), "invalid", first);
+    check::that(row.lse() == kInf, "LSE of an invalid row", first);
   }
 }
 
@@ -223,10 +223,10 @@ void check_rows_without_keys() {
     }
     check::that(RowEnd(stats, 0.5f, -kInf).lse() == kInf, "neither");
   }
-  const RowStats rejected{-kInf, RowStats::kRejected};
+  const RowStats invalid{-kInf, RowStats::kInvalid};
   for (float sink : {-kInf, 0.0f, 1e4f}) {
-    const RowEnd row{rejected, 0.5f, sink};
-    check::that(!row.has_keys() && row.lse() == kInf, "rejected", sink);
+    const RowEnd row{invalid, 0.5f, sink};
+    check::that(!row.has_keys() && row.lse() == kInf, "invalid", sink);
   }
 }
 
@@ -236,7 +236,7 @@ int main() {
   check_random_rows();
   check_large();
   check_special();
-  check_rejected();
+  check_invalid();
   check_extreme_sinks();
   check_ends_with_nan();
   check_rows_without_keys();

@@ -3,9 +3,9 @@
 // more (benchmarks/lab/tile_designs.py).
 #include "dense_call.h"
 #if LAB_WGMMA
-#include "kernels/sm90/bwd_config.h"
 #include "kernels/sm90/bwd_launch.h"
-#include "kernels/sm90/bwd_wide_config.h"
+#include "kernels/sm90/bwd_one_pass/config.h"
+#include "kernels/sm90/bwd_two_pass/config.h"
 #else
 #include "kernels/sm80/bwd_config.h"
 #include "kernels/sm80/bwd_launch.h"
@@ -19,15 +19,14 @@ constexpr flash::Dtype kDtype = flash::Dtype::LAB_DTYPE;
 #if LAB_WGMMA
 constexpr plan::Sm90BwdTile kWanted = LAB_TILE;
 constexpr auto kVariant = flash::sm90::BwdVariant::kPlain;
-using Config =
-    std::conditional_t<plan::has_dq_pass(kWanted),
-                       flash::sm90::BwdWideConfig<kDtype, kWanted.head_dim, kVariant, kWanted.head_dim>,
-                       flash::sm90::BwdConfig<kDtype, kWanted.head_dim, kVariant, flash::sm90::DqLocation::kGlobal>>;
+using Config = std::conditional_t<
+    plan::has_dq_pass(kWanted), flash::sm90::BwdTwoPassConfig<kDtype, kWanted.head_dim, kVariant, kWanted.head_dim>,
+    flash::sm90::BwdOnePassConfig<kDtype, kWanted.head_dim, kVariant, flash::sm90::DqLocation::kGlobal>>;
 
 template <class Config>
 cudaError_t run_wgmma(const flash::Flash_bwd_params& params, const plan::BwdPlan& made, cudaStream_t stream) {
   if constexpr (plan::has_dq_pass(Config::kTile)) {
-    return flash::sm90::run_flash_bwd_passes<Config, Config>(params, made, stream);
+    return flash::sm90::run_flash_bwd_two_pass<Config, Config>(params, made, stream);
   } else {
     return flash::sm90::run_flash_bwd<kDtype, kWanted.head_dim, kVariant, flash::sm90::DqLocation::kGlobal>(
         params, made, stream);

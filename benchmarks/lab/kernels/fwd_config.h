@@ -55,7 +55,8 @@ struct FwdConfig {
   static_assert(matches_formula<kDesign.layout, kBlockM, kHeadDim>() &&
                 matches_formula<kDesign.layout, kBlockN, kHeadDim>());
   using RowCopyT = RowCopy<Element, kThreads, kAtomCols, kHeadDim>;
-  static_assert(kBlockM % RowCopyT::kRowsPerPass == 0 && kBlockN % RowCopyT::kRowsPerPass == 0, "whole copy passes");
+  static_assert(kBlockM % RowCopyT::kRowsPerIteration == 0 && kBlockN % RowCopyT::kRowsPerIteration == 0,
+                "whole iterations of a copy");
 
   static constexpr int kSmemQ = tile_elements(kDesign.layout, kBlockM, kHeadDim);   // elements
   static constexpr int kSmemKv = tile_elements(kDesign.layout, kBlockN, kHeadDim);  // elements, each of K and V

@@ -20,10 +20,10 @@ __device__ __forceinline__ void copy_rows(const typename Config::Element* base, 
     copy.template run_strided<kBounded>(base, stride, rows, tile);
   } else {
 #pragma unroll
-    for (int i = 0; i < decltype(cute::size<0>(tile))::value; i += Copy::kRowsPerPass) {
+    for (int i = 0; i < decltype(cute::size<0>(tile))::value; i += Copy::kRowsPerIteration) {
       const int row = copy.row + i;
 #pragma unroll
-      for (int j = 0; j < Copy::kColPasses; ++j) {
+      for (int j = 0; j < Copy::kColIterations; ++j) {
         const int col = copy.col + j * kAtomCols;
         uint4 vector = make_uint4(0, 0, 0, 0);
         if (!kBounded || row < rows) vector = *reinterpret_cast<const uint4*>(base + row * stride + col);

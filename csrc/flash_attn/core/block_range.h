@@ -11,9 +11,9 @@
 
 namespace flash {
 
-// The n_blocks of one work tile. Masked blocks (some row sees only part) are kept apart from unmasked ones (every row
-// sees all of it), so that the loop over unmasked blocks carries no mask: the online softmax allows any order of KV
-// blocks.
+// The n_blocks of one work tile. Masked blocks (some row sees only part of the block) and unmasked ones (every row sees
+// all of it) are separate ranges, so that the loop over unmasked blocks needs no mask. The online softmax allows any
+// order of KV blocks.
 struct BlockRange {
   int begin = 0;           // first visited block
   int end = 0;             // one past the last visited block; nothing is visited when end <= begin
@@ -32,8 +32,8 @@ struct BlockRange {
     return unmasked_end - 1 - (step - masked_blocks);
   }
 
-  // The reverse order, upwards: unmasked, masked left, masked right. Thread blocks that start together read the same
-  // keys at the same time, which L2 serves faster.
+  // The reverse order, upwards: unmasked, masked left, masked right. Thread blocks that start together then read the
+  // same keys at the same time, which L2 delivers faster.
   FLASH_HOST_DEVICE constexpr int block_unmasked_first(int step) const {
     const int unmasked = unmasked_end - unmasked_begin;
     if (step < unmasked) return unmasked_begin + step;
@@ -48,8 +48,8 @@ struct BlockRange {
   }
 };
 
-// The most unmasked blocks that any work tile has behind a window; 1 if a side is unbounded. Of the window alone:
-// shorter sequences have the same order, and with packed keys the number of keys is another one.
+// The most unmasked blocks that a window leaves any work tile; 1 if a side is unbounded. A function of the window
+// alone: shorter sequences use the same order, and a packed batch has no single number of keys.
 FLASH_HOST_DEVICE constexpr int max_unmasked_blocks(const Window& window, int block_m, int block_n) {
   if (!window.may_mask_left() || !window.may_mask_right()) return 1;
   const int64_t visible = window.max_keys(kMaxLength) + 1 - block_m;  // seen by both the first and the last row
@@ -72,9 +72,9 @@ FLASH_HOST_DEVICE constexpr BlockRange split_range(const BlockRange& range, int 
   return part;
 }
 
-// The forward's order of n_blocks: block_unmasked_first(), with one of two changes: one block moved to the front
-// (start_at()), or the unmasked blocks rotated (align_unmasked()). Only the loader needs to know the rotation: unmasked
-// blocks are computed alike.
+// The forward's order of n_blocks: block_unmasked_first() with at most one of two changes: one block moved to the front
+// (start_at()), or the unmasked blocks rotated (align_unmasked()). Only the loader needs the rotation: all unmasked
+// blocks are computed the same way.
 struct KvBlockOrder {
   BlockRange range;
   int first = 0;  // step in block_unmasked_first() of the block visited first
@@ -103,9 +103,9 @@ struct KvBlockOrder {
                                          : block - range.begin;
   }
 
-  // Rotates the unmasked blocks to begin at a multiple of max_unmasked_blocks() (`period`), if they contain one. Work
-  // tiles behind a window each see other keys; with a common start, tiles that begin together read the same keys at the
-  // same time: each key comes from memory once, and not all keys at once.
+  // Rotates the unmasked blocks so that they begin at a multiple of max_unmasked_blocks() (`period`), if they contain
+  // one. Under a window each work tile sees different keys. With a common start, tiles that begin together read the
+  // same keys at the same time: each key is read from memory once, a few keys at a time.
   FLASH_HOST_DEVICE void align_unmasked(const FastDiv& period) {
     const int next = period.divide(range.unmasked_begin + period.divisor - 1) * period.divisor - range.unmasked_begin;
     shift = next < unmasked() ? next : 0;
@@ -156,8 +156,9 @@ FLASH_HOST_DEVICE constexpr int clamp_row(int64_t row, int seqlen_q) {
   return row < 0 ? 0 : row > seqlen_q ? seqlen_q : static_cast<int>(row);
 }
 
-// row_range() and unmasked_rows() of a window in closed form, two thirds of the instructions: the compiler does not see
-// that both ends have the same shift, and that the last row sees the last key. tests/cpp compares them with the above.
+// row_range() and unmasked_rows() of a window in closed form, with two thirds of the instructions: the compiler cannot
+// see that both ends have the same shift and that the last row sees the last key. tests/cpp compares them with the
+// templates above.
 FLASH_HOST_DEVICE constexpr RowRange row_range(const Visibility& visibility, int n_block, int block_m, int block_n) {
   const int seqlen_q = visibility.seqlen_q;
   const int64_t key_begin = static_cast<int64_t>(n_block) * block_n;
@@ -187,8 +188,8 @@ FLASH_HOST_DEVICE constexpr RowRange unmasked_rows(const Visibility& visibility,
   return {(first + block_m - 1) / block_m, last == seqlen_q ? (last + block_m - 1) / block_m : last / block_m};
 }
 
-// Varlen: m_blocks are numbered by "slots", so that the grid depends on host-known sizes only. The packed rows form
-// batch + 2 segments: rows before the first sequence, the sequences, rows after the last. Segment i owns slots
+// Varlen: m_blocks are numbered by "slots", so that the grid depends only on sizes that the host knows. The packed rows
+// form batch + 2 segments: rows before the first sequence, the sequences, rows after the last. Segment i owns slots
 // [varlen_first_slot(i), varlen_first_slot(i + 1)), at least as many as it has m_blocks.
 FLASH_HOST_DEVICE constexpr int varlen_first_slot(int first_row, int segment, int block_m) {
   return first_row / block_m + segment;

@@ -3,8 +3,8 @@
 //
 // A work tile is one n_block of one K/V head. n_blocks ascend with the launch index, and each visits its m_blocks in
 // descending order: under a causal mask all n_blocks of a head start at the same m_block and the longest is launched
-// first. Of two n_blocks that reduce into the same dQ tile the lower one is launched earlier and is first in the dQ
-// semaphore's order, so that the thread block waited for is resident or done: no deadlock.
+// first. Of two n_blocks that reduce into the same dQ tile, the lower one is launched first and comes first in the dQ
+// semaphore's order: the thread block waited for is resident or done, so there is no deadlock.
 #pragma once
 
 #include <cstdint>
@@ -74,14 +74,14 @@ struct QBlockOrder {
     return at.head > first_head ? QStep{at.head - 1, at.m_block} : QStep{first_head + heads - 1, at.m_block + 1};
   }
 
-  // The increment with advance() of a pointer into a tensor of these strides.
+  // How far advance() moves a pointer into a tensor of these strides.
   FLASH_HOST_DEVICE constexpr int64_t offset(bool is_new_m_block, int64_t row_stride, int64_t head_stride,
                                              int block_m) const {
     return is_new_m_block ? -(heads - 1) * head_stride - block_m * row_stride : head_stride;
   }
 };
 
-// The value of the dQ semaphore of an m_block at which `n_block`, which visits it, may reduce: the number of visiting
+// The value of an m_block's dQ semaphore at which `n_block`, which visits it, may reduce: the number of visiting
 // n_blocks before it.
 template <class Mask>
 FLASH_HOST_DEVICE constexpr int dq_semaphore_value(const Mask& mask, int m_block, int n_block, int block_m,

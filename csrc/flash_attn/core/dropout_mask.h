@@ -45,10 +45,10 @@ FLASH_HOST_DEVICE uint32_t murmur3_finalizer(uint32_t word) {
   return word ^ (word >> 16);
 }
 
-// Kernels make the bits of so many columns at a time: a part of a mask begins at a multiple of them.
+// Kernels make the mask bits of this many columns at a time: column origins must be multiples of it.
 constexpr int kDropoutColumns = 16;
 
-// Random bits of a row, or of a pair of columns. Within 16 columns, two pairs that are four apart share coarse bits.
+// Random bits of a row, or of a pair of columns. Within 16 columns, two pairs four apart share the coarse bits.
 struct alignas(8) RandomBits {
   uint32_t fine;
   uint32_t coarse;
@@ -74,14 +74,14 @@ FLASH_HOST_DEVICE uint32_t swap_halves(uint32_t word) {
 #endif
 }
 
-// Two 15-bit uniforms for a row and a pair of columns, each below one bit that does not count; the even column's in the
-// lower half. The low half of a product is less random, so the second product is added with its halves swapped.
+// Two 15-bit uniforms for a row and a pair of columns; the even column's is in the lower half. The top bit of each half
+// is unused. The low half of a product is less random, so the second product is added with its halves swapped.
 FLASH_HOST_DEVICE uint32_t dropout_uniforms(const RandomBits& row, const RandomBits& column_pair) {
   return row.fine * column_pair.fine + swap_halves(row.coarse * column_pair.coarse);
 }
 
-// A uniform below its row's limit means the rarer outcome, which is "keep" when the drop probability exceeds one half.
-// So limits are at most 2^14 and can be compared as fp16 bit patterns: none of them is a NaN.
+// A uniform below its row's limit means the rarer outcome, which is "keep" if the drop probability exceeds one half.
+// Limits are therefore at most 2^14 and can be compared as fp16 bit patterns: none is a NaN.
 FLASH_HOST_DEVICE bool dropout_rare_is_kept(uint32_t threshold) { return threshold > 0x80000000u; }
 
 // 2^15 times the probability of the rarer outcome, rounded stochastically by random bits of the row: exact on average.

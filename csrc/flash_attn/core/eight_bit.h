@@ -1,10 +1,10 @@
-// Codes of an 8-bit KV cache as MMA operands: which element of a fragment is which element of K, V, Q and O, and the
-// bit patterns of the conversions. Plain C++17.
+// 8-bit K and V as MMA operands: which fragment element holds which element of K, V, Q and O, and the bit patterns of
+// the conversions. Plain C++17.
 //
-// A 16-byte vector of a row of K holds 16 columns, one k-step of the MMA. ldmatrix gives lane 4 g + t bytes 4 t to
-// 4 t + 3 of key g: both B registers of a 16 x 8 product, if Q's columns are permuted alike. A vector of V holds 16
-// columns of O: ldmatrix.trans gives lane 4 g + t bytes 2 g and 2 g + 1 of keys 2 t and 2 t + 1, which are the B
-// registers of two products, one of even and one of odd columns, so that a thread's columns of O are consecutive.
+// A 16-byte vector of a row of K holds 16 columns, one k-step of the MMA. ldmatrix gives lane 4 g + t bytes 4 t to 4 t
+// + 3 of key g: both B registers of a 16 x 8 product, if Q's columns are permuted the same way. A vector of V holds 16
+// columns of O. ldmatrix.trans gives lane 4 g + t bytes 2 g and 2 g + 1 of keys 2 t and 2 t + 1: the B registers of two
+// products, one for even and one for odd columns, so that a thread's columns of O are consecutive.
 #pragma once
 
 #include <cstdint>
@@ -14,10 +14,10 @@
 namespace flash {
 namespace eight_bit {
 
-constexpr int kVectorCols = 16;  // columns of a 16-byte vector of codes
+constexpr int kVectorCols = 16;  // columns of a 16-byte vector of 8-bit values
 
-// Pairs of adjacent 16-bit columns of Q: where pair `pair` of 16 columns lies in shared memory, so that ldmatrix brings
-// it to the lane and register that holds the same columns of K.
+// Q: position in shared memory of pair `pair` of 16-bit columns, among 16 columns, so that ldmatrix delivers it to the
+// lane and register that hold the same columns of K.
 FLASH_HOST_DEVICE constexpr int q_pair_position(int pair) { return pair % 2 * 4 + pair / 2; }
 
 // First of the four consecutive columns of a vector's O that lane 4 g + t holds. The even columns' accumulator comes
@@ -27,7 +27,7 @@ FLASH_HOST_DEVICE constexpr int o_col(int t) { return 4 * t; }
 // Byte selectors of PRMT.
 constexpr uint32_t kInterleaveKeys = 0x3120;  // of V: (k0 c0, k0 c1, k1 c0, k1 c1) -> (k0 c0, k1 c0, k0 c1, k1 c1)
 
-// int8: code + 128 as the low byte of an fp16 is 1024 + 128 + code.
+// int8: value + 128 as the low byte of an fp16 is 1024 + 128 + value.
 constexpr uint32_t kInt8Sign = 0x80808080u;
 constexpr uint32_t kInt8Exponent = 0x64646464u;
 constexpr uint32_t kInt8Bias = 0xE480E480u;  // -1152, twice
@@ -36,8 +36,8 @@ constexpr uint32_t kInt8Second = 0x4342;     // bytes 2 and 3
 constexpr uint32_t kInt8EvenCols = 0x4240;   // bytes 0 and 2: V of both keys
 constexpr uint32_t kInt8OddCols = 0x4341;
 
-// e4m3 without an instruction for it: sign, exponent and mantissa where fp16 has them are the value times 2^-8. The
-// largest magnitude is NaN: it alone overflows in magnitude * 2^15 + 2^12.
+// e4m3 without a conversion instruction: sign, exponent and mantissa at fp16's positions are the value times 2^-8. The
+// largest magnitude is NaN: only it overflows in magnitude * 2^15 + 2^12.
 constexpr uint32_t kE4m3First = 0x1404;  // bytes 0 and 1, each as the high byte of 16 bits, with zeros
 constexpr uint32_t kE4m3Second = 0x3424;
 constexpr uint32_t kE4m3Sign = 0x80008000u;
@@ -46,9 +46,9 @@ constexpr uint32_t kHalf256 = 0x5c005c00u;        // 2^8, twice
 constexpr uint32_t kHalf32768 = 0x78007800u;      // 2^15
 constexpr uint32_t kHalf4096 = 0x6c006c00u;       // 2^12
 
-// Rounds to nearest even, saturates; NaN is 0x7f. `bits`: of an fp32. `below_normal`: bits of |value| + 2^14 for values
-// below 2^-6, whose last bit is worth 2^-9.
-FLASH_HOST_DEVICE constexpr uint32_t e4m3_code(uint32_t bits, uint32_t below_normal) {
+// Rounds to nearest even and saturates; NaN becomes 0x7f. `bits`: of an fp32. `below_normal`: bits of |value| + 2^14,
+// whose last bit is worth 2^-9, for values below 2^-6.
+FLASH_HOST_DEVICE constexpr uint32_t e4m3_bits(uint32_t bits, uint32_t below_normal) {
   const uint32_t sign = bits >> 24 & 0x80, magnitude = bits & 0x7fffffff;
   if (magnitude > 0x7f800000) return 0x7f;
   if (magnitude >= 0x43e00000) return sign | 0x7e;  // 448
@@ -56,9 +56,9 @@ FLASH_HOST_DEVICE constexpr uint32_t e4m3_code(uint32_t bits, uint32_t below_nor
   return sign | (((magnitude + 0x7ffff + (magnitude >> 20 & 1)) >> 20) - (120 << 3));
 }
 
-// The power of two, in bits of an fp32, that K takes of its descale where queries become fp16 and take the rest of it.
-// The rest is below 1, so that queries keep their range, unless the descale is beyond 2^7. Codes times the power are
-// exact in fp16: e4m3 ones have bits from 2^-9 on, and none is beyond 448.
+// The power of two, in fp32 bits, that multiplies K if queries become fp16 and take the rest of K's descale. The rest
+// is below 1, so that queries stay in range, unless the descale exceeds 2^7. Quantised values times the power are exact
+// in fp16: the last bit of e4m3 is 2^-9, and no value exceeds 448.
 FLASH_HOST_DEVICE constexpr uint32_t key_power(uint32_t descale) {
   constexpr uint32_t kSmallest = 0x38000000, kLargest = 0x43000000, kDouble = 0x00800000;  // 2^-15, 2^7
   const uint32_t power = (descale & 0x7f800000) + kDouble;

@@ -1,7 +1,7 @@
-// Stream-K schedule of attention over a KV cache. The n_blocks of all tiles are linearised: sequences, their row tiles,
-// the head tiles of these (a K/V head or a pair), and the n_blocks that the tile visits. Every CTA takes an equal range
-// of them; a tile that a CTA range splits leaves partial results, which are combined afterwards. Lengths are only known
-// on the device, so the host decides the number of CTAs and nothing else. tests/cpp checks the arithmetic by brute
+// Stream-K schedule of attention over a KV cache. The n_blocks of all tiles are linearised: sequences, then their row
+// tiles, then the head tiles of these (one K/V head or a pair), then the n_blocks that the tile visits. Each CTA takes
+// an equal range. A tile that a range boundary splits leaves partial results, which are combined afterwards. Lengths
+// are known only on the device, so the host decides just the number of CTAs. tests/cpp checks the arithmetic by brute
 // force.
 #pragma once
 
@@ -81,8 +81,8 @@ FLASH_HOST_DEVICE constexpr BlockSpan block_span_anywhere(const SplitPoints& spl
   return {span.from > 0 ? count : 0, span.to > 0 ? count : 0};
 }
 
-// Whether a span is half of its tile and the CTA ranges 2 i and 2 i + 1 that have the tile hold nothing else: in a
-// launch of 2-CTA clusters, the two combine it through DSMEM.
+// Whether a span is half of its tile and the CTA ranges 2 i and 2 i + 1 that share the tile hold nothing else: in a
+// launch of 2-CTA clusters the two CTAs combine it through DSMEM.
 FLASH_HOST_DEVICE constexpr bool kv_is_cluster_half(const BlockSpan& span, int count, int64_t cta_blocks, int index) {
   return count == 2 * cta_blocks && span.from == index % 2 * cta_blocks && span.to == span.from + cta_blocks;
 }
@@ -99,20 +99,20 @@ FLASH_HOST_DEVICE constexpr int64_t blocks_per_cta(int64_t total, int thread_blo
   return cta_blocks > min_blocks_per_cta ? cta_blocks : min_blocks_per_cta;
 }
 
-// Combine after SplitRule::kAnywhere and kEqualSplits. A warp loads this many partial results of a row at a time; where
-// a tile has more, all warps of a CTA add up one row, else each has a row of its own. Sizes by reference: a kernel
-// loads its parameters where it uses them.
+// Combine after SplitRule::kAnywhere and kEqualSplits. A warp loads this many partial results of a row at a time. If a
+// tile has more, all warps of a CTA add up one row; otherwise each warp has a row. Sizes are passed by reference: a
+// kernel loads its parameters where it uses them.
 constexpr int kCombineLoads = 8;
 constexpr int kCombineWarps = 4;
 
 FLASH_HOST_DEVICE constexpr int kv_combine_rows(const bool& one_row) { return one_row ? 1 : kCombineWarps; }
 
-// CTAs of a tile, or of a CTA boundary that may split one.
+// CTAs per tile, or per CTA boundary that may split one.
 FLASH_HOST_DEVICE constexpr int kv_combine_blocks(const int& slot_rows, const bool& one_row) {
   return (slot_rows + kv_combine_rows(one_row) - 1) / kv_combine_rows(one_row);
 }
 
-// Few tiles: in a dense batch each has CTAs of its own in the combine; else each CTA boundary has.
+// With few tiles of a dense batch, the combine has CTAs for each tile; otherwise for each CTA boundary.
 FLASH_HOST_DEVICE constexpr bool kv_has_few_tiles(const int& work_items, const int& head_tiles,
                                                   const int& thread_blocks) {
   return static_cast<int64_t>(work_items) * head_tiles < thread_blocks;
@@ -127,7 +127,7 @@ constexpr int64_t kv_combine_grid(SplitRule rule, bool is_varlen, int work_items
   return (by_tile ? tiles : thread_blocks - 1) * kv_combine_blocks(slot_rows, one_row);
 }
 
-// A schedule made ahead for all layers of a step (KvCachePlan): header, then one entry per CTA.
+// A schedule made once for all layers of a step (KvCachePlan): header, then one entry per CTA.
 struct SchedHeader {
   int64_t cta_blocks = 1;
   int64_t total = 0;
@@ -139,7 +139,7 @@ struct SchedEntry {
   int padding = 0;
 };
 
-// What a request's lengths say. Without `fits` the request has no keys.
+// Derived from a request's lengths. Without `fits` the request has no keys.
 struct KvLengths {
   int first_row = 0;  // row of the cache that is key 0
   int seqlen_k = 0;   // keys, the appended ones included
@@ -155,8 +155,8 @@ FLASH_HOST_DEVICE constexpr KvLengths kv_lengths(int cached, int leftpad, int se
   return lengths;
 }
 
-// Rows of the rotary tables that a request needs: new keys are rotated by the rows from `cached` on, and so are the
-// queries, one row each or, if `one_position`, all by the first.
+// Rows of the rotary tables that a request needs, from `cached` on: one for each new key and one for each query; with
+// `one_position` all queries use the first.
 FLASH_HOST_DEVICE constexpr int64_t kv_rotary_rows(int64_t cached, int seqlen_q, int seqlen_new, bool one_position) {
   const int positions = one_position && seqlen_q > 1 ? 1 : seqlen_q;
   return cached + (positions > seqlen_new ? positions : seqlen_new);

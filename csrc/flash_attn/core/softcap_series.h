@@ -7,7 +7,7 @@
 
 namespace flash {
 
-// Two-term P(score^2) for small scores, interpolated at nodes of its own.
+// Two-term P(score^2) for small scores, interpolated at other nodes.
 struct ShortSoftcapSeries {
   float coefficient[2] = {};
 

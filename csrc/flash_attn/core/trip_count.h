@@ -6,9 +6,9 @@
 
 namespace flash {
 
-// Steps of a work tile whose blocks are fully masked for rows [row_begin, row_end), the rows of one warpgroup: `left`
-// steps from `begin` on (blocks that only earlier rows see), and the last `right` steps (blocks that only later rows
-// see). Step 0 is never skipped. A warpgroup beyond the last row (row_end <= row_begin) does as the last row does.
+// Steps of a work tile whose blocks are fully masked for rows [row_begin, row_end) of one warpgroup: `left` steps from
+// `begin` on (blocks that only earlier rows see) and the last `right` steps (blocks that only later rows see). Step 0
+// is never skipped. A warpgroup after the last row (row_end <= row_begin) acts like the last row.
 struct SkippedBlocks {
   int begin = 1;  // first step of masked blocks
   int left = 0;
@@ -22,8 +22,8 @@ FLASH_HOST_DEVICE constexpr SkippedBlocks skipped_blocks(const Mask& mask, const
   SkippedBlocks skipped;
   skipped.begin = order.unmasked_steps_end();
   const int visible_end = (mask.key_end(row_end - 1) + block_n - 1) / block_n;
-  const int behind = order.range.end - visible_end;  // negative where a split ends before these blocks
-  const int right = behind < 0 ? 0 : behind < count ? behind : count;
+  const int after = order.range.end - visible_end;  // negative where a split ends before these blocks
+  const int right = after < 0 ? 0 : after < count ? after : count;
   skipped.right = right - (order.first >= count - right);
   if (!mask.may_mask_left()) return skipped;
   const int first_row = row_begin < row_end ? row_begin : row_end - 1;
@@ -33,7 +33,7 @@ FLASH_HOST_DEVICE constexpr SkippedBlocks skipped_blocks(const Mask& mask, const
   return skipped;
 }
 
-// What a consumer warpgroup needs to know of the order.
+// A consumer warpgroup's view of the order.
 template <class Bounds>
 struct WarpgroupTripCount {
   static constexpr int kNoBlock = -1;
@@ -63,8 +63,8 @@ FLASH_HOST_DEVICE constexpr WarpgroupTripCount<typename Mask::Bounds> warpgroup_
   return steps;
 }
 
-// The same for a walk downwards, from order.range.end - 1 to order.range.begin: skipped blocks come first and last. A
-// warpgroup whose rows see no key, or that has none, skips them all.
+// The same for descending order, from order.range.end - 1 to order.range.begin: skipped blocks come first and last. A
+// warpgroup without rows, or whose rows see no key, skips all blocks.
 template <class Bounds>
 struct DescendingTripCount {
   int skipped_first = 0;

@@ -1,17 +1,17 @@
 // Masks: which keys a query row sees, and which rows see a key. Block ranges, trip counts, the m_blocks of the backward
-// and the kernels know of a mask
+// and the kernels use only these functions of a mask:
 //
 //   seqlen_q, seqlen_k
 //   key_begin(row), key_end(row)        the keys that `row` sees; none when key_end <= key_begin
 //   row_begin(key), row_end(key)        the rows that see `key`; none when row_end <= row_begin
-//   may_mask_left(), may_mask_right()   false: no row has its first, its last keys masked
+//   may_mask_left(), may_mask_right()   false: no row has its first (left), its last (right) keys masked
 //   diagonal(row)                       position of `row` on the key axis, for ALiBi
 //   bounds(row)                         key_begin() and key_end() of the rows from `row` on, as apply_mask() needs them
 //
-// and that none of the four ends moves back from one row, or key, to the next: the first and the last row of a tile
-// bound what it sees. In what the wgmma forward is to run, an end of consecutive rows moves by one key at most: its K/V
-// ring is as deep as the blocks ask for that a warpgroup then skips (plan/fwd_policy_sm90.h). Another mask is another
-// such type, as in tests/cpp/test_mask_types.cpp.
+// None of the four ends decreases from one row, or key, to the next: the first and the last row of a tile bound what it
+// sees. The wgmma forward also requires key_begin and key_end to advance by at most one key per row: the depth of its
+// K/V ring covers the blocks that a warpgroup then skips (plan/fwd_policy_sm90.h). Another mask is another such type;
+// tests/cpp/test_mask_types.cpp has one.
 #pragma once
 
 #include <cstdint>
@@ -28,12 +28,12 @@ constexpr int kUnbounded = 0x7fffffff;
 
 // Query i sees key j iff i + seqlen_k - seqlen_q - left <= j <= i + seqlen_k - seqlen_q + right.
 // Full attention is {kUnbounded, kUnbounded}; causal attention is {kUnbounded, 0}. Only this file and block_range.h
-// look at the fields; plans and kernels ask.
+// read the fields; plans and kernels call the functions.
 struct Window {
   int left = kUnbounded;
   int right = kUnbounded;
 
-  // Whether a row may have its first keys, its last keys masked.
+  // Whether a row may have its first (left) or its last (right) keys masked.
   FLASH_HOST_DEVICE constexpr bool may_mask_left() const { return left != kUnbounded; }
   FLASH_HOST_DEVICE constexpr bool may_mask_right() const { return right != kUnbounded; }
   FLASH_HOST_DEVICE constexpr bool may_mask() const { return may_mask_left() || may_mask_right(); }
@@ -103,8 +103,8 @@ struct Visibility {
   }
 };
 
-// masks_right: some row does not see a key before `key_end`. masks_left: some of the `rows` rows does not see a key
-// from `key_begin` on. Both bounds grow with the row, so the first row decides on the right and the last row on the
+// masks_right: some row does not see some key before `key_end`. masks_left: some of the `rows` rows does not see some
+// key from `key_begin` on. Both bounds grow with the row, so the first row decides on the right and the last row on the
 // left.
 template <class Bounds>
 FLASH_HOST_DEVICE constexpr bool masks_right(const Bounds& bounds, int seqlen_k, int key_end) {

@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "core/bwd_schedule.h"
+#include "plan/bwd_policy_sm90.h"
 #include "plan/fwd_plan.h"
 
 namespace flash {

@@ -1,6 +1,6 @@
-// The only file that knows how accumulators lie in a warp's threads, for mma.sync m16n8k16 and wgmma m64nNk16 alike.
-// Lane 4 g + t holds rows {g, g + 8} and columns {2 t, 2 t + 1} of every 16 x 8 tile; warp w owns the 16-row bands w, w
-// + warps, ...
+// The only file that knows the layout of accumulators in a warp's threads, for mma.sync m16n8k16 and wgmma m64nNk16
+// alike. Lane 4 g + t holds rows {g, g + 8} and columns {2 t, 2 t + 1} of every 16 x 8 tile; warp w owns the 16-row
+// bands w, w + warps, ...
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -49,7 +49,7 @@ CUTE_HOST_DEVICE constexpr auto a_operand_layout(Layout layout) {
 template <int kWarpsM, int kWarpsN = 1>
 struct AccumulatorCoords {
   static constexpr int kRowsApart8 = 1;  // distance, in indices, of rows that are 8 apart within a 16 x 16 square
-  static constexpr int kColsApart8 = 2;  // and of columns
+  static constexpr int kColsApart8 = 2;  // the same for columns
 
   int row0;
   int col0;

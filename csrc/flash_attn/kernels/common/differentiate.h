@@ -89,8 +89,8 @@ __device__ __forceinline__ void modify_scores(const Flash_bwd_params& params, co
       .grad(scores, gradients, coords, diagonal, tile_coords.key_begin);
 }
 
-// Both, with softcap, ALiBi and, with kMayDrop, dropout by the random bits `bits`: scores become P with dropped
-// elements 0, as dV = P^T dO needs it, and dp becomes dS.
+// The whole softmax backward, with softcap, ALiBi and, with kMayDrop, dropout by the random bits `bits`: scores become
+// P with dropped elements 0, as dV = P^T dO needs, and dp becomes dS.
 template <int kBlockM, int kBlockN, bool kMayDrop, class Coords, class Bits, class RowValues, class Scores,
           class Gradients, class Mask>
 __device__ __forceinline__ void differentiate_general(const Flash_bwd_params& params, const Mask& mask,
@@ -123,9 +123,9 @@ __device__ __forceinline__ void differentiate_general(const Flash_bwd_params& pa
   }
 }
 
-// The two halves of differentiate_general() for warpgroups that have S and dP apart. First: scores become P with
-// dropped elements 0; `handed` becomes P times the derivative of the modified score, with the sign bit set where it was
-// dropped.
+// The two halves of differentiate_general(), for schedules in which one warpgroup has S and the other dP. First half:
+// scores become P with dropped elements 0; `handed` becomes P times the derivative of the modified score, with the sign
+// bit set where P was dropped.
 template <int kBlockM, int kBlockN, class Coords, class Bits, class RowValues, class Scores, class Mask>
 __device__ __forceinline__ void exponentiate_general(const Flash_bwd_params& params, const Mask& mask,
                                                      const TileCoords& tile_coords, const Coords& coords,
@@ -156,7 +156,7 @@ __device__ __forceinline__ void exponentiate_general(const Flash_bwd_params& par
   }
 }
 
-// Second: dp becomes dS. `p`, of dp's layout: what the first half handed over.
+// Second half: dp becomes dS. `p`: what the first half handed over, in dp's layout.
 template <class Probabilities, class Gradients, class RowValues>
 __device__ __forceinline__ void differentiate_handed(const Flash_bwd_params& params, const Probabilities& p,
                                                      Gradients& dp, const RowValues& softmax_d) {

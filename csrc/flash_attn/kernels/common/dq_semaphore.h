@@ -7,16 +7,16 @@
 
 namespace flash {
 
-// A load of the counter; issued well before dq_semaphore_acquire(), its latency is hidden.
+// Loads the counter. Called well before dq_semaphore_acquire(), it hides the latency.
 __device__ __forceinline__ int dq_semaphore_peek(const int* semaphore) {
   int current;
   asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(current) : "l"(semaphore) : "memory");
   return current;
 }
 
-// Waits until n_block may reduce into the dQ tile of an m_block. By every thread that reduces. `peeked`: the counter as
-// dq_semaphore_peek() returned it. The fence orders the reductions after those of earlier n_blocks; fence.acquire,
-// where it exists, invalidates the L1 cache and waits for nothing else.
+// Waits until n_block may reduce into the dQ tile of an m_block. Every thread that reduces calls it. `peeked`: what
+// dq_semaphore_peek() returned. The fence orders the reductions after those of earlier n_blocks; fence.acquire, where
+// it exists, only invalidates the L1 cache.
 template <class Config, class Mask>
 __device__ __forceinline__ void dq_semaphore_acquire(const Flash_bwd_params& params, const Mask& mask, int m_block,
                                                      int n_block, int64_t dq_tile, int peeked) {
@@ -30,7 +30,8 @@ __device__ __forceinline__ void dq_semaphore_acquire(const Flash_bwd_params& par
 #endif
 }
 
-// By one thread, after a barrier of all threads that reduced: the release is cumulative over what the barrier ordered.
+// Called by one thread after a barrier of all threads that reduced: the release is cumulative over what the barrier
+// ordered.
 __device__ __forceinline__ void dq_semaphore_release(int* semaphore) {
   asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(semaphore) : "memory");
 }

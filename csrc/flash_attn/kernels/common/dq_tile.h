@@ -1,5 +1,5 @@
 // fp32 tiles of dQ in global memory, in the order of the accumulator's registers: a warp-wide reduction covers 512
-// contiguous bytes (128 before sm_90), and the conversion pass reads in the same order.
+// contiguous bytes (128 before sm_90), and the conversion kernel reads in the same order.
 #pragma once
 
 #include <cute/tensor_impl.hpp>

@@ -27,7 +27,7 @@ __device__ __forceinline__ void store_rng_state(const Dropout& dropout) {
   dropout.rng_state[1] = static_cast<int64_t>(state.offset);
 }
 
-// Of the scores of a sequence and head, which begin at its origin.
+// The mask of one sequence and head, whose scores begin at its origin (origin.h).
 struct DropoutMask {
   DropoutStream stream;
   uint32_t threshold;
@@ -44,7 +44,7 @@ struct DropoutMask {
     first_col = origin.col;
   }
 
-  // Of a row, or of the pair of columns that begins at the even column `col`, of the sequence.
+  // Bits of a row of the sequence, or of the pair of columns that begins at the even column `col`.
   __device__ __forceinline__ RandomBits row(int row) const { return dropout_row(stream, first_row + row); }
   __device__ __forceinline__ RandomBits column_pair(int col) const {
     return dropout_column_pair(stream, (first_col + col) >> 1);

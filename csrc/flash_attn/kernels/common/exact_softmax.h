@@ -1,5 +1,5 @@
-// Online softmax against the exact running row max: a row's result is bitwise independent of its neighbours, whereas
-// softmax.h lets the whole warp decide when the row max is updated.
+// Online softmax with the exact running row max: the bits of a row's result do not depend on other rows. In softmax.h
+// the whole warp decides when the row max is updated.
 #pragma once
 
 #include <cute/tensor_impl.hpp>

@@ -9,8 +9,8 @@
 
 namespace flash {
 
-// o_scale: what to multiply the output rows by; `sink`: row_sink(). Call it before store_lse(), which needs whole-row
-// sums.
+// o_scale: the factor of the output rows; `sink`: row_sink(). Call it before store_lse(), which needs the sums of whole
+// rows.
 template <int kRows, class Flag, int kSums>
 __device__ __forceinline__ void finalize_rows(Softmax<kRows, Flag, kSums>& softmax, float (&o_scale)[kRows],
                                               const Flash_fwd_params& params, float sink) {
@@ -26,14 +26,14 @@ __device__ __forceinline__ void normalize(Softmax<kRows>& softmax, Accumulator& 
   softmax.rescale(out, o_scale);
 }
 
-// `row_begin`: row of coords' row 0 within the sequence. `offset`: into the LSE, of a split.
+// `row_begin`: row of the sequence that is row 0 of coords. `offset`: of a split in the LSE.
 template <int kRows, class Flag, int kSums, class Coords>
 __device__ __forceinline__ void store_lse(const Softmax<kRows, Flag, kSums>& softmax, const Flash_fwd_params& params,
                                           const WorkTile& tile, const Coords& coords, int row_begin, float sink,
                                           int64_t offset = 0) {
   if (threadIdx.x % 4 != 0) return;
   float* const lse = params.softmax_lse_ptr + offset + lse_offset(tile, params);
-  float values[kRows];  // without branches: nothing overlaps the end of a work tile
+  float values[kRows];  // computed without branches: nothing overlaps the end of a work tile
 #pragma unroll
   for (int mi = 0; mi < kRows; ++mi) values[mi] = softmax.lse(mi, params.softmax_scale_log2, sink);
 #pragma unroll

@@ -10,11 +10,12 @@
 
 namespace flash {
 
-// The mask of a kernel of this configuration (core/visibility.h). Windows are fields at run time: one type serves all.
+// The mask type of a kernel of this configuration (core/visibility.h). Windows are run-time fields, so one type covers
+// all.
 template <class Config>
 using MaskOf = Visibility;
 
-// Of the sequence of a work tile.
+// The mask of a work tile's sequence.
 template <class Config, class Tile>
 __device__ __forceinline__ MaskOf<Config> mask_of(const Flash_fwd_params& params, const Tile& tile) {
   return {tile.seqlen_q, tile.seqlen_k, params.window};
@@ -28,9 +29,9 @@ __device__ __forceinline__ QBlockOrder q_block_order(const Flash_bwd_params& par
   return {m_blocks, tile.head_k * params.h_h_k_ratio, params.h_h_k_ratio};
 }
 
-// Masks keys [col_begin, col_end) for `rows` rows with these column bounds. Left and right are tested apart because
-// most masked blocks touch one side only. Columns are compared as distances from the thread's first column, which are
-// compile-time constants.
+// Masks keys [col_begin, col_end) for `rows` rows with these column bounds. Left and right are tested separately
+// because most masked blocks touch one side only. Columns are compared as distances from the thread's first column,
+// which are compile-time constants.
 template <class Scores, class Coords, class Bounds>
 __device__ __forceinline__ void apply_bounds(Scores& scores, const Coords& coords, const Bounds& bounds, int rows,
                                              int seqlen_k, int col_begin, int col_end) {

@@ -6,8 +6,8 @@
 
 namespace flash {
 
-// Floats order as their bits do as integers, reversed below zero. Branching on the sign bit gets -0 right; a NaN with
-// sign bit 0 is above all others.
+// Non-negative floats order like their bits as integers, negative ones in reverse. Branching on the sign bit handles
+// -0; a NaN with sign bit 0 is above all others.
 __device__ __forceinline__ void atomic_max(float* address, float value) {
   const int bits = __float_as_int(value);
   if (bits >= 0) {
@@ -28,7 +28,7 @@ __device__ __forceinline__ void store_max_logit(const Softmax<kRows, Flag, kSums
   bool is_nan = false;  // fmaxf ignores NaN, sums do not
 #pragma unroll
   for (int mi = 0; mi < kRows; ++mi) {
-    // Rows beyond the sequence are zeros in shared memory: their scores do not count.
+    // Rows beyond the sequence are zeros in shared memory: their scores must not count.
     if (row_begin + coords.row(mi) >= tile.row_end) continue;
     if (softmax.row_max[mi] > softmax.kLowest) largest = fmaxf(largest, softmax.row_max[mi]);
 #pragma unroll

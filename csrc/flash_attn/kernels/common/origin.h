@@ -1,5 +1,5 @@
-// Where the scores of a sequence begin in a larger matrix of which they are a part, as one rank of several has it:
-// ALiBi and dropout count documents, heads, rows and columns from there. The window is that of the part.
+// Where the scores of a sequence begin in a larger matrix, of which the call computes a part (context parallelism):
+// ALiBi and dropout count documents, heads, rows and columns from there. The window is relative to the part.
 #pragma once
 
 #include "params/flash.h"

@@ -1,7 +1,7 @@
-// Partial results of a row over disjoint splits of its keys, and how they are combined. Those of decode are an
-// unnormalised output with its row max (of raw scores) and row sum; all of them are combined by these functions, so
-// that the bits do not depend on where, in a thread block or in a kernel of its own. Those of the wgmma forward and of
-// the caller are normalised: output and LSE (CombinedRow).
+// Partial results of a row over disjoint splits of its keys, and how they are combined. The decode kernels' are an
+// unnormalised output with its row max (of raw scores) and row sum. All code combines them by these functions, so that
+// the bits are the same whether the attention kernel or a combine kernel does it. Those of the wgmma forward and of the
+// caller are normalised: output and LSE (CombinedRow).
 #pragma once
 
 #include "core/host_device.h"
@@ -10,11 +10,11 @@ namespace flash {
 
 struct RowStats {
   float max;  // -inf: no visible key
-  float sum;  // kRejected: the request is invalid and must not be served
+  float sum;  // kInvalid: the request is invalid and its result must not be used
 
-  static constexpr float kRejected = -1.0f;
+  static constexpr float kInvalid = -1.0f;
 
-  __device__ __forceinline__ bool rejected() const { return sum < 0.0f; }
+  __device__ __forceinline__ bool invalid() const { return sum < 0.0f; }
 };
 
 // The scale of a partial result with row max `own` relative to the row max `top` >= own.
@@ -50,22 +50,22 @@ struct RowValue {
   }
 };
 
-// Combines (b, b_stats) of the same row into (a, a_stats). Both products of the row sum are rounded, as in the combine
-// over many partial results.
+// Combines (b, b_stats) of the same row into (a, a_stats). Both products of the row sum are rounded, as when many
+// partial results are combined.
 __device__ __forceinline__ void combine_partials(RowStats& a_stats, float4& a, const RowStats& b_stats, const float4& b,
                                                  float scale) {
   const float top = fmaxf(a_stats.max, b_stats.max);
   const float a_weight = partial_weight(a_stats.max, top, scale), b_weight = partial_weight(b_stats.max, top, scale);
-  const bool rejected = a_stats.rejected() || b_stats.rejected();
+  const bool invalid = a_stats.invalid() || b_stats.invalid();
   const float sum = __fadd_rn(__fmul_rn(a_weight, a_stats.sum), __fmul_rn(b_weight, b_stats.sum));
-  a_stats.sum = rejected ? RowStats::kRejected : sum;
+  a_stats.sum = invalid ? RowStats::kInvalid : sum;
   a_stats.max = top;
   a = add_scaled(scaled(a_weight, a), b_weight, b);
 }
 
-// The end of a row, once all partial results are combined. `sink`: natural-log logit of one more key without a value,
-// -inf for none. It counts as in Softmax::finalize(): above the row max it becomes the reference of the sum. Explicit
-// roundings, because rows end in several kernels.
+// The end of a row, after all partial results are combined. `sink`: natural-log logit of one more key without a value,
+// -inf for none; as in Softmax::finalize(), above the row max it becomes the reference of the sum. Roundings are
+// explicit, because several kernels finish rows.
 struct RowEnd {
   const RowStats& stats;
   const float scale, sink;
@@ -84,25 +84,25 @@ struct RowEnd {
     if (sink_is_largest) correction = weight;
   }
 
-  __device__ __forceinline__ bool has_keys() const { return !stats.rejected() && stats.sum != 0.0f; }
+  __device__ __forceinline__ bool has_keys() const { return !stats.invalid() && stats.sum != 0.0f; }
 
-  // The scale from a combined result to the output, of a row that has keys.
+  // The factor from a combined result to the output, for a row that has keys.
   __device__ __forceinline__ float o_scale() const { return __fmul_rn(correction, __frcp_rn(sum)); }
 
-  // LSE, base e. Without keys it is the sink, or +inf; +inf too if the row is rejected.
+  // LSE, base e. Without keys it is the sink, or +inf; for an invalid request it is +inf.
   __device__ __forceinline__ float lse() const {
     constexpr float kLn2 = 0.69314718055994531f;
-    if (!has_keys()) return stats.rejected() || sink == -INFINITY ? INFINITY : sink;
+    if (!has_keys()) return stats.invalid() || sink == -INFINITY ? INFINITY : sink;
     const float log_sum = log2f(sum);
     return sink_is_largest ? __fmaf_rn(log_sum, kLn2, sink) : __fmul_rn(__fmaf_rn(stats.max, scale, log_sum), kLn2);
   }
 };
 
-// LSE of a normalised partial result; -inf where it has no key, which either infinity says.
+// LSE of a normalised partial result; -inf if it has no key, which an infinity of either sign means.
 __device__ __forceinline__ float partial_lse(float lse) { return lse == INFINITY ? -INFINITY : lse; }
 
-// Normalised partial results of a row added up so far, relative to the greatest LSE: stats.max is that LSE. A NaN among
-// the LSEs makes stats.sum NaN, and with it the whole row.
+// Sum so far of a row's normalised partial results, relative to their greatest LSE, stats.max. A NaN among the LSEs
+// makes stats.sum NaN, and so the whole row.
 template <int kQuads>
 struct CombinedRow {
   static constexpr float kLog2e = 1.4426950408889634f;
@@ -118,7 +118,7 @@ struct CombinedRow {
     stats.max = lse;
   }
 
-  // After update_max() of no less. Without a key nothing is added, whatever `partial` holds.
+  // Call update_max() with this LSE before. A partial result without keys adds nothing, whatever `partial` holds.
   __device__ __forceinline__ void add(float lse, RowValue<kQuads> partial) {
     const float weight = partial_weight(lse, stats.max, kLog2e);
     if (lse == -INFINITY) partial.clear();
@@ -126,7 +126,7 @@ struct CombinedRow {
     value.add(weight, partial);
   }
 
-  // A key without a value: -inf for none, +inf has all the weight.
+  // Adds a key without a value: -inf for none; +inf has all the weight.
   __device__ __forceinline__ void add_sink(float logit) {
     if (logit == -INFINITY) return;
     update_max(logit);

@@ -1,4 +1,4 @@
-// From cu_seqlens, seqused_k and leftpad_k, whatever values they hold, to segments that cover every row once.
+// Turns cu_seqlens, seqused_k and leftpad_k, whatever values they hold, into segments that cover every row once.
 #pragma once
 
 #include "kernels/common/sequence.h"
@@ -43,7 +43,7 @@ __device__ __forceinline__ void fill_segments(const int* cu_seqlens, int batch, 
   }
 }
 
-// With seqused_k as length, cu_seqlens_k gives only where a sequence begins; paged sequences begin at 0 of their own
+// With seqused_k as length, cu_seqlens_k only says where a sequence begins; a paged sequence begins at row 0 of its
 // pages. The length includes the left padding.
 __device__ __forceinline__ void fill_key_ranges(const Flash_fwd_params& params) {
   const Varlen& varlen = params.varlen;
@@ -63,7 +63,7 @@ __device__ __forceinline__ void fill_key_ranges(const Flash_fwd_params& params) 
   }
 }
 
-// By all threads of a block of whole warps; on return all of them may read the results.
+// Called by all threads of a block of whole warps; on return all of them may read the results.
 __device__ __forceinline__ void prepare_varlen(const Flash_fwd_params& params) {
   const Varlen& varlen = params.varlen;
   fill_segments(varlen.cu_seqlens_q, params.b, params.seqlen_q, varlen.segments_q);

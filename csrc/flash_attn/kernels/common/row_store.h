@@ -7,16 +7,16 @@
 
 namespace flash {
 
-// By all threads of the block, after a barrier behind the stores to the tile; the thread layout is that of RowCopy.
-// Writes rows [0, rows) and columns [0, cols).
+// Called by all threads of the block, after a barrier that follows the stores to the tile; the thread layout is that of
+// RowCopy. Writes rows [0, rows) and columns [0, cols).
 template <class Copy, class Element, class Smem>
 __device__ __forceinline__ void store_rows(const Smem& tile, Element* base, int64_t stride, int rows, int cols) {
   const Copy threads(cols);
 #pragma unroll
-  for (int i = 0; i < decltype(cute::size<0>(tile))::value; i += Copy::kRowsPerPass) {
+  for (int i = 0; i < decltype(cute::size<0>(tile))::value; i += Copy::kRowsPerIteration) {
     const int row = threads.row + i;
 #pragma unroll
-    for (int j = 0; j < Copy::kColPasses; ++j) {
+    for (int j = 0; j < Copy::kColIterations; ++j) {
       const int col = threads.col + j * Copy::kThreadsPerRow * Copy::kVectorCols;
       if (row < rows && col < cols) {
         *reinterpret_cast<uint4*>(base + row * stride + col) = *reinterpret_cast<const uint4*>(&tile(row, col));
@@ -26,7 +26,8 @@ __device__ __forceinline__ void store_rows(const Smem& tile, Element* base, int6
 }
 
 // Adds accumulators to rows [0, rows) and columns [0, cols) of a strided fp32 matrix. `values`: a row_col_view; `base`
-// and the rows are aligned to 8 bytes. Each element has one thread, so that the sums have the same bits in every run.
+// and the rows are aligned to 8 bytes. Each element belongs to one thread, so that the sums have the same bits in every
+// run.
 template <class Values, class Coords>
 __device__ __forceinline__ void add_rows(const Values& values, const Coords& coords, float* base, int64_t stride,
                                          int rows, int cols) {
@@ -60,12 +61,12 @@ __device__ __forceinline__ void transpose_quad(uint32_t (&words)[4], int lane) {
 }
 
 // Stores a warpgroup's accumulator of 64 rows to rows [0, rows) and columns [0, cols) of a strided matrix of Elements,
-// in 16-byte vectors, 64 bytes of each row at a time: no shared memory, nothing to wait for. By whole warps; `thread`:
-// of the warpgroup.
+// in 16-byte vectors, 64 bytes of each row at a time. It needs no shared memory and no wait. By whole warps; `thread`:
+// index in the warpgroup.
 template <class Element, class Accumulator>
 __device__ __forceinline__ void store_accumulator(const Accumulator& acc, int thread, Element* base, int64_t stride,
                                                   int rows, int cols) {
-  constexpr int kTiles = decltype(cute::size(acc))::value / 4;  // of 8 columns: two of two rows for each thread
+  constexpr int kTiles = decltype(cute::size(acc))::value / 4;  // of 8 columns; a thread has two columns of two rows
   static_assert(kTiles % 4 == 0, "a quad exchanges four tiles");
   const int lane = thread % 4, first_row = thread / 32 * 16 + thread % 32 / 4;
 #pragma unroll

@@ -1,9 +1,9 @@
 // Score modifiers, applied to raw scores before the mask when Flash_fwd_params::has_score_mod: softcap, then ALiBi.
 // Results are in units of log2(e), so that the softmax scale is 1. One run-time branch around each loop.
 //
-// apply(): scores to modified scores, in the forwards. grad(): the same, and dS to the gradient of raw scores, in the
-// backward. Each kernel family calls them at one place, and the tile of scores comes with its coordinates, so that a
-// modifier is written here only. apply<Modifiers>() and kernels/sm90/fwd_softmax_step.h have faster forms.
+// apply() modifies scores, in the forwards; grad() also turns dS into the gradient of raw scores, in the backwards.
+// Each kernel family calls them in one place and passes the coordinates of the tile of scores, so that a modifier is
+// written here only. apply<Modifiers>() and kernels/sm90/fwd_softmax_step.h have faster forms.
 #pragma once
 
 #include <cute/tensor_impl.hpp>
@@ -14,7 +14,7 @@
 
 namespace flash {
 
-// Built where it is used, from parameters in constant memory: keeping it would cost registers over the whole loop.
+// Built where it is used, from parameters in constant memory: keeping it would cost registers in the whole loop.
 struct ScoreMod {
   static constexpr float kLog2e = 1.4426950408889634f;
 
@@ -68,7 +68,8 @@ struct ScoreMod {
     return (softcapped ? cap(score) : score * scale_log2) + bias(diagonal, col);
   }
 
-  // apply(), and the chain rule on `gradients` of the same layout: times the derivative of the cap; a bias has none.
+  // apply() on the scores, and the chain rule on `gradients` of the same layout: times the derivative of the cap; a
+  // bias has none.
   template <class Scores, class Gradients, class Coords>
   __device__ __forceinline__ void grad(Scores& scores, Gradients& gradients, const Coords& coords, int diagonal0,
                                        int col0) const {

@@ -41,8 +41,8 @@ __device__ __forceinline__ float fully_masked_lse(const Flash_fwd_params& params
 
 __device__ __forceinline__ int clamp(int value, int low, int high) { return min(max(value, low), high); }
 
-// The segment that owns a slot, by all lanes of a warp: a 32-way search, so that up to 30 sequences cost one memory
-// latency. `packed`: rows of a tile per row of the tensor (packed query heads).
+// The segment that owns a slot, found by all lanes of a warp: a 32-way search, so that up to 30 sequences cost one
+// memory latency. `packed`: rows of a tile per row of the tensor (packed query heads).
 __device__ __forceinline__ int find_segment(const int* segments, int batch, int slot, int block_m, int packed = 1) {
   const int lane = threadIdx.x % 32;
   int low = 0, count = batch + 2;
@@ -63,8 +63,8 @@ __device__ __forceinline__ void set_key_range(WorkTile& tile, const Flash_fwd_pa
   tile.seqlen_k = params.varlen.key_ranges[2 * tile.batch + 1];
 }
 
-// Sets the rows of m_block `from_last`, counted from the last one of the sequence. The last rows see the most keys
-// under a causal mask: longest work tile first.
+// Sets the rows of m_block `from_last`, counted from the last one of the sequence: under a causal mask the last rows
+// see the most keys, so the longest work tile comes first.
 __device__ __forceinline__ void set_rows(WorkTile& tile, int block_m, int from_last) {
   const int m_blocks = (tile.seqlen_q + block_m - 1) / block_m;
   tile.row_begin = (m_blocks - 1 - from_last) * block_m;
@@ -120,9 +120,9 @@ __device__ __forceinline__ WorkTile work_tile_at(const Flash_fwd_params& params,
   return dense_work_tile(params, block_m, batch, batch_head - batch * params.h, index - batch_head * m_blocks);
 }
 
-// For passes before or after the main kernel, which runs heads in ascending order: in descending order a pass before it
-// ends with the heads that the kernel begins with, and one after it begins with those that the kernel ended with, while
-// they are in the L2 cache.
+// For kernels before or after the main kernel, which visits heads in ascending order. In descending order a kernel
+// before it ends with the heads that the main kernel begins with, and a kernel after it begins with those that the main
+// kernel ended with, while they are in L2.
 __device__ __forceinline__ int reversed_block() { return static_cast<int>(gridDim.x - 1 - blockIdx.x); }
 
 // The work tile of the backward: one n_block of one K/V head, and the queries of its sequence.

@@ -56,8 +56,8 @@ struct Softmax {
     return update_row_maxima(scores, scale, threshold_log2, [&](int mi, float o_scale) { correction[mi] = o_scale; });
   }
 
-  // For a tile's first block: row_max becomes the block's maximum unconditionally, nothing to correct. A row that is
-  // still fully masked counts as large: the next block must not be speculative.
+  // For a tile's first block: row_max becomes the block's maximum unconditionally, and nothing has to be corrected. A
+  // row that is still fully masked counts as large: the next block must not be speculative.
   template <class Scores>
   __device__ __forceinline__ void set_row_max(const Scores& scores, float scale) {
     bool large = false;
@@ -167,16 +167,16 @@ struct Softmax {
     }
   }
 
-  // update() of softcapped scores (scale 1) by `series`; false, with nothing done, where the warp has scores beyond the
-  // series or row_max may have to be updated. The polynomial, with as few terms as the warp's scores allow, runs beside
-  // the exponentials, and its last FMA is the one that subtracts row_max anyway.
-  // kCheckBoundByNorm: tests a bound of all scores first, exact maxima only where that fails.
+  // update() of softcapped scores (scale 1) by `series`. Returns false, with nothing done, if the warp has scores
+  // outside the range of the series or row_max may have to be updated. The polynomial, with as few terms as the warp's
+  // scores allow, overlaps the exponentials; its last FMA is the one that subtracts row_max anyway. kCheckBoundByNorm:
+  // tests a bound of all scores first, and exact maxima only if that fails.
   template <bool kCheckBoundByNorm, class Scores>
   __device__ __forceinline__ bool exp2_softcap_poly(Scores& scores, const SoftcapSeries& series,
                                                     const ShortSoftcapSeries& short_series, float threshold_log2) {
     using namespace cute;
-    // Column-major, several sums a row: a single chain of additions would decide where ptxas puts the exponentials
-    // (docs/tuning/log/fwd_sm90.md#softcap-once-more).
+    // Column-major, with several sums per row: a single chain of additions would decide where ptxas puts the
+    // exponentials (docs/tuning/findings.md, 20).
     const auto apply = [&](const auto& o_scale) {
 #pragma unroll
       for (int ni = 0; ni < size<1>(scores); ++ni) {
@@ -327,11 +327,10 @@ struct Softmax {
     }
   }
 
-  // Reduces row_sum over the quad and sets o_scale, what turns the accumulated O into the result; 0 for a fully masked
-  // row.
-  // `sink`: natural-log logit of one more key without a value, -inf for none. It is added after the quad reduction, so
-  // that it counts once; above row_max it becomes the maximum of row_sum, so that it neither overflows nor
-  // underflows.
+  // Reduces row_sum over the quad and sets o_scale, the factor from the accumulated O to the result; 0 for a fully
+  // masked row. `sink`: natural-log logit of one more key without a value, -inf for none. It is added after the quad
+  // reduction, so that it counts once; above row_max it becomes the maximum of row_sum, so that it neither overflows
+  // nor underflows.
   __device__ __forceinline__ void finalize(float (&o_scale)[kRows], float keep_scale, float scale, float sink) {
 #pragma unroll
     for (int mi = 0; mi < kRows; ++mi) {

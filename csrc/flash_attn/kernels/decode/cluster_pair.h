@@ -17,7 +17,7 @@ struct ClusterPair {
 #endif
   }
 
-  // Address in CTA `rank` of what is at `shared` in this one.
+  // Address in CTA `rank` of the object at `shared` in this one.
   template <class T>
   __device__ __forceinline__ static const T* at(const T* shared, int rank) {
 #if __CUDA_ARCH__ >= 900

@@ -13,7 +13,7 @@ namespace decode {
 
 using namespace sm80;  // the warp-level instructions
 
-// kDtype: of the cache. Codes of 8 bits are converted to fp16 in registers; Q, of either 16-bit type, in shared memory.
+// kDtype: of the cache. 8-bit values are converted to fp16 in registers; Q, of either 16-bit type, in shared memory.
 template <Dtype kDtype_, int kHeadDim_, int kSize, KvVariant kVariant>
 struct KvConfig {
   static constexpr Dtype kDtype = kDtype_;
@@ -43,14 +43,14 @@ struct KvConfig {
   static constexpr int kVectorCols = 16 / kTile.kv_bytes;  // of K and V
   // Loads of K and V: kLanesPerRow lanes to a row, a 16-byte vector each.
   static constexpr int kLanesPerRow = KvSwizzle::kWide ? (KvSwizzle::kVectors == 24 ? 8 : KvSwizzle::kVectors) : 4;
-  static constexpr int kRowsPerPass = 32 / kLanesPerRow;
+  static constexpr int kRowsPerIteration = 32 / kLanesPerRow;
   static constexpr int kWarpRows = kStep / kRowWarps;  // rows of a step that one warp loads
-  static constexpr int kRowPasses = kWarpRows / kRowsPerPass;
-  static constexpr int kColPasses = KvSwizzle::kVectors / kLanesPerRow;
+  static constexpr int kRowIterations = kWarpRows / kRowsPerIteration;
+  static constexpr int kColIterations = KvSwizzle::kVectors / kLanesPerRow;
   // kPlain: pages of a step, and steps whose pages a warp looks up at once.
   static constexpr int kStepPages = kStep / plan::kv_page_rows(kTile);
   static constexpr int kPageSteps = 32 / kStepPages;
-  static_assert(kWarpRows % kRowsPerPass == 0 && kWarpRows % 8 == 0, "a warp loads whole passes");
+  static_assert(kWarpRows % kRowsPerIteration == 0 && kWarpRows % 8 == 0, "a warp loads in whole iterations");
 
   // Shared memory: Q, row statistics, scratch of the schedule, work parts and the K/V stages of each warp group.
   // Offsets in bytes.

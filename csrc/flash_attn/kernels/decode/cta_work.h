@@ -17,7 +17,7 @@ struct CtaWork {
 
 __device__ __forceinline__ int num_work_items(const Flash_kvcache_params& params) { return params.work_items; }
 
-// Of a batch with one work item, which has `work` n_blocks.
+// For a batch with one work item of `work` n_blocks.
 __device__ __forceinline__ CtaWork single_item_cta_work(const Flash_kvcache_params& params, int index, int64_t work) {
   CtaWork cta_work;
   cta_work.cta_blocks = blocks_per_cta(work, params.thread_blocks, params.min_blocks_per_cta);
@@ -76,7 +76,7 @@ __device__ __forceinline__ CtaWork find_cta_work_by_warp(const Flash_kvcache_par
 }
 
 // Start of CTA range `index`; all threads together. scratch: 8-byte words, one for each warp and two more. With one
-// work item and no schedule `cta_blocks` stays 0: whoever loads the work item knows its n_blocks.
+// work item and no schedule `cta_blocks` stays 0: the code that loads the work item knows its n_blocks.
 __device__ __forceinline__ CtaWork find_cta_work(const Flash_kvcache_params& params, int index, int64_t* scratch) {
   const int work_items = num_work_items(params);
   CtaWork cta_work;

@@ -1,5 +1,5 @@
-// Writes new keys and values into the KV cache, keys rotated where the call asks for it. Of an invalid request nothing
-// is written.
+// Writes new keys and values into the KV cache, keys rotated if the call asks for it. Writes nothing for an invalid
+// request.
 #include <atomic>
 
 #include "core/static_switch.h"

@@ -1,6 +1,6 @@
-// Writes new keys and values into an 8-bit KV cache: keys rotated where the call asks for it, then both quantised by
-// the descales that they will be read with, or by descales of their own, which are written beside them. Rows that are
-// codes are copied. Of an invalid request nothing is written.
+// Writes new keys and values into an 8-bit KV cache: rotates keys if the call asks for it, then quantises both by the
+// cache's descales, or by a new descale of each row, which it also writes. Rows that are quantised already are copied.
+// Writes nothing for an invalid request.
 #include <atomic>
 #include <type_traits>
 
@@ -10,6 +10,7 @@
 #include "kernels/decode/descales.h"
 #include "kernels/decode/request.h"
 #include "kernels/decode/rotary.h"
+#include "plan/tiles.h"
 
 namespace flash {
 namespace {
@@ -33,6 +34,7 @@ struct QuantizedShape {
         rows(static_cast<int64_t>(params.seqlen_new) * params.h_k) {
     blocks = (rows + groups() * kRowsPerGroup - 1) >> (10 - lane_bits);
     static_assert(kThreads * kRowsPerGroup == 1 << 10, "rows of a CTA are a power of two");
+    static_assert(plan::kMaxHeadDim <= 32 * kLaneCols, "the lanes of a row are of one warp");
   }
   __host__ __device__ int lanes() const { return 1 << lane_bits; }
   __host__ __device__ int groups() const { return kThreads >> lane_bits; }
@@ -70,13 +72,13 @@ struct QuantizedRow {
   }
 
  private:
-  // Codes as they are.
+  // Copies quantised values.
   __device__ void copy() const {
     if (!exists || col >= params.d) return;
     const uint8_t* const from = source() + col;
-    uint32_t codes[2] = {};
-    for (int i = 0; i < min(params.d - col, kLaneCols); ++i) codes[i / 4] |= uint32_t{from[i]} << 8 * (i % 4);
-    store(CachePlace(params, request, token), codes);
+    uint32_t packed[2] = {};
+    for (int i = 0; i < min(params.d - col, kLaneCols); ++i) packed[i / 4] |= uint32_t{from[i]} << 8 * (i % 4);
+    store(CachePlace(params, request, token), packed);
   }
 
   __device__ void quantize() const {
@@ -91,15 +93,15 @@ struct QuantizedRow {
       token_descale[descale.of_row(place.batch, place.row, head) - descale.ptr] = own;
     }
     float factor = reciprocal_ieee(token_descale != nullptr ? own : given_descale(place));
-    uint32_t codes[2] = {};
+    uint32_t packed[2] = {};
 #pragma unroll
     for (int i = 0; i < kLaneCols; ++i) {
       if (descale.ptr != nullptr && descale.col != 0 && col + i < params.d) {
         factor = reciprocal_ieee(descale.of_head(request.index, head)[(col + i) * descale.col]);
       }
-      codes[i / 4] |= encode(multiply_ieee(values[i], factor), params.kv_dtype) << 8 * (i % 4);
+      packed[i / 4] |= quantized(multiply_ieee(values[i], factor), params.kv_dtype) << 8 * (i % 4);
     }
-    store(place, codes);
+    store(place, packed);
   }
 
   __device__ const KvDescale& given() const { return kIsKey ? params.k_descale : params.v_descale; }
@@ -131,7 +133,7 @@ struct QuantizedRow {
     }
   }
 
-  // As a cache of the element's dtype would hold it.
+  // Rounded to the element's dtype, as a cache of that dtype would hold it.
   __device__ Element rotated(const Element* from, int i) const {
     const Rotary& rotary = params.rotary;
     if (!rotates() || i >= 2 * rotary.pairs) return from[i];
@@ -163,15 +165,15 @@ struct QuantizedRow {
                                                     : head_descale(descale, request.index, head);
   }
 
-  __device__ void store(const CachePlace& place, const uint32_t (&codes)[2]) const {
+  __device__ void store(const CachePlace& place, const uint32_t (&packed)[2]) const {
     const MatrixStrides& strides = kIsKey ? params.k_strides : params.v_strides;
     uint8_t* const to = static_cast<uint8_t*>(kIsKey ? params.kcache_ptr : params.vcache_ptr) +
                         place.batch * strides.batch + place.row * strides.row + head * strides.head + col;
     if (params.new_vectors) {
-      *reinterpret_cast<uint2*>(to) = {codes[0], codes[1]};
+      *reinterpret_cast<uint2*>(to) = {packed[0], packed[1]};
       return;
     }
-    for (int i = 0; i < min(params.d - col, kLaneCols); ++i) to[i] = codes[i / 4] >> 8 * (i % 4) & 0xff;
+    for (int i = 0; i < min(params.d - col, kLaneCols); ++i) to[i] = packed[i / 4] >> 8 * (i % 4) & 0xff;
   }
 };
 

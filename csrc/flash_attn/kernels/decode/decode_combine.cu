@@ -1,5 +1,5 @@
-// Combines the partial results of split tiles. A few CTAs, each with its rows, for every CTA boundary that may split a
-// tile; they find out whether there is work while the attention still runs (PDL).
+// Combines the partial results of split tiles. Every CTA boundary that may split a tile has a few CTAs, each with some
+// of the rows; they find out whether there is work while the attention kernel still runs (PDL).
 #include <atomic>
 
 #include "core/static_switch.h"
@@ -8,13 +8,14 @@
 #include "kernels/decode/output.h"
 #include "kernels/decode/split_tile.h"
 #include "params/kvcache.h"
+#include "plan/tiles.h"
 
 namespace flash {
 namespace {
 
 using namespace decode;
 
-constexpr int kThreads = 128;  // with their registers they fit beside two CTAs of the attention
+constexpr int kThreads = 128;  // with their registers they fit next to two CTAs of the attention
 constexpr int kWarps = kCombineWarps;
 static_assert(kThreads == 32 * kWarps);
 constexpr int kBatchedLoads = kCombineLoads;
@@ -48,10 +49,11 @@ __device__ float warp_sum(float value) {
   return value;
 }
 
-// The partial results of a tile, one per lane and 32 at a time; the first ones are looked up before they are written.
+// The partial results of a tile, one per lane and 32 at a time; the first ones are looked up before the attention
+// writes them.
 struct LanePartials {
   int index;
-  int slot;        // -1: none
+  int slot;        // -1: no partial result
   int first_slot;  // of the tile's first partial result, which exists
 
   __device__ LanePartials(const Flash_kvcache_params& params, const SplitTile& tile)
@@ -131,7 +133,7 @@ struct RowLoads {
   }
 };
 
-// Adds kBatchedLoads of the 32 partial results to the sum. `weight` is that of the lane's.
+// Adds kBatchedLoads of the 32 partial results to the sum. `weight`: of this lane's partial result.
 template <int kQuads>
 __device__ void add_rows(RowValue<kQuads>& sum, float weight, int first_partial,
                          const RowValue<kQuads> (&values)[kBatchedLoads]) {
@@ -149,7 +151,7 @@ __device__ RowStats sum_partials(const Flash_kvcache_params& params, const Split
                                  RowValue<kQuads>& sum) {
   const float scale = params.softmax_scale_log2;
   RowStats stats{-INFINITY, 0.0f};
-  bool rejected = false;
+  bool invalid = false;
   sum.clear();
   RowValue<kQuads> values[kBatchedLoads];
 #pragma unroll 1
@@ -157,7 +159,7 @@ __device__ RowStats sum_partials(const Flash_kvcache_params& params, const Split
     RowStats own = loads.load_stats();
     loads.load_rows(values);
     if (partials.slot < 0) own = RowStats{-INFINITY, 0.0f};
-    rejected |= own.rejected();
+    invalid |= own.invalid();
     const float top = fmaxf(stats.max, warp_max(own.max));
     const float weight = partial_weight(own.max, top, scale);
     const float correction = partial_weight(stats.max, top, scale);
@@ -177,7 +179,7 @@ __device__ RowStats sum_partials(const Flash_kvcache_params& params, const Split
     partials.next(params, tile);
     loads = RowLoads<kQuads>(params, partials, row, warps.first_partial());
   }
-  if (__any_sync(0xffffffffu, rejected)) stats.sum = RowStats::kRejected;
+  if (__any_sync(0xffffffffu, invalid)) stats.sum = RowStats::kInvalid;
   return stats;
 }
 
@@ -268,7 +270,7 @@ __device__ void sum_warps(float4* shared, RowValue<kQuads>& sum) {
   }
 }
 
-// After SplitRule::kAnywhere and kEqualSplits.
+// The combine after SplitRule::kAnywhere and kEqualSplits.
 template <class Element, int kQuads>
 __global__ void __launch_bounds__(kThreads, 4)
     decode_combine_kernel(const __grid_constant__ Flash_kvcache_params params) {
@@ -283,7 +285,7 @@ __global__ void __launch_bounds__(kThreads, 4)
       combines_by_tile(params) ? tile_at(params, index, scratch) : tile_split_before(params, index + 1, scratch);
   const int begin = (static_cast<int>(blockIdx.x) - index * blocks) * rows, end = min(begin + rows, tile.rows);
   const bool idle = begin >= end;
-  // The first CTA waits in any case, so that this kernel never ends before the attention has.
+  // The first CTA always waits, so that this kernel never ends before the attention has.
   if (idle && blockIdx.x > 0) return;
   const int warp = threadIdx.x / 32;
   const bool splits_row = rows == 1;
@@ -303,7 +305,7 @@ __global__ void __launch_bounds__(kThreads, 4)
   if (writes) output.store(params, stats, sum);
 }
 
-// After SplitRule::kFixedSplits.
+// The combine after SplitRule::kFixedSplits.
 template <class Element, int kQuads>
 __global__ void __launch_bounds__(kThreads)
     decode_combine_ordered_kernel(const __grid_constant__ Flash_kvcache_params params) {
@@ -334,6 +336,7 @@ cudaError_t run(const Flash_kvcache_params& params, cudaStream_t stream) {
 
 template <class Element>
 cudaError_t run(const Flash_kvcache_params& params, cudaStream_t stream) {
+  static_assert(plan::kMaxHeadDim <= 2 * 128, "the lanes of a warp hold two float4 each");
   return params.padded_dim <= 128 ? run<Element, 1>(params, stream) : run<Element, 2>(params, stream);
 }
 

@@ -1,5 +1,5 @@
-// Codes as fp16 numbers, for the kernel families that read no codes: the keys and values that a call sees, gathered
-// from a cache, from pages or from packed rows.
+// Gathers and dequantises to fp16 the visible K and V of a cache, of pages or of packed rows, for the prefill kernels,
+// which take 16-bit K and V.
 #include <algorithm>
 #include <atomic>
 
@@ -8,7 +8,7 @@
 #include "kernels/common/paged_kv.h"
 #include "kernels/decode/descales.h"
 #include "kernels/decode/request.h"
-#include "kernels/decode/row_units.h"
+#include "kernels/decode/row_vectors.h"
 
 namespace flash {
 namespace {
@@ -16,35 +16,35 @@ namespace {
 using namespace decode;
 
 constexpr int kThreads = 256;
-constexpr int kUnits = 4;  // of a thread, whose reads are in flight together
-constexpr int kBlockUnits = 2 * kThreads * kUnits;
+constexpr int kThreadVectors = 4;  // of a thread; their reads are in flight together
+constexpr int kBlockVectors = 2 * kThreads * kThreadVectors;
 constexpr int kBlocksPerSm = 3;
 constexpr int kWaves = 8;  // of CTAs at most: capacities are far above lengths, and CTAs without keys cost time
-constexpr int kMostBlockKeys = 256;  // keys of an n_block: rows beside those that are seen are loaded with them
+constexpr int kMostBlockKeys = 256;  // keys of an n_block: masked rows in the same block are loaded too
 
-// A unit times a descale, or times one for each of its columns.
-template <Dtype kCodes>
-__device__ __forceinline__ uint4 dequantize(uint2 codes, float descale, const float* of_channels, int64_t stride) {
-  float values[kUnitCols];
-  decode_unit<kCodes>(codes, values);
+// A vector times one descale, or times one for each column.
+template <Dtype kQuantized>
+__device__ __forceinline__ uint4 dequantize(uint2 packed, float descale, const float* of_channels, int64_t stride) {
+  float values[kRowVectorCols];
+  unpack_vector<kQuantized>(packed, values);
 #pragma unroll
-  for (int i = 0; i < kUnitCols; ++i) values[i] *= of_channels == nullptr ? descale : of_channels[i * stride];
-  return pack_unit<Dtype::kFp16>(values);
+  for (int i = 0; i < kRowVectorCols; ++i) values[i] *= of_channels == nullptr ? descale : of_channels[i * stride];
+  return pack_vector<Dtype::kFp16>(values);
 }
 
 struct DequantizeArguments {
   Flash_kvcache_params params;
   DequantizedKv to;
-  FastDiv units_of_row, units_of_head;
+  FastDiv vectors_of_row, vectors_of_head;
   int rows_of_block;
-  int ctas_of_sequence;  // for K; V has as many. Each takes every so many-th block
+  int ctas_of_sequence;  // CTAs of a sequence for K; V has as many. Each takes every ctas_of_sequence-th block
 
   DequantizeArguments(const Flash_kvcache_params& params_, const DequantizedKv& to_)
       : params(params_),
         to(to_),
-        units_of_row(params.h_k * params.d / kUnitCols),
-        units_of_head(params.d / kUnitCols),
-        rows_of_block(kBlockUnits / units_of_row.divisor) {
+        vectors_of_row(params.h_k * params.d / kRowVectorCols),
+        vectors_of_head(params.d / kRowVectorCols),
+        rows_of_block(kBlockVectors / vectors_of_row.divisor) {
     if (rows_of_block == 0) rows_of_block = 1;
     const int rows = to.rows_per_sequence > 0 ? to.rows_per_sequence : params.seqlen_k;
     const int blocks = (rows + rows_of_block - 1) / rows_of_block;
@@ -57,10 +57,10 @@ struct DequantizeArguments {
 
 // The keys of a sequence that are dequantised.
 struct SourceKeys {
-  KvRequest request;  // of packed rows: of none
+  KvRequest request;  // unused for packed rows
   int begin = 0;
   int end = 0;
-  int zeros_begin = 0, zeros_end = 0;  // the rows around them that are written too
+  int zeros_begin = 0, zeros_end = 0;  // rows around them that are written as zeros
 };
 
 __device__ __forceinline__ SourceKeys packed_rows(const Flash_kvcache_params& params) {
@@ -75,10 +75,10 @@ __device__ __forceinline__ SourceKeys sequence_keys(const DequantizeArguments& a
   const int room = arguments.to.rows_per_sequence;
   SourceKeys keys;
   keys.request = params.is_varlen() ? packed_request(params, index + 1) : kv_request(params, index);
-  const int count = min(keys.request.seqlen_k, room);  // of longer sequences the results are not used
+  const int count = min(keys.request.seqlen_k, room);  // the results of longer sequences are not used
   if (is_first && arguments.to.key_ranges != nullptr) {
-    // Of packed sequences, keys in invalid pages are zeros.
-    const bool has_keys = params.is_varlen() || takes_part(params, keys.request);
+    // In packed sequences, keys in invalid pages become zeros.
+    const bool has_keys = params.is_varlen() || is_active(params, keys.request);
     if (threadIdx.x == 0) {
       arguments.to.key_ranges[2 * index] = index * room;
       arguments.to.key_ranges[2 * index + 1] = has_keys ? count : 0;
@@ -95,7 +95,7 @@ __device__ __forceinline__ SourceKeys sequence_keys(const DequantizeArguments& a
   return keys;
 }
 
-// A key: where its codes and its descales lie.
+// Where the values and descales of a key are.
 struct KeyPlace {
   int64_t batch;  // page, or sequence of the cache
   int64_t row;
@@ -113,37 +113,37 @@ struct KeyPlace {
 };
 
 // Rows of K, or of V, of one sequence.
-template <Dtype kCodes>
+template <Dtype kQuantized>
 struct Dequantizer {
   const DequantizeArguments& arguments;
   const SourceKeys& keys;
   const uint8_t* from;
   const MatrixStrides& strides;
   const KvDescale& descale;
-  bool by_power;  // of the descale of a head, see DequantizedKv
+  bool by_power;  // only by the power of two of a head's descale, see DequantizedKv
   __half* to;     // row of key 0
 
-  struct Unit {
-    uint2 codes;
+  struct Vector {
+    uint2 packed;
     float descale;
     int64_t at;  // in `to`; -1: none
     const float* of_channels;
   };
 
-  __device__ __forceinline__ Unit load(int first_key, int unit) const {
+  __device__ __forceinline__ Vector load(int first_key, int vector) const {
     const Flash_kvcache_params& params = arguments.params;
-    const int block_row = arguments.units_of_row.divide(unit), key = first_key + block_row;
-    Unit result{{0, 0}, 1.0f, -1, nullptr};
+    const int block_row = arguments.vectors_of_row.divide(vector), key = first_key + block_row;
+    Vector result{{0, 0}, 1.0f, -1, nullptr};
     if (block_row >= arguments.rows_of_block || key < keys.zeros_begin || key >= keys.zeros_end) return result;
-    const int of_row = unit - block_row * arguments.units_of_row.divisor;
-    const int head = arguments.units_of_head.divide(of_row);
-    const int col = (of_row - head * arguments.units_of_head.divisor) * kUnitCols;
-    result.at = (static_cast<int64_t>(key) * arguments.units_of_row.divisor + of_row) * kUnitCols;
+    const int of_row = vector - block_row * arguments.vectors_of_row.divisor;
+    const int head = arguments.vectors_of_head.divide(of_row);
+    const int col = (of_row - head * arguments.vectors_of_head.divisor) * kRowVectorCols;
+    result.at = (static_cast<int64_t>(key) * arguments.vectors_of_row.divisor + of_row) * kRowVectorCols;
     if (key < keys.begin || key >= keys.end) return result;
     const KeyPlace place(params, keys.request, key);
     if (!place.valid) return result;
     const int64_t offset = place.batch * strides.batch + place.row * strides.row + head * strides.head + col;
-    result.codes = load_codes(from + offset, params.kv_vector_bytes, kUnitCols);
+    result.packed = load_quantized(from + offset, params.kv_vector_bytes, kRowVectorCols);
     if (descale.ptr == nullptr) return result;
     if (descale.by_row) {
       result.descale = *descale.of_row(place.batch, place.row, head);
@@ -160,28 +160,29 @@ struct Dequantizer {
     return result;
   }
 
-  __device__ __forceinline__ void store(const Unit& unit) const {
-    if (unit.at < 0) return;
-    *reinterpret_cast<uint4*>(to + unit.at) =
-        dequantize<kCodes>(unit.codes, unit.descale, unit.of_channels, descale.col);
+  __device__ __forceinline__ void store(const Vector& vector) const {
+    if (vector.at < 0) return;
+    *reinterpret_cast<uint4*>(to + vector.at) =
+        dequantize<kQuantized>(vector.packed, vector.descale, vector.of_channels, descale.col);
   }
 
-  // Of the keys from first_key on, those of a thread block.
+  // A thread block's share of the keys from first_key on.
   __device__ __forceinline__ void run(int first_key) const {
-    const int all_units = arguments.rows_of_block * arguments.units_of_row.divisor;
+    const int all_vectors = arguments.rows_of_block * arguments.vectors_of_row.divisor;
 #pragma unroll 1
-    for (int first = threadIdx.x; first < all_units; first += kThreads * kUnits) {
-      Unit units[kUnits];
+    for (int first = threadIdx.x; first < all_vectors; first += kThreads * kThreadVectors) {
+      Vector vectors[kThreadVectors];
 #pragma unroll
-      for (int i = 0; i < kUnits; ++i) units[i] = load(first_key, first + i * kThreads);
+      for (int i = 0; i < kThreadVectors; ++i) vectors[i] = load(first_key, first + i * kThreads);
 #pragma unroll
-      for (int i = 0; i < kUnits; ++i) store(units[i]);
+      for (int i = 0; i < kThreadVectors; ++i) store(vectors[i]);
     }
   }
 };
 
-// No call of allow_next_kernel(): the forward, which may be launched as this kernel's dependent, reads all of it.
-template <Dtype kCodes>
+// Never calls allow_next_kernel(): the forward, which may be launched as this kernel's dependent, reads all of its
+// results.
+template <Dtype kQuantized>
 __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     dequantize_kv_kernel(const __grid_constant__ DequantizeArguments arguments) {
   const Flash_kvcache_params& params = arguments.params;
@@ -193,8 +194,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   const bool is_value = cta >= ctas;
   if (is_value) cta -= ctas;
   const int64_t first_row = static_cast<int64_t>(index) * arguments.to.rows_per_sequence;
-  const int64_t offset = first_row * arguments.units_of_row.divisor * kUnitCols;
-  const Dequantizer<kCodes> dequantizer{
+  const int64_t offset = first_row * arguments.vectors_of_row.divisor * kRowVectorCols;
+  const Dequantizer<kQuantized> dequantizer{
       arguments,
       keys,
       static_cast<const uint8_t*>(is_value ? params.v_ptr : params.k_ptr),
@@ -206,11 +207,11 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   for (int first_key = begin + cta * rows; first_key < keys.zeros_end; first_key += step) dequantizer.run(first_key);
 }
 
-template <Dtype kCodes>
+template <Dtype kQuantized>
 cudaError_t run_kv(const DequantizeArguments& arguments, cudaStream_t stream) {
   static std::atomic<uint64_t> configured_devices{0};
   const int64_t ctas = int64_t{2} * arguments.sequences() * arguments.ctas_of_sequence;
-  return launch(dequantize_kv_kernel<kCodes>, ctas, kThreads, 0, arguments, arguments.params.device, stream,
+  return launch(dequantize_kv_kernel<kQuantized>, ctas, kThreads, 0, arguments, arguments.params.device, stream,
                 configured_devices);
 }
 

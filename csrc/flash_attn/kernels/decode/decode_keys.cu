@@ -1,5 +1,4 @@
-// What the forward's kernel families, which serve calls of many query rows, need around them: the key ranges of each
-// request, and the LSE of requests that take no part.
+// Around a prefill over a KV cache: key ranges of each request before it, the LSE of inactive requests after it.
 #include <atomic>
 
 #include "kernels/common/launch.h"
@@ -22,17 +21,17 @@ struct KeysArguments {
 __global__ void __launch_bounds__(kThreads) kvcache_keys_kernel(const __grid_constant__ KeysArguments arguments) {
   const Flash_kvcache_params& params = arguments.params;
   const KvRequest request = kv_request(params, blockIdx.x);
-  const bool has_keys = takes_part(params, request);
+  const bool has_keys = is_active(params, request);
   if (threadIdx.x > 0) return;
   const int sequence_begin = params.paged.block_table != nullptr ? 0 : request.cache_row * arguments.rows_per_sequence;
   arguments.cached_keys[2 * request.index] = sequence_begin + request.first_row;
   arguments.cached_keys[2 * request.index + 1] = has_keys ? request.seqlen_k : 0;
 }
 
-// To the forward a request that takes no part is one without keys, whose LSE is the sink.
+// The prefill treats an inactive request as one without keys, whose LSE is the sink.
 __global__ void __launch_bounds__(kThreads) kvcache_lse_kernel(const __grid_constant__ Flash_kvcache_params params) {
   const KvRequest request = kv_request(params, blockIdx.x);
-  if (takes_part(params, request)) return;
+  if (is_active(params, request)) return;
   const int64_t rows = static_cast<int64_t>(params.h) * params.seqlen_q;
   float* const lse = params.softmax_lse_ptr + request.index * rows;
   for (int64_t row = threadIdx.x; row < rows; row += kThreads) lse[row] = INFINITY;

@@ -1,4 +1,4 @@
-// Rotated queries, for the forward's kernel families, which serve calls of many query rows.
+// Rotates queries, for a prefill over a KV cache.
 #include <atomic>
 
 #include "core/static_switch.h"
@@ -19,16 +19,16 @@ struct RotateArguments {
   void* rotated;
 };
 
-// Units of work of a row: its rotated pairs, then the columns that are not rotated.
-__host__ __device__ int units_of_row(const Flash_kvcache_params& params) { return params.d - params.rotary.pairs; }
+// Threads of a row: one for each rotated pair, then one for each column that is not rotated.
+__host__ __device__ int threads_of_row(const Flash_kvcache_params& params) { return params.d - params.rotary.pairs; }
 
 template <class Element>
 __global__ void __launch_bounds__(kThreads) kvcache_rotate_kernel(const __grid_constant__ RotateArguments arguments) {
   const Flash_kvcache_params& params = arguments.params;
   const Rotary& rotary = params.rotary;
   const int64_t index = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-  const int64_t row = index / units_of_row(params);  // of (b, seqlen_q, h)
-  const int unit = static_cast<int>(index - row * units_of_row(params));
+  const int64_t row = index / threads_of_row(params);  // of (b, seqlen_q, h)
+  const int place = static_cast<int>(index - row * threads_of_row(params));
   const int64_t batch = row / params.h / params.seqlen_q;
   if (batch >= params.b) return;
   const KvRequest request = kv_request(params, static_cast<int>(batch));
@@ -38,13 +38,13 @@ __global__ void __launch_bounds__(kThreads) kvcache_rotate_kernel(const __grid_c
   const Element* const from = static_cast<const Element*>(params.q_ptr) + batch * params.q_strides.batch +
                               token * params.q_strides.row + head * params.q_strides.head;
   Element* const to = static_cast<Element*>(arguments.rotated) + row * params.d;
-  if (unit >= rotary.pairs) {
-    to[unit + rotary.pairs] = from[unit + rotary.pairs];
+  if (place >= rotary.pairs) {
+    to[place + rotary.pairs] = from[place + rotary.pairs];
     return;
   }
-  const RotaryPair cols = rotary_pair(rotary, unit);
+  const RotaryPair cols = rotary_pair(rotary, place);
   Element a = from[cols.first], b = from[cols.second];
-  rotate_pair(rotary, request.cached + (rotary.one_position ? 0 : token), unit, a, b);
+  rotate_pair(rotary, request.cached + (rotary.one_position ? 0 : token), place, a, b);
   to[cols.first] = a;
   to[cols.second] = b;
 }
@@ -53,8 +53,8 @@ template <class Element>
 cudaError_t run(const Flash_kvcache_params& params, void* rotated, cudaStream_t stream) {
   static std::atomic<uint64_t> configured_devices{0};
   const RotateArguments arguments{params, rotated};
-  const int64_t units = static_cast<int64_t>(params.b) * params.seqlen_q * params.h * units_of_row(params);
-  return launch(kvcache_rotate_kernel<Element>, (units + kThreads - 1) / kThreads, kThreads, 0, arguments,
+  const int64_t threads = static_cast<int64_t>(params.b) * params.seqlen_q * params.h * threads_of_row(params);
+  return launch(kvcache_rotate_kernel<Element>, (threads + kThreads - 1) / kThreads, kThreads, 0, arguments,
                 params.device, stream, configured_devices);
 }
 

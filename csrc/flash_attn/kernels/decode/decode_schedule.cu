@@ -19,8 +19,8 @@ struct PlanArguments {
   SchedHeader* schedule;
 };
 
-// What the prefix sum runs over: work items, or the segments of a packed batch.
-__device__ int units(const Flash_kvcache_params& params) {
+// The summands of the prefix sum: work items, or the segments of a packed batch.
+__device__ int num_summands(const Flash_kvcache_params& params) {
   return params.is_varlen() ? params.b + 2 : params.work_items;
 }
 
@@ -28,10 +28,10 @@ __device__ int segment_tiles(const Flash_kvcache_params& params, const KvQueries
   return (kv_rows(params, queries) + params.tile_rows - 1) / params.tile_rows;
 }
 
-__device__ int64_t unit_work(const Flash_kvcache_params& params, int unit) {
-  if (!params.is_varlen()) return work_item_blocks(params, unit);
-  const KvQueries queries = kv_queries<true>(params, unit - 1);
-  const KvRequest request = packed_request(params, unit);
+__device__ int64_t summand_work(const Flash_kvcache_params& params, int index) {
+  if (!params.is_varlen()) return work_item_blocks(params, index);
+  const KvQueries queries = kv_queries<true>(params, index - 1);
+  const KvRequest request = packed_request(params, index);
   int64_t work = 0;
   for (int tile = 0; tile < segment_tiles(params, queries); ++tile) {
     work += kv_work(params, queries, tile, request.seqlen_k);
@@ -39,22 +39,22 @@ __device__ int64_t unit_work(const Flash_kvcache_params& params, int unit) {
   return work;
 }
 
-// The work item of `unit`, which begins at entry.work_item_begin, that holds n_block `target`.
-__device__ void set_work_item(const Flash_kvcache_params& params, int unit, int64_t target, SchedEntry& entry) {
-  entry.work_item = unit;
+// The work item of summand `index`, which begins at entry.work_item_begin, that holds n_block `target`.
+__device__ void set_work_item(const Flash_kvcache_params& params, int index, int64_t target, SchedEntry& entry) {
+  entry.work_item = index;
   if (!params.is_varlen()) return;
-  const KvQueries queries = kv_queries<true>(params, unit - 1);
-  const KvRequest request = packed_request(params, unit);
+  const KvQueries queries = kv_queries<true>(params, index - 1);
+  const KvRequest request = packed_request(params, index);
   int tile = 0;
   for (; tile + 1 < segment_tiles(params, queries); ++tile) {
     const int64_t next = entry.work_item_begin + kv_work(params, queries, tile, request.seqlen_k);
     if (next > target) break;
     entry.work_item_begin = next;
   }
-  entry.work_item = packed_first_work_item(params, queries, unit) + tile;
+  entry.work_item = packed_first_work_item(params, queries, index) + tile;
 }
 
-// The work item at n_block `target` of the linearised work: first the thread whose units hold it, then the unit.
+// The work item at n_block `target` of the linearised work: first the thread whose summands hold it, then the summand.
 __device__ SchedEntry entry_at(const Flash_kvcache_params& params, const int64_t* ends, int64_t target) {
   int low = 0, high = kThreads - 1;
   while (low < high) {
@@ -67,18 +67,18 @@ __device__ SchedEntry entry_at(const Flash_kvcache_params& params, const int64_t
   }
   SchedEntry entry;
   entry.work_item_begin = low > 0 ? ends[low - 1] : 0;
-  const WorkItemRange own(units(params), low, kThreads);
-  int unit = own.begin;
-  for (; unit + 1 < own.end; ++unit) {
-    const int64_t next = entry.work_item_begin + unit_work(params, unit);
+  const WorkItemRange own(num_summands(params), low, kThreads);
+  int index = own.begin;
+  for (; index + 1 < own.end; ++index) {
+    const int64_t next = entry.work_item_begin + summand_work(params, index);
     if (next > target) break;
     entry.work_item_begin = next;
   }
-  set_work_item(params, unit, target, entry);
+  set_work_item(params, index, target, entry);
   return entry;
 }
 
-// Whether a packed batch has what the call is for. All threads together.
+// Whether a packed batch has sequences long enough for this call (skip_up_to_keys). All threads together.
 __device__ bool has_work(const Flash_kvcache_params& params) {
   if (!params.is_varlen() || params.skip_up_to_keys < 0) return true;
   bool is_longer = false;
@@ -91,11 +91,11 @@ __device__ bool has_work(const Flash_kvcache_params& params) {
 __global__ void __launch_bounds__(kThreads) kvcache_plan_kernel(const __grid_constant__ PlanArguments arguments) {
   extern __shared__ __align__(16) char smem[];
   const Flash_kvcache_params& params = arguments.params;
-  int64_t* const ends = reinterpret_cast<int64_t*>(smem);  // of each thread's units
+  int64_t* const ends = reinterpret_cast<int64_t*>(smem);  // of each thread's summands
   if (params.is_varlen()) prepare_varlen(params);
-  const WorkItemRange own(has_work(params) ? units(params) : 0, threadIdx.x, kThreads);
+  const WorkItemRange own(has_work(params) ? num_summands(params) : 0, threadIdx.x, kThreads);
   int64_t work = 0;
-  for (int unit = own.begin; unit < own.end; ++unit) work += unit_work(params, unit);
+  for (int index = own.begin; index < own.end; ++index) work += summand_work(params, index);
   int64_t total = 0;
   ends[threadIdx.x] = block_prefix_sum(work, ends + kThreads, total);
   __syncthreads();

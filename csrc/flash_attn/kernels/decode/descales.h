@@ -1,4 +1,4 @@
-// Descales of an 8-bit cache: those by row travel through the K/V ring, one for each key; those of heads are constants
+// Descales of an 8-bit cache: those of rows travel through the K/V ring, one for each key; those of heads are constants
 // of a tile.
 #pragma once
 
@@ -21,43 +21,43 @@ struct CopiedDescales {
   }
 };
 
-// The descale of a request and K/V head, 1 where there is none of that kind.
+// The descale of a request and K/V head; 1 if there is none of that kind.
 __device__ __forceinline__ float head_descale(const KvDescale& descale, int request, int head) {
   return descale.ptr == nullptr || descale.by_row || descale.col != 0 ? 1.0f : *descale.of_head(request, head);
 }
 
-// Probabilities times descales of V, in fp16. For these to be normal numbers they are taken relative to a unit, the
-// power of two in the largest descale that the row has seen: O is in units, and rescaled exactly where it grows. As a
-// function of the row's own keys it leaves batch-invariant results what they are.
+// Block scales, for products of probabilities and V's descales in fp16. Products are relative to a power of two, that
+// of the largest descale that the row has seen, so that they are normal numbers; O has the same scale, and is rescaled
+// exactly when it grows. It depends on the row's own keys only, so that batch-invariant results stay the same.
 template <int kRows>
-struct ValueUnits {
+struct BlockScales {
   static constexpr float kSmallest = 7.88860905221011805412e-31f;  // 2^-100: its reciprocal times kGain is finite
-  static constexpr uint32_t kLargestBits = 0x7e800000;             // 2^126: that of infinities and NaN
+  static constexpr uint32_t kLargestBits = 0x7e800000;             // 2^126, also for infinities and NaN
   static constexpr float kGain = 4096.0f;  // products are at most 2 * kGain, so that small ones stay normal too
 
-  float unit[kRows];
+  float scale[kRows];
 
   __device__ __forceinline__ void clear() {
 #pragma unroll
-    for (int mi = 0; mi < kRows; ++mi) unit[mi] = kSmallest;
+    for (int mi = 0; mi < kRows; ++mi) scale[mi] = kSmallest;
   }
 
-  // The row has met descales up to `largest`. Returns the factor of what O has so far.
+  // The row has met descales up to `largest`. Returns the factor for the O accumulated so far.
   __device__ __forceinline__ float raise(int mi, float largest) {
     const uint32_t bits = min(__float_as_uint(largest) & 0x7f800000u, kLargestBits);
-    const float raised = fmaxf(unit[mi], __uint_as_float(bits));
-    const float factor = unit[mi] * reciprocal(raised);
-    unit[mi] = raised;
+    const float raised = fmaxf(scale[mi], __uint_as_float(bits));
+    const float factor = scale[mi] * reciprocal(raised);
+    scale[mi] = raised;
     return factor;
   }
 
-  __device__ __forceinline__ float inverse(int mi) const { return kGain * reciprocal(unit[mi]); }
-  __device__ __forceinline__ float factor(int mi) const { return unit[mi] * (1.0f / kGain); }
+  __device__ __forceinline__ float inverse(int mi) const { return kGain * reciprocal(scale[mi]); }
+  __device__ __forceinline__ float factor(int mi) const { return scale[mi] * (1.0f / kGain); }
 
  private:
-  // Of a normal power of two.
-  __device__ __forceinline__ static float reciprocal(float unit) {
-    return __uint_as_float(0x7f000000u - __float_as_uint(unit));
+  // 1 / scale, for a normal power of two.
+  __device__ __forceinline__ static float reciprocal(float scale) {
+    return __uint_as_float(0x7f000000u - __float_as_uint(scale));
   }
 };
 

@@ -10,7 +10,7 @@
 namespace flash {
 namespace decode {
 
-// What becomes of a split's result.
+// Where a split's result goes.
 enum class PartialKind { kOutput, kPartial, kAccumulate, kHalf };
 
 template <class Config>
@@ -48,8 +48,8 @@ struct KvEpilogue {
     }
   }
 
-  // The tile of at most 16 rows whose halves the two CTAs of the cluster hold in shared memory. Each finishes every
-  // other kThreads vectors of it.
+  // The tile of at most 16 rows whose halves the two CTAs of the cluster hold in shared memory. Each CTA finishes every
+  // second range of kThreads vectors.
   __device__ __forceinline__ void combine_halves() const {
     const KvQueries queries = kv_queries<!Config::kPlain>(params, part.request.index);
     const int rows = min(kv_rows(params, queries) - part.row_tile * Config::kRows, Config::kRows);
@@ -89,16 +89,16 @@ struct KvEpilogue {
       const float sum = quad_sum(mainloop.softmax.row_sum[2 * mi + half]);
       if (lane % 4 == 0) {
         stats[ring.group() * 16 + row] = {mainloop.softmax.row_max[2 * mi + half],
-                                          mainloop.has_invalid_page ? RowStats::kRejected : sum};
+                                          mainloop.has_invalid_page ? RowStats::kInvalid : sum};
       }
     }
   }
 
-  // A row times V's descales: results are those of dequantised values from here on.
+  // Multiplies a row by V's descales: from here on results are those of dequantised values.
   __device__ __forceinline__ void stage_dequantized(Mainloop& mainloop, int mi, int half, float* to) const {
     const int row = threadIdx.x % 32 / 4 + 8 * half, first_col = eight_bit::o_col(threadIdx.x % 4);
     const KvDescale& descale = params.v_descale;
-    const float factor = descale.by_row ? mainloop.units.factor(2 * mi + half) : mainloop.v_descale;
+    const float factor = descale.by_row ? mainloop.block_scales.factor(2 * mi + half) : mainloop.v_descale;
 #pragma unroll
     for (int vector = 0; vector < kHeadDim / eight_bit::kVectorCols; ++vector) {
       const int col = vector * eight_bit::kVectorCols + first_col;
@@ -148,14 +148,14 @@ struct KvEpilogue {
     }
   }
 
-  // This CTA's half lies in a K/V stage: after the only part of its range all stages are free, or hold at this offset
-  // what this thread has just read.
+  // This CTA's half lies in a K/V stage. After the only part of its range all stages are free; this offset may hold
+  // only what this thread has just read.
   __device__ __forceinline__ float4* half_o(int row, int col) const {
     return reinterpret_cast<float4*>(reinterpret_cast<float*>(ring.first_stage()) + smem_offset(row, col));
   }
   __device__ __forceinline__ RowStats* half_stats() const { return stats + Config::kGroups * 16; }
 
-  // The first warp group that has the K/V head of row `tile_row`; all of them are `tile_heads` apart.
+  // The first warp group with the K/V head of row `tile_row`; the others follow at distances of `tile_heads`.
   __device__ __forceinline__ int first_group(int tile_row) const {
     if (ring.group_step.pair_bit() == 0) return 0;
     const int row = part.row_tile * Config::kRows + tile_row;
@@ -168,14 +168,14 @@ struct KvEpilogue {
     const int first = first_group(tile_row), heads = Config::kMayPairHeads ? params.tile_heads : 1;
     RowStats group[Config::kGroups];
     total.max = -INFINITY;
-    bool rejected = false;
+    bool invalid = false;
 #pragma unroll
     for (int i = 0; i < Config::kGroups; ++i) {
       const int g = first + i * heads;
       if (g >= Config::kGroups) break;
       group[i] = stats[g * 16 + row];
       total.max = fmaxf(total.max, group[i].max);
-      rejected |= group[i].rejected();
+      invalid |= group[i].invalid();
     }
     float4 value{};
     total.sum = 0.0f;
@@ -188,7 +188,7 @@ struct KvEpilogue {
       value = add_scaled(value, weight, partial);
       total.sum = __fmaf_rn(weight, group[i].sum, total.sum);
     }
-    if (rejected) total.sum = RowStats::kRejected;
+    if (invalid) total.sum = RowStats::kInvalid;
     return value;
   }
 

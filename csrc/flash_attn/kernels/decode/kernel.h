@@ -63,9 +63,9 @@ __device__ __forceinline__ bool has_invalid_page_beside(const Flash_kvcache_para
   return __syncthreads_or(invalid);
 }
 
-// The m_blocks of this CTA range, each with the split of its keys that lies in it. One loop over all n_blocks: with
-// one over those of a split in it, the code of ring.advance() stands twice (10 to 40 % more). True: the other CTA of
-// the cluster has the rest of the last m_block.
+// The m_blocks of this CTA range, each with the split of its keys in the range. One loop over all n_blocks: with an
+// inner loop over those of a split, the code of ring.advance() would exist twice (10 to 40 % more time). Returns true
+// if the other CTA of the cluster has the rest of the last m_block.
 template <class Config>
 __device__ __forceinline__ bool compute_attn_1rowblock_splitkv(const Flash_kvcache_params& params,
                                                                KvMainloop<Config>& mainloop, KvRing<Config>& ring,
@@ -110,7 +110,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
   Element* const q_rows = reinterpret_cast<Element*>(smem);
   RowStats* const stats = reinterpret_cast<RowStats*>(smem + Config::kStatsAt);
 
-  // The append kernel writes new rows alone: the ring waits for it where it reads these.
+  // The append kernel writes only new rows: the ring waits for it before it reads these.
   if (params.seqlen_new == 0) wait_for_previous_kernel();
   KvRing<Config> ring(params, find_cta_work(params, blockIdx.x, reinterpret_cast<int64_t*>(smem + Config::kScratchAt)),
                       smem);

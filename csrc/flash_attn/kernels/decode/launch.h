@@ -55,7 +55,7 @@ cudaError_t run_flash_fwd_split_variant(Flash_kvcache_params& params, cudaStream
 
 template <Dtype kDtype, int kHeadDim>
 cudaError_t run_mha_fwd_split_sm80(const Flash_kvcache_params& call, cudaStream_t stream) {
-  Flash_kvcache_params params = call;  // the combine has to know how the attention was launched
+  Flash_kvcache_params params = call;  // the combine needs to know how the attention was launched
   cudaError_t status = cudaErrorInvalidValue;
   if (params.tile_size == 0) status = run_flash_fwd_split_variant<kDtype, kHeadDim, 0>(params, stream);
   if constexpr (plan::kv_size_exists(kHeadDim, 1, kDtype)) {

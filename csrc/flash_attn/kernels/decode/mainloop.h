@@ -1,6 +1,7 @@
-// Mainloop of the decode kernel: S = Q K^T, online softmax, O += P V, a warp takes one step of keys at a time. Warp
-// groups visit the same n_blocks, each its own step of them, and meet only when a split is combined. Where a tile has
-// two K/V heads, a group multiplies the queries of both by its own; the rows of the other one come to nothing.
+// Mainloop of the decode kernel: S = Q K^T, online softmax, O += P V; a warp takes one step of keys at a time. Warp
+// groups visit the same n_blocks, each a different step of them, and meet only when a split is combined. If a tile has
+// two K/V heads, a group multiplies the queries of both heads by one of them; the other head's rows are computed and
+// discarded.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -22,7 +23,7 @@ struct KvMainloop {
   using KvSwizzle = typename Config::KvSwizzle;
   static constexpr int kRows = 2 * Config::kRowTiles;  // accumulator rows per thread
   static constexpr int kSlices = Config::kHeadDim / 16;
-  struct NoUnits {};
+  struct NoScales {};
   template <int kCols>
   using Accumulator = decltype(cute::make_tensor<float>(
       cute::Shape<cute::Shape<cute::_2, cute::_2>, cute::Int<Config::kRowTiles>, cute::Int<kCols / 8>>{}));
@@ -33,7 +34,7 @@ struct KvMainloop {
 
   Accumulator<Config::kHeadDim> acc_o;  // ((2, 2), MMA_M, MMA_D); over 8 bits its columns are those of eight_bit::o_col
   ExactSoftmax<kRows> softmax;
-  bool has_invalid_page = false;  // some key so far lies in an invalid page
+  bool has_invalid_page = false;  // some key so far is in an invalid page
 
   WorkPart part;
   KvTokens tokens;
@@ -41,7 +42,7 @@ struct KvMainloop {
   Visibility visibility;
   int full_begin = 0, full_end = 0;
   float k_descale = 1.0f, v_descale = 1.0f;  // of the group's head, unless by row or channel
-  std::conditional_t<Config::kEightBit, ValueUnits<kRows>, NoUnits> units;
+  std::conditional_t<Config::kEightBit, BlockScales<kRows>, NoScales> block_scales;
 
   __device__ __forceinline__ KvMainloop(const Flash_kvcache_params& params_, const KvRing<Config>& ring_,
                                         const Element* q_rows_)
@@ -54,7 +55,7 @@ struct KvMainloop {
     visibility = Visibility{queries.count, part.request.seqlen_k, params.window};
     full_begin = visibility.key_begin(tokens.end - 1);
     full_end = visibility.key_end(tokens.begin);
-    has_invalid_page = part.request.rejected;
+    has_invalid_page = part.request.invalid;
     if constexpr (Config::kEightBit) {
       k_descale = head_descale(params.k_descale, part.request.index, ring.head(part));
       v_descale = head_descale(params.v_descale, part.request.index, ring.head(part));
@@ -64,7 +65,7 @@ struct KvMainloop {
   __device__ __forceinline__ void begin_split() {
     cute::clear(acc_o);
     softmax.clear();
-    if constexpr (Config::kEightBit) units.clear();
+    if constexpr (Config::kEightBit) block_scales.clear();
   }
 
   // The current step of the ring, of n_block `block`.
@@ -73,7 +74,7 @@ struct KvMainloop {
     Accumulator<Config::kStep> acc_s;  // ((2, 2), MMA_M, MMA_N)
     clear(acc_s);
     if constexpr (Config::kEightBit) {
-      multiply_q_codes(acc_s);
+      multiply_quantized_k(acc_s);
     } else {
       multiply_q_k(acc_s);
     }
@@ -92,12 +93,12 @@ struct KvMainloop {
     }
     auto out = row_col_view(acc_o);  // ((2, MMA_M), (2, MMA_D))
     if constexpr (Config::kEightBit) {
-      if (params.v_descale.by_row) raise_units(scores, out, is_masked);
+      if (params.v_descale.by_row) raise_block_scales(scores, out, is_masked);
     }
     softmax.update(scores, out, params.softmax_scale_log2);
     if constexpr (Config::kEightBit) {
       if (params.v_descale.by_row) scale_probabilities(scores, is_masked);
-      multiply_p_codes(acc_s);
+      multiply_quantized_v(acc_s);
     } else {
       multiply_p_v(acc_s);
     }
@@ -117,7 +118,7 @@ struct KvMainloop {
     return *reinterpret_cast<const float2*>(descales + pair * 8 + lane() % 4 * 2);
   }
 
-  // Raw scores are those of dequantised keys from here on: the row max, score modifiers and the LSE need no descale.
+  // From here on raw scores are those of dequantised keys: the row max, score modifiers and the LSE need no descale.
   template <class Scores>
   __device__ __forceinline__ void scale_scores(Scores& scores) const {
 #pragma unroll
@@ -132,9 +133,9 @@ struct KvMainloop {
     }
   }
 
-  // Descales of keys that a row does not see must not count: another call may not have these keys.
+  // Descales of keys that a row does not see must not matter: another call may not have these keys.
   template <class Scores, class Out>
-  __device__ __forceinline__ void raise_units(const Scores& scores, Out& out, bool is_masked) {
+  __device__ __forceinline__ void raise_block_scales(const Scores& scores, Out& out, bool is_masked) {
     float factor[kRows], of_all = 0.0f;
     const float* const descales = ring.k_descales() + Config::kStep;
 #pragma unroll
@@ -155,7 +156,7 @@ struct KvMainloop {
           if (scores(mi, 2 * pair + 1) > -INFINITY) largest = fmaxf(largest, fabsf(descale.y));
         }
       }
-      factor[mi] = units.raise(mi, quad_max(largest));
+      factor[mi] = block_scales.raise(mi, quad_max(largest));
       any_raised |= factor[mi] != 1.0f;
     }
     if (!__any_sync(0xffffffffu, any_raised)) return;
@@ -166,12 +167,12 @@ struct KvMainloop {
     }
   }
 
-  // A key that a row does not see may have a descale far above the row's unit, or NaN: its probability stays 0.
+  // A key that a row does not see may have a descale far above the row's block scale, or NaN: its probability stays 0.
   template <class Scores>
   __device__ __forceinline__ void scale_probabilities(Scores& scores, bool is_masked) const {
 #pragma unroll
     for (int mi = 0; mi < kRows; ++mi) {
-      const float inverse = units.inverse(mi);
+      const float inverse = block_scales.inverse(mi);
 #pragma unroll
       for (int pair = 0; pair < Config::kStep / 8; ++pair) {
         const float2 descale = descale_pair(ring.k_descales() + Config::kStep, pair);
@@ -222,7 +223,7 @@ struct KvMainloop {
 
   // All keys of a step are one ldmatrix, and its words operands B (core/eight_bit.h); Q's columns are permuted alike.
   template <class Acc>
-  __device__ __forceinline__ void multiply_q_codes(Acc& acc_s) const {
+  __device__ __forceinline__ void multiply_quantized_k(Acc& acc_s) const {
     const int q_row = ring.row_warp() * 16 * Config::kRowTiles + lane() % 16;
     const int q_vector = lane() / 16 ^ Swizzle::key(lane() % 16);
     const Element* const q = q_rows + q_row * Config::kHeadDim;
@@ -238,7 +239,7 @@ struct KvMainloop {
 #pragma unroll
       for (int ni = 0; ni < 4; ++ni) {
         uint32_t b0, b1;
-        decode_keys<Config::kDtype>(words[ni], b0, b1);
+        keys_to_half<Config::kDtype>(words[ni], b0, b1);
 #pragma unroll
         for (int mi = 0; mi < Config::kRowTiles; ++mi) multiply(square(acc_s, mi, ni), a[mi], b0, b1, Element{});
       }
@@ -247,7 +248,7 @@ struct KvMainloop {
 
   // A 16-byte vector of V makes two squares of O, of its even and of its odd columns.
   template <class Acc>
-  __device__ __forceinline__ void multiply_p_codes(const Acc& acc_s) {
+  __device__ __forceinline__ void multiply_quantized_v(const Acc& acc_s) {
     const int v_row = lane() % 16;
     const int v_vector = lane() / 16 ^ KvSwizzle::key(v_row);
     const typename Config::Stored* const v = ring.v_stage() + v_row * Config::kHeadDim;
@@ -264,8 +265,8 @@ struct KvMainloop {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           uint32_t even[2], odd[2];  // of keys 0 to 7, and 8 to 15
-          decode_values<Config::kDtype>(words[2 * i], even[0], odd[0]);
-          decode_values<Config::kDtype>(words[2 * i + 1], even[1], odd[1]);
+          values_to_half<Config::kDtype>(words[2 * i], even[0], odd[0]);
+          values_to_half<Config::kDtype>(words[2 * i + 1], even[1], odd[1]);
 #pragma unroll
           for (int mi = 0; mi < Config::kRowTiles; ++mi) {
             multiply(square(acc_o, mi, 2 * (vector + i)), a[mi], even[0], even[1], Element{});

@@ -9,7 +9,7 @@
 namespace flash {
 namespace decode {
 
-// Address of four columns of a row. Apart from the result, so that a kernel can compute it before a wait.
+// Address of four columns of a row. Separate from the result, so that a kernel can compute it before a wait.
 template <class Element>
 struct OutputAddress {
   Element* to = nullptr;
@@ -43,7 +43,7 @@ __device__ __forceinline__ float head_sink(const Flash_kvcache_params& params, i
 template <class Element>
 __device__ __forceinline__ void store_output(const OutputAddress<Element>& address, const RowEnd& row,
                                              const float4& value) {
-  // A fully masked or rejected row is 0 even where its sum is NaN.
+  // A fully masked row, or a row of an invalid request, is 0 even if its sum is NaN.
   const float4 result = row.has_keys() ? scaled(row.o_scale(), value) : float4{};
   const uint2 packed{pack_pair(result.x, result.y, Element{}), pack_pair(result.z, result.w, Element{})};
   if (address.vector) {

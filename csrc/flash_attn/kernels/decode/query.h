@@ -1,6 +1,5 @@
-// Loads the packed query rows of a tile into shared memory, rotated where the call asks for it. Over an 8-bit cache
-// they are of either 16-bit type, and become fp16 in the order of columns that codes have as operands
-// (core/eight_bit.h).
+// Loads the packed query rows of a tile into shared memory, rotated if the call asks for it. Over an 8-bit cache they
+// have either 16-bit type, and become fp16 with the column order of the 8-bit operands (core/eight_bit.h).
 #pragma once
 
 #include "kernels/decode/config.h"
@@ -43,7 +42,7 @@ struct KvQuery {
     if constexpr (Config::kEightBit) narrow();
   }
 
-  // Of an 8-bit cache: after copy_async(), all threads together; on return the rows are visible to all of them.
+  // For an 8-bit cache: after copy_async(), all threads together; on return the rows are visible to all of them.
   __device__ __forceinline__ void narrow() const {
     static_assert(eight_bit::q_pair_position(2) == 1 && eight_bit::q_pair_position(1) == 4, "as written here");
     constexpr int kGroups = Config::kHeadDim / eight_bit::kVectorCols;
@@ -58,7 +57,7 @@ struct KvQuery {
     __syncthreads();
   }
 
-  // In every thread's next cp.async group; without rotary.
+  // Copies into every thread's next cp.async group; without rotary.
   __device__ __forceinline__ void copy_async() const {
     const int rows = min(kv_rows(params, queries()) - first_row(), Config::kRows);
     for (int i = threadIdx.x; i < Config::kRows * Swizzle::kVectors; i += Config::kThreads) {

@@ -15,12 +15,12 @@ struct KvRequest {
   int first_row = 0;  // row of the cache that is key 0
   int seqlen_k = 0;   // keys, the appended ones included
   int cached = 0;     // rows before the appended ones, and the rotary position of the first query
-  // It does not fit, or something else of it lies outside its tensor: it is computed without being read, and its result
+  // The request does not fit, or part of it lies outside its tensor: it is computed without being read, and its result
   // is replaced. (Lengths alone decide the schedule, which may have been made before.)
-  bool rejected = true;
-  bool fits = false;  // false: padding, lengths beyond the cache, or rows of no sequence; such a request has no keys
+  bool invalid = true;
+  bool fits = false;  // false: inactive, lengths beyond the cache, or rows of no sequence; such a request has no keys
 
-  __device__ __forceinline__ bool is_valid() const { return !rejected; }
+  __device__ __forceinline__ bool is_valid() const { return !invalid; }
 };
 
 // Rows cached before the call.
@@ -38,16 +38,16 @@ __device__ __forceinline__ KvRequest kv_request(const Flash_kvcache_params& para
   request.first_row = lengths.first_row;
   request.seqlen_k = lengths.seqlen_k;
   request.fits = lengths.fits;
-  request.rejected = !lengths.fits;
+  request.invalid = !lengths.fits;
   if (params.paged.block_table == nullptr) {
     const int row = params.cache_batch_idx != nullptr ? params.cache_batch_idx[index] : index;
     const bool exists = static_cast<unsigned>(row) < static_cast<unsigned>(params.cache_batch);
-    request.rejected |= !exists;
+    request.invalid |= !exists;
     request.cache_row = exists ? row : 0;
   }
   if (kMayRotate && params.rotary.cos_ptr != nullptr && request.fits) {
     const Rotary& rotary = params.rotary;
-    request.rejected |=
+    request.invalid |=
         kv_rotary_rows(request.cached, params.seqlen_q, params.seqlen_new, rotary.one_position) > rotary.rows;
   }
   return request;
@@ -62,8 +62,8 @@ __device__ __forceinline__ KvRequest packed_request(const Flash_kvcache_params& 
   KvRequest request;
   request.index = segment - 1;
   request.fits = segment >= 1 && segment <= params.b;
-  request.rejected = !request.fits;
-  if (request.rejected) return request;
+  request.invalid = !request.fits;
+  if (request.invalid) return request;
   WorkTile block;
   block.batch = request.index;
   set_key_range(block, params);
@@ -120,7 +120,7 @@ __device__ __forceinline__ int64_t kv_work(const Flash_kvcache_params& params, c
   return static_cast<int64_t>(params.head_tiles) * kv_count(kv_range(params, queries, row_tile, seqlen_k));
 }
 
-// Of a dense batch.
+// n_blocks of a work item of a dense batch.
 __device__ __forceinline__ int64_t work_item_blocks(const Flash_kvcache_params& params, int work_item) {
   const int index = work_item / params.row_tiles;
   const KvRequest request = kv_request(params, index);
@@ -188,7 +188,7 @@ __device__ __forceinline__ KvRows kv_required_rows(const Flash_kvcache_params& p
 }
 
 // Whether the request and all pages that it needs are valid. All threads of the block together.
-__device__ __forceinline__ bool takes_part(const Flash_kvcache_params& params, const KvRequest& request) {
+__device__ __forceinline__ bool is_active(const Flash_kvcache_params& params, const KvRequest& request) {
   bool invalid = !request.is_valid();
   if (params.paged.block_table != nullptr && !invalid) {
     const KvRows needed = kv_required_rows(params, request);

@@ -1,8 +1,8 @@
-// cp.async ring of K and V in shared memory. Every warp group has its own, which runs ahead of the MMAs, across tiles
-// too, and meets no other group but the one of its head pair.
+// cp.async ring of K and V in shared memory, one for each warp group: it prefetches steps, across tiles too, and groups
+// meet only in pairs, if a tile has two heads.
 #pragma once
 
-#include "core/unmasked.h"
+#include "core/visible_range.h"
 #include "kernels/common/pdl.h"
 #include "kernels/decode/config.h"
 #include "kernels/decode/descales.h"
@@ -23,7 +23,7 @@ struct KvRing {
 
   const Flash_kvcache_params& params;
   const GroupStep<Config> group_step;
-  Element* const q_rows;              // shared: Q of the first tile is copied behind its first keys (kPlain)
+  Element* const q_rows;              // shared: Q of the first tile is copied after its first keys (kPlain)
   Stored* const stages;               // of this warp group
   WorkPart* const parts;              // of this warp group: the work parts of the steps in flight
   WorkIterator<Config::kPlain> work;  // at the part of the next step to load
@@ -83,7 +83,7 @@ struct KvRing {
   }
 
   // Loads into every free stage, while there are steps; false: no step is left to compute. The first call only finds
-  // the first step, so that loads and iteration stand once in the code.
+  // the first step, so that loads and iteration are instantiated once (instruction cache).
   __device__ __forceinline__ bool advance() {
     do {
       if (free_stages <= params.stages) load_next();
@@ -95,7 +95,7 @@ struct KvRing {
   // Whether the queries of the part begun last arrive with its first step.
   __device__ __forceinline__ bool loads_query() const { return Config::kPlain && parts_computed == 1; }
 
-  // The part of the next step, when the one before is done.
+  // The part of the next step, if the previous part is done.
   __device__ __forceinline__ WorkPart next_part() {
     sync_group<Config>();
     return parts[parts_computed++ % plan::kKvParts];
@@ -132,7 +132,7 @@ struct KvRing {
       allow_next_kernel();  // early enough for it to start, late enough not to take issue slots from the loop
     } else {
       load_step();
-      // Behind the first keys, whose latency covers the address arithmetic of the queries.
+      // After the first keys, whose latency covers the address arithmetic of the queries.
       if (Config::kPlain && parts_computed == 0 && free_stages == params.stages)
         KvQuery<Config>{params, work.part, q_rows}.copy_async();
       ++block;
@@ -187,7 +187,7 @@ struct KvRing {
 
   __device__ __forceinline__ int key_begin() const { return first_key(block); }
 
-  // Address of this lane's row; the block table entry is loaded one step ahead to hide its latency.
+  // Address of this lane's row; the block table entry is loaded one step early to hide its latency.
   __device__ __forceinline__ void find_page() {
     const int key = key_begin() + lane() % Config::kStep;
     if (!is_paged()) {
@@ -205,7 +205,7 @@ struct KvRing {
   __device__ __forceinline__ void load_step() {
     const WorkPart& part = work.part;
     const int keys =
-        part.request.rejected || part.empty() ? 0 : part.request.seqlen_k - key_begin();  // from this step on
+        part.request.invalid || part.empty() ? 0 : part.request.seqlen_k - key_begin();  // from this step on
     const int first = num_masked_keys();
     if (params.seqlen_new > 0 && !append_done && step_reads_new_rows()) {
       wait_for_previous_kernel();
@@ -222,16 +222,16 @@ struct KvRing {
     }
   }
 
-  // Keys from the step's first one that lie before the first unmasked key of the request: zero-filled. Computed only
-  // where there may be some, so that it takes no register elsewhere.
+  // Number of keys, from the step's first one, before the first visible key of the request: they are zero-filled.
+  // Computed only where there may be some, so that it takes no register elsewhere.
   __device__ __forceinline__ int num_masked_keys() const {
     const WorkPart& part = work.part;
     if (!params.window.may_mask_left() || block != part.first_block) return 0;
     const KvQueries queries = kv_queries<!Config::kPlain>(params, part.request.index);
-    return first_unmasked_key({queries.count, part.request.seqlen_k, params.window}) - key_begin();
+    return first_visible_key({queries.count, part.request.seqlen_k, params.window}) - key_begin();
   }
 
-  // Keys before it are masked for every query of the request and need no page, though they share its step.
+  // Keys before it are masked for every query of the request and need no page, even if they share its step.
   __device__ __forceinline__ int first_required_key() const {
     const KvRequest& request = work.part.request;
     return kv_required_rows(params, request).begin - request.first_row;
@@ -286,10 +286,11 @@ struct KvRing {
         const int64_t row = __shfl_sync(0xffffffffu, at_row, i * kPageRows) + group_step.copy_row();
         from[i] = head + batch * strides.batch + row * strides.row;
       }
-      const int64_t pass = Config::kRowsPerPass * strides.row;
+      const int64_t iteration_stride = Config::kRowsPerIteration * strides.row;
       const auto rows = [&](int row, int i) {
-        constexpr int kPasses = Config::kRowPasses / kPages;
-        return Row{from[i / kPasses] + i % kPasses * pass, row >= first_key && row < keys && (in_pool >> row & 1)};
+        constexpr int kIterations = Config::kRowIterations / kPages;
+        return Row{from[i / kIterations] + i % kIterations * iteration_stride,
+                   row >= first_key && row < keys && (in_pool >> row & 1)};
       };
       if (keys >= Config::kStep && first_key <= 0 && in_pool == 0xffffffffu) {
         copy<false>(rows, to);
@@ -302,7 +303,7 @@ struct KvRing {
     load_descales(at, at_row, lane() >= first_key && lane() < keys && (in_pool >> lane() & 1), k_to);
   }
 
-  // The descales of this lane's key where they are by row. row: of page `at`, or a key where there are no pages.
+  // The descales of this lane's key, if they are by row. row: of page `at`, or a key if there are no pages.
   __device__ __forceinline__ void load_descales(int at, int row, bool valid, Stored* stage) const {
     const KvRequest& request = work.part.request;
     const CopiedDescales copied{is_paged() ? at : request.cache_row, is_paged() ? row : request.first_row + row,
@@ -313,7 +314,7 @@ struct KvRing {
   }
 
   __device__ __forceinline__ void load_general_step(int first, int keys, Stored* k_to, Stored* v_to) {
-    int lane_page = page;  // -1: none
+    int lane_page = page;  // -1: no page
     if (is_paged()) {
       const bool in_pool = static_cast<unsigned>(page) < static_cast<unsigned>(params.paged.num_pages);
       const int at = lane() % Config::kStep;
@@ -345,7 +346,7 @@ struct KvRing {
     }
   }
 
-  // Reads below 16 bytes, those of descales too, go through L1, which would keep a stale line that old and new rows
+  // Reads of less than 16 bytes, also of descales, go through L1, which may keep a stale line that old and new rows
   // share.
   __device__ __forceinline__ bool step_reads_new_rows() const {
     const KvRequest& request = work.part.request;
@@ -359,24 +360,24 @@ struct KvRing {
            (params.paged.page_size.divisor % Config::kStep == 0 && work.part.request.first_row % Config::kStep == 0);
   }
 
-  // rows(row of the step, pass) -> Row, of k_head or v_head. kBounded: zero-fills invalid rows and columns beyond the
-  // head dim.
+  // rows(row of the step, iteration) -> Row, of k_head or v_head. kBounded: zero-fills invalid rows and columns beyond
+  // the head dim.
   template <bool kBounded, class Rows>
   __device__ __forceinline__ void copy(const Rows& rows, Stored* to) const {
-    // Written out twice: behind a call the kernels of 64 packed rows spill.
+    // Written out twice: with a function call the kernels of 64 packed rows spill.
     const int lane_row = Config::kMayPairHeads ? group_step.copy_row() : lane() / kLanesPerRow;
     const int lane_vector = lane() % kLanesPerRow;
     const int row0 = row_warp() * Config::kWarpRows + lane_row;
     const int swizzled0 = lane_vector ^ Swizzle::key(lane_row);
     to += group_step.copy_offset();
 #pragma unroll
-    for (int i = 0; i < Config::kRowPasses; ++i) {
-      // lane_row and the first row of a pass share no bits of the swizzle key.
-      const int swizzled = swizzled0 ^ Swizzle::key(i * Config::kRowsPerPass);
-      const int row = row0 + i * Config::kRowsPerPass;
+    for (int i = 0; i < Config::kRowIterations; ++i) {
+      // lane_row and the first row of an iteration share no bits of the swizzle key.
+      const int swizzled = swizzled0 ^ Swizzle::key(i * Config::kRowsPerIteration);
+      const int row = row0 + i * Config::kRowsPerIteration;
       const Row from = rows(row, i);
 #pragma unroll
-      for (int j = 0; j < Config::kColPasses; ++j) {
+      for (int j = 0; j < Config::kColIterations; ++j) {
         const int col = (lane_vector + j * kLanesPerRow) * Config::kVectorCols;
         Stored* const vector =
             to + row * Config::kHeadDim + Swizzle::next(swizzled, j * kLanesPerRow) * Config::kVectorCols;
@@ -400,8 +401,8 @@ struct KvRing {
     const int lane_row = Config::kMayPairHeads ? group_step.copy_row() : lane() / kLanesPerRow;
     const int row0 = row_warp() * Config::kWarpRows + lane_row;
     const Stored* const from = rows + row0 * stride;
-    const int64_t pass = Config::kRowsPerPass * stride;
-    copy<kBounded>([&](int row, int i) { return Row{from + i * pass, row >= first && row < keys}; }, to);
+    const int64_t iteration_stride = Config::kRowsPerIteration * stride;
+    copy<kBounded>([&](int row, int i) { return Row{from + i * iteration_stride, row >= first && row < keys}; }, to);
   }
 
   // Lane `row` holds the address of a row: `found` is its page.
@@ -418,8 +419,8 @@ struct KvRing {
     copy<true>([&](int row, int) { return scattered_row(head, strides, lane_page, first, keys, row); }, to);
   }
 
-  // Rows without 16-byte alignment, in copies of 4 bytes or of an element, each group its own; small code rather than
-  // fast.
+  // Rows without 16-byte alignment, in copies of 4 bytes or of an element, each group for itself; small code rather
+  // than fast.
   __device__ __forceinline__ void copy_narrow(const Stored* head, const MatrixStrides& strides, int lane_page,
                                               int first, int keys, Stored* to) const {
     const int first_row = row_warp() * Config::kWarpRows;

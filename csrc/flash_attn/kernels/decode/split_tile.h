@@ -15,7 +15,7 @@ struct SplitTile {
   BlockRange range;
   int64_t tile_begin = 0, cta_blocks = 1;
   int64_t tile = 0;         // index of the tile, for the slots of its fixed splits
-  int first = 0, last = 0;  // CTAs, or fixed splits, that left a partial result; some CTAs between may have none
+  int first = 0, last = 0;  // CTAs, or fixed splits, that left a partial result; some CTAs between them may have none
 };
 
 // Workspace slot of CTA `index`'s partial result of the tile; -1: it has none.

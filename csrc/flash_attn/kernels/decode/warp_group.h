@@ -1,4 +1,4 @@
-// A warp group of the decode kernel: its step of an n_block, and whom it meets.
+// A warp group of the decode kernel: its step of an n_block, and its barriers.
 #pragma once
 
 #include "kernels/decode/config.h"
@@ -7,7 +7,7 @@
 namespace flash {
 namespace decode {
 
-// Named barriers beside __syncthreads().
+// Named barriers other than __syncthreads().
 enum NamedBarrier : int { kFirstGroupBarrier = 1 };  // + warp group, for Config::kGroupThreads threads; or + group pair
 
 template <class Config>
@@ -19,12 +19,13 @@ __device__ __forceinline__ void sync_group() {
   }
 }
 
-// The step of this thread's warp group, and what the thread copies. Where a tile has a pair of K/V heads, two warp
-// groups have the same keys, one of each head, and copy both steps together: a copy then reads neighbouring rows of
-// both heads, twice as many consecutive bytes. Computed where it is used, so that it takes no registers elsewhere.
+// The step of this thread's warp group, and what the thread copies. If a tile has a pair of K/V heads, two warp groups
+// have the same keys, one of each head, and copy both steps together: a copy then reads neighbouring rows of both
+// heads, twice as many consecutive bytes. Computed where it is used, so that it takes no registers elsewhere.
 template <class Config>
 struct GroupStep {
-  static_assert(!Config::kMayPairHeads || (Config::kGroups == 4 && Config::kRowsPerPass % 2 == 0), "as written here");
+  static_assert(!Config::kMayPairHeads || (Config::kGroups == 4 && Config::kRowsPerIteration % 2 == 0),
+                "as written here");
 
   const Flash_kvcache_params& params;
 
@@ -32,21 +33,21 @@ struct GroupStep {
   __device__ __forceinline__ int pair_bit() const { return Config::kMayPairHeads ? params.tile_heads - 1 : 0; }
   __device__ __forceinline__ static int group() { return threadIdx.x / Config::kGroupThreads; }
   __device__ __forceinline__ int head() const { return group() & pair_bit(); }  // of the tile
-  // Of the n_block's keys.
+  // The group's first key, counted within the n_block.
   __device__ __forceinline__ int first_key() const { return (group() >> pair_bit()) * Config::kStep; }
 
-  // The head of the tile, and the row of a pass, that this thread copies.
+  // The head of the tile, and the row of an iteration, that this thread copies.
   __device__ __forceinline__ int copy_head() const { return copy_slot() & pair_bit(); }
   __device__ __forceinline__ int copy_row() const {
-    return (head() * Config::kRowsPerPass + copy_slot()) >> pair_bit();
+    return (head() * Config::kRowsPerIteration + copy_slot()) >> pair_bit();
   }
 
-  // Offset of a stage of the group whose rows this thread copies from that of its own.
+  // Offset from this group's stage to that of the group whose rows this thread copies.
   __device__ __forceinline__ int copy_offset() const {
     return (copy_head() - head()) * params.stages * Config::kStageElements;
   }
 
-  // All threads that copy into the group's stages.
+  // Synchronises all threads that copy into the group's stages.
   __device__ __forceinline__ void sync_copies() const {
     if (pair_bit() == 0) return sync_group<Config>();
     if (threadIdx.x < Config::kThreads / 2) {  // constants: for a number in a register it would reserve all 16 barriers

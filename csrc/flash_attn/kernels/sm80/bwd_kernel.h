@@ -9,7 +9,7 @@
 namespace flash {
 namespace sm80 {
 
-// Stores dK or dV, staged in the shared memory of K or V, which has no readers left, or adds it to an fp32 matrix.
+// Stores dK or dV, staged in the shared memory of K or V, which nobody reads any more, or adds it to an fp32 matrix.
 template <class Config, class Accumulator>
 __device__ __forceinline__ void store_dkv(const BwdMainloop<Config>& mainloop, Accumulator& acc, float scale,
                                           void* data, const MatrixStrides& strides, typename Config::Element* smem) {

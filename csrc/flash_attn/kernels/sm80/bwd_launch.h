@@ -49,7 +49,7 @@ cudaError_t run_flash_bwd_variant(const Flash_bwd_params& params, const plan::Bw
     case plan::BwdVariant::kAccumulate: return run(std::integral_constant<BwdVariant, BwdVariant::kAccumulate>());
     case plan::BwdVariant::kGeneral: break;
   }
-  return cudaErrorInvalidValue;  // of the other family
+  return cudaErrorInvalidValue;  // a variant of the wgmma family
 }
 
 template <Dtype kDtype, int kHeadDim, bool kSmallTile>

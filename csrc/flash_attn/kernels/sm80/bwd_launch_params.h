@@ -7,8 +7,8 @@
 namespace flash {
 namespace sm80 {
 
-// kAccumulate: with or without dropout; dK and dV are added to fp32 matrices. A branch in the others would make them
-// spill.
+// kAccumulate: with or without dropout; dK and dV are added to fp32 matrices. As a branch of the others it would make
+// them spill.
 enum class BwdVariant { kPlain, kDropout, kAccumulate };
 
 struct BwdLaunch {

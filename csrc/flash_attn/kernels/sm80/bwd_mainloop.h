@@ -9,7 +9,7 @@
 
 #include "core/block_range.h"
 #include "core/bwd_schedule.h"
-#include "core/unmasked.h"
+#include "core/visible_range.h"
 #include "kernels/common/accumulator.h"
 #include "kernels/common/convert.h"
 #include "kernels/common/differentiate.h"
@@ -68,7 +68,7 @@ struct BwdMainloop {
       : params(params_),
         tile(tile_),
         visibility(mask_of<Config>(params_, tile_)),
-        first_row(first_unmasked_row(visibility)),
+        first_row(first_visible_row(visibility)),
         order(q_block_order<Config>(params_, tile_)),
         copy(params_.d),
         stages(stages_),
@@ -77,7 +77,7 @@ struct BwdMainloop {
     cute::clear(acc_dv);
   }
 
-  // Shared memory: K, V, P, dS, then stages x (Q, dO); V of which registers hold columns is behind these.
+  // Shared memory: K, V, P, dS, then stages x (Q, dO). If registers hold columns of V, V comes last.
   static constexpr int kSmemP0 = (Config::kVInRegisters ? 1 : 2) * Config::kSmemKv;
   static constexpr int kSmemQ0 = kSmemP0 + 2 * Config::kSmemP;
   template <class Layout>
@@ -85,8 +85,8 @@ struct BwdMainloop {
     return cute::make_tensor(cute::make_smem_ptr(smem + offset), Layout{});
   }
   __device__ __forceinline__ auto smem_k() const { return smem_tile<typename Config::SmemLayoutKv>(0); }
-  // Columns on their way to registers stand where Q and dO will. A tile's columns are stored kAtomCols at a time, so
-  // that the first ones can be given up.
+  // Columns of V on their way to registers overlap Q and dO. A tile's columns are stored kAtomCols at a time, so that
+  // the first ones can be overwritten.
   static constexpr int kSmemV0 =
       Config::kVInRegisters ? kSmemQ0 + 2 * Config::kSmemQ - Config::kSmemVHead : Config::kSmemKv;
   __device__ __forceinline__ auto smem_v() const { return smem_tile<typename Config::SmemLayoutKv>(kSmemV0); }
@@ -122,7 +122,7 @@ struct BwdMainloop {
   }
 
   __device__ __forceinline__ void load_kv() const {
-    const int key = tile.n_block * Config::kBlockN, first_key = first_unmasked_key(visibility);
+    const int key = tile.n_block * Config::kBlockN, first_key = first_visible_key(visibility);
     auto load = [&](const void* data, const MatrixStrides& strides, auto&& smem_tile) {
       const Element* base = static_cast<const Element*>(data) +
                             matrix_offset(strides, is_varlen(), tile.batch, tile.k_begin + key, tile.head_k);
@@ -153,10 +153,11 @@ struct BwdMainloop {
     cute::cp_async_fence();
     wait_for_copies();
     load_b<Operand::kPlain>(typename Config::MmaSdP{}, v_operand, smem_v_head());
-    __syncthreads();  // Q and dO may take its place
+    __syncthreads();  // Q and dO may overwrite it
   }
 
-  // Own cp.async copies, then the barrier: the tiles are complete, and what the previous step read may be overwritten.
+  // Waits for this thread's cp.async copies, then the barrier: the tiles are complete, and what the previous step read
+  // may be overwritten.
   __device__ __forceinline__ static void wait_for_copies() {
     cute::cp_async_wait<0>();
     __syncthreads();
@@ -194,7 +195,7 @@ struct BwdMainloop {
     release_dq_semaphore(current.at);
   }
 
-  // P and dS of a step, in shared memory behind a barrier.
+  // Stores P and dS of a step to shared memory; ends with a barrier.
   __device__ __forceinline__ void make_p_ds(const QStep& at, int stage) {
     using namespace cute;
     const int row_begin = at.m_block * Config::kBlockM;
@@ -240,7 +241,7 @@ struct BwdMainloop {
     add_dk(stage);
   }
 
-  // The same where the next dO and Q take the places of this step's as soon as these have no readers left.
+  // The same with one buffer: the next dO and Q overwrite this step's as soon as nobody reads these any more.
   __device__ __forceinline__ void step_of_one_buffer(const QStep& at, const Cursor& next, bool has_next) {
     make_p_ds(at, 0);
     add_dv(0);

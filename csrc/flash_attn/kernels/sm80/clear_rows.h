@@ -5,7 +5,8 @@ namespace flash {
 namespace sm80 {
 
 // Zeroes the first `rows` rows of each tile: they may hold NaN, and 0 * NaN would be NaN in the MMA. By all threads,
-// after a barrier behind the copies; ends with one. Only the rare tiles with such rows (rows > 0) pay for it.
+// after a barrier that follows the copies; ends with a barrier. Only the rare tiles with such rows (rows > 0) pay for
+// it.
 template <class Config, class... Tiles>
 __device__ __forceinline__ void clear_rows(int rows, Tiles&&... tiles) {
   if (rows <= 0) return;

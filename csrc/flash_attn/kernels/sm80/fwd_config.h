@@ -13,7 +13,7 @@
 namespace flash {
 namespace sm80 {
 
-// Only features that measurably need a kernel of their own; all others are run-time fields of Flash_fwd_params.
+// Only features that measurably need a separate kernel; all others are run-time fields of Flash_fwd_params.
 using plan::FwdVariant;
 
 template <Dtype kDtype, int kHeadDim_, FwdVariant kVariant_>

@@ -11,7 +11,7 @@
 namespace flash {
 namespace sm80 {
 
-// O is staged over Q without a barrier before: each warp overwrites the rows that only it has read.
+// O is staged over Q without a barrier: each warp overwrites only rows that it alone has read.
 template <class Config>
 __device__ __forceinline__ void store_o(FwdMainloop<Config>& mainloop) {
   using namespace cute;

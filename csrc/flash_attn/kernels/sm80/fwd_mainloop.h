@@ -4,7 +4,7 @@
 #include <cute/tensor.hpp>
 
 #include "core/block_range.h"
-#include "core/unmasked.h"
+#include "core/visible_range.h"
 #include "kernels/common/accumulator.h"
 #include "kernels/common/convert.h"
 #include "kernels/common/dropout.h"
@@ -120,7 +120,7 @@ struct FwdMainloop {
     loader.copy.template run_strided<true>(q, params.q_strides.row, tile.row_end - tile.row_begin, q_tile);
   }
 
-  // Own cp.async copies, then the barrier: the tile is complete and the previous step's reads are done.
+  // Waits for this thread's cp.async copies, then the barrier: the tile is complete, and the previous step was read.
   __device__ __forceinline__ static void wait_for_copies() {
     cute::cp_async_wait<0>();
     __syncthreads();
@@ -147,7 +147,7 @@ struct FwdMainloop {
   // Clears V of keys at the beginning of the n_block that no query of the sequence sees.
   __device__ __forceinline__ void clear_masked_values(int key) const {
     if (!params.window.may_mask_left()) return;
-    clear_rows<Config>(min(first_unmasked_key(visibility) - key, Config::kBlockN), smem_v());
+    clear_rows<Config>(min(first_visible_key(visibility) - key, Config::kBlockN), smem_v());
   }
 
   // One n_block. On entry the copy of its K is in flight; on exit that of K of next_block (none if next_block < 0).

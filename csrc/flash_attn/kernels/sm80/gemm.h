@@ -1,4 +1,5 @@
-// GEMMs on mma.sync with operands in shared memory or registers. ldmatrix loads fragments one k-slice ahead of the MMA.
+// GEMMs on mma.sync with operands in shared memory or registers. ldmatrix loads the fragments of a k-slice during the
+// MMA of the previous one.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -36,7 +37,7 @@ struct OperandSquares {
   static constexpr int kBytes = static_cast<int>(sizeof(Element));
   static_assert((kWarps & (kWarps - 1)) == 0, "columns of a lane and of a square have no bits in common");
 
-  // In registers: ((2, 2, 2), MMA_M, MMA_K) or ((2, 2), MMA_N, MMA_K).
+  // Registers of an operand: ((2, 2, 2), MMA_M, MMA_K) or ((2, 2), MMA_N, MMA_K).
   using FragmentLayout = std::conditional_t<
       kSide == Side::kA,
       cute::Layout<cute::Shape<cute::Shape<cute::_2, cute::_2, cute::_2>, cute::Int<kBands>, cute::Int<kSlices>>>,
@@ -50,7 +51,7 @@ struct OperandSquares {
       : data(reinterpret_cast<const char*>(cute::raw_pointer_cast(tile.data()))) {
     const int lane = thread % 32, warp = thread / 32;
     const int band = kWarps == 1 ? 0 : kSide == Side::kA ? warp % kWarpsM : warp / kWarpsM;
-    constexpr bool kRowsFirst = (kSide == Side::kA) == kPlain;  // the second 8 x 8 matrix lies below the first
+    constexpr bool kRowsFirst = (kSide == Side::kA) == kPlain;  // the second 8 x 8 matrix is below the first
     row = kRowsFirst ? lane % 16 : lane / 16 * 8 + lane % 8;
     col = kRowsFirst ? lane / 16 * 8 : lane / 8 % 2 * 8;
     const int swizzle = row * kAtomCols / 64 % (kAtomCols / 8) * 8 * kBytes;
@@ -93,7 +94,7 @@ using OperandFragment = decltype(cute::make_tensor<typename Tile::value_type>(
 template <Side kSide, Operand kOperand, class Mma, class Fragment, class Tile>
 __device__ __forceinline__ auto operand_loader(const Mma&, Fragment& fragment, const Tile& tile) {
   OperandSquares<kSide, kOperand, Mma, Tile> squares(tile, threadIdx.x);
-  // Or the compiler computes all XORs of a loop ahead of it, and spills.
+  // Otherwise the compiler computes all XORs of a loop before it, and spills.
   if constexpr (kOperand == Operand::kPlain) asm volatile("" : "+r"(squares.offset));
   return [&fragment, squares](int k) { squares.load(fragment, k); };
 }

@@ -1,134 +1,22 @@
-// Tensor maps and launches of the wgmma backward.
+// The launch of the wgmma backward: which of its two schedules runs.
 #pragma once
 
-#include <type_traits>
-
-#include "kernels/common/launch.h"
-#include "kernels/sm90/bwd_launch_params.h"
-#include "kernels/sm90/bwd_variant.h"
-#include "kernels/sm90/bwd_wide_launch.h"
-#include "kernels/tma/tensor_map.h"
-#include "plan/bwd_plan.h"
-#ifdef __CUDA_ARCH__
-#include "kernels/sm90/bwd_kernel.h"
-#else
-#include "kernels/common/host_pass.h"
-#endif
+#include "kernels/sm90/bwd_one_pass/launch.h"
+#include "kernels/sm90/bwd_two_pass/launch.h"
 
 namespace flash {
 namespace sm90 {
 
-#ifndef __CUDA_ARCH__  // kernels/common/host_pass.h
-template <Dtype kDtype, int kHeadDim, BwdVariant kVariant, DqLocation kDqLocation>
-struct BwdConfig;
-template <class Config>
-__global__ void flash_bwd_kernel(const __grid_constant__ BwdLaunch launch) {}
-template <class Config>
-__global__ void flash_bwd_heads_kernel(const __grid_constant__ BwdLaunch launch) {}
-template <class Config>
-__global__ void flash_bwd_convert_dq_kernel(const __grid_constant__ Flash_bwd_params params) {}
-#endif
-
-inline cudaError_t make_tensor_maps(BwdLaunch& launch, const plan::BwdPlan& plan) {
-  const Flash_bwd_params& params = launch.params;
-  constexpr int kStoredRows = 16;  // of one warp
-  constexpr int kAtomCols = 64;
-  const int kv_rows = plan.block_n / plan::sm90_bwd_kv_parts(plan.head_dim);
-  struct Matrix {
-    CUtensorMap& map;
-    const void* data;
-    const MatrixStrides& strides;
-    bool is_query;
-    int rows;
-    int head_dim;
-  };
-  const Matrix matrices[] = {
-      {launch.q_map, params.q_ptr, params.q_strides, true, plan.block_m, params.d},
-      {launch.do_map, params.do_ptr, params.do_strides, true, plan.block_m, params.d_v},
-      {launch.k_map, params.k_ptr, params.k_strides, false, kv_rows, params.d},
-      {launch.v_map, params.v_ptr, params.v_strides, false, kv_rows, params.d_v},
-      {launch.dk_map, params.dk_ptr, params.dk_strides, false, kStoredRows, params.d},
-      {launch.dv_map, params.dv_ptr, params.dv_strides, false, kStoredRows, params.d_v},
-  };
-  for (const Matrix& matrix : matrices) {
-    const cudaError_t status = tma::make_tensor_map(
-        matrix.map, tma::tensor_map_source(params, matrix.data, matrix.strides, matrix.is_query, matrix.head_dim),
-        plan.dtype, {kAtomCols, matrix.rows});
-    if (status != cudaSuccess) return status;
-  }
-  if (!plan.dq_in_smem) return cudaSuccess;
-  return tma::make_tensor_map(launch.dq_map,
-                              tma::tensor_map_source(params, params.dq_ptr, params.dq_strides, true, params.d),
-                              plan.dtype, {plan.head_dim, kStoredRows});
-}
-
-template <class Config>
-cudaError_t launch_kernel(void (*kernel)(BwdLaunch), const BwdLaunch& launch, const plan::BwdPlan& plan,
-                          cudaStream_t stream) {
-  static std::atomic<uint64_t> configured_devices{0};
-  return flash::launch(kernel, plan.grid, plan.threads, plan.smem_bytes, launch, launch.params.device, stream,
-                       configured_devices);
-}
-
-template <class Config>
-cudaError_t run_flash_bwd_convert_dq(const Flash_bwd_params& params, const plan::BwdPlan& plan, cudaStream_t stream) {
-  static std::atomic<uint64_t> configured_devices{0};
-  return flash::launch(flash_bwd_convert_dq_kernel<Config>, plan.dq_grid, plan.dq_threads, plan.dq_smem_bytes, params,
-                       params.device, stream, configured_devices);
-}
-
-// softmax_d; then the kernel that computes all gradients of whole heads, or the one that adds to dQ in global memory,
-// and dQ's conversion.
-template <Dtype kDtype, int kHeadDim, BwdVariant kVariant, DqLocation kDqLocation>
-cudaError_t run_flash_bwd(const Flash_bwd_params& params, const plan::BwdPlan& plan, cudaStream_t stream) {
-  using Config = BwdConfig<kDtype, kHeadDim, kVariant, kDqLocation>;
-  BwdLaunch launch{};
-  launch.params = params;
-  launch.grid = plan.order;
-  launch.tile_count_semaphore = plan.is_dynamic ? params.tile_count_semaphore : nullptr;
-  cudaError_t status = cudaSuccess;
-  if (plan.runs(plan::BwdStage::kAdd)) status = make_tensor_maps(launch, plan);
-  if (status == cudaSuccess && plan.runs(plan::BwdStage::kBegin)) status = run_softmax_d(params, kDtype, stream);
-  if (status != cudaSuccess) return status;
-  if constexpr (kDqLocation == DqLocation::kShared) {
-    return launch_kernel<Config>(flash_bwd_heads_kernel<Config>, launch, plan, stream);
-  } else {
-    if (plan.runs(plan::BwdStage::kAdd)) status = launch_kernel<Config>(flash_bwd_kernel<Config>, launch, plan, stream);
-    if (status != cudaSuccess || !plan.runs(plan::BwdStage::kEnd)) return status;
-    using Plain = BwdConfig<kDtype, kHeadDim, BwdVariant::kPlain, DqLocation::kGlobal>;
-    return run_flash_bwd_convert_dq<Plain>(params, plan, stream);
-  }
-}
-
-template <Dtype kDtype, int kHeadDim>
-cudaError_t run_mha_bwd_narrow(const Flash_bwd_params& params, const plan::BwdPlan& plan, cudaStream_t stream) {
-  if constexpr (kHeadDim == plan::kSm90SharedDqTile.head_dim) {
-    if (plan.dq_in_smem) {
-      return run_flash_bwd<kDtype, kHeadDim, BwdVariant::kPlain, DqLocation::kShared>(params, plan, stream);
-    }
-  }
-  if constexpr (kHeadDim == plan::kSm90TwoPassTile.head_dim) {
-    using TwoPass = BwdWideConfig<kDtype, kHeadDim, BwdVariant::kPlain, kHeadDim>;
-    if (plan.dq_pass) return run_flash_bwd_passes<TwoPass, TwoPass>(params, plan, stream);
-  }
-  const auto run = [&](auto variant) {
-    return run_flash_bwd<kDtype, kHeadDim, decltype(variant)::value, DqLocation::kGlobal>(params, plan, stream);
-  };
-  switch (plan.variant) {
-    case plan::BwdVariant::kPlain: return run(std::integral_constant<BwdVariant, BwdVariant::kPlain>());
-    case plan::BwdVariant::kGeneral: return run(std::integral_constant<BwdVariant, BwdVariant::kGeneral>());
-    case plan::BwdVariant::kAccumulate: return run(std::integral_constant<BwdVariant, BwdVariant::kAccumulate>());
-    case plan::BwdVariant::kDropout: break;
-  }
-  return cudaErrorInvalidValue;  // of the other family
-}
-
 template <Dtype kDtype, int kHeadDim, int kHeadDimV = kHeadDim>
 cudaError_t run_mha_bwd(const Flash_bwd_params& params, const plan::BwdPlan& plan, cudaStream_t stream) {
   if constexpr (plan::has_dq_pass(plan::sm90_bwd_tile(kHeadDim, kHeadDimV))) {
-    return run_mha_bwd_wide<kDtype, kHeadDim, kHeadDimV>(params, plan, stream);
+    return run_mha_bwd_two_pass<kDtype, kHeadDim, kHeadDimV>(params, plan, stream);
   } else {
-    return run_mha_bwd_narrow<kDtype, kHeadDim>(params, plan, stream);
+    if constexpr (kHeadDim == plan::kSm90TwoPassTile.head_dim) {
+      using Plain = BwdTwoPassConfig<kDtype, kHeadDim, BwdVariant::kPlain, kHeadDim>;
+      if (plan.dq_pass) return run_flash_bwd_two_pass<Plain, Plain>(params, plan, stream);
+    }
+    return run_mha_bwd_one_pass<kDtype, kHeadDim>(params, plan, stream);
   }
 }
 

@@ -17,11 +17,11 @@ struct BwdLaunch {
   CUtensorMap dq_map;  // for DqLocation::kShared
 };
 
-// Of the passes above head dim 128.
-struct BwdPassLaunch {
+// For either kernel of the two-pass backward.
+struct BwdTwoPassLaunch {
   Flash_bwd_params params;
-  BwdGrid grid;               // of the dK and dV pass
-  int num_tiles;              // work tiles of the pass
+  BwdGrid grid;               // of the dK and dV kernel
+  int num_tiles;              // work tiles of the kernel
   int* tile_count_semaphore;  // null: static scheduler
   CUtensorMap q_map, do_map, k_map, v_map;
 };

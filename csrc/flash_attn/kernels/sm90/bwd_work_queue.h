@@ -1,4 +1,4 @@
-// Work tile indices of a persistent thread block, handed from its load warp to all others by a ring of two.
+// Work tile indices of a persistent thread block, passed from its load warp to all others through a ring of two.
 #pragma once
 
 #include "kernels/tma/mbarrier.h"
@@ -9,8 +9,16 @@ namespace sm90 {
 
 using namespace tma;
 
-// The load warp's side: fetch(is_first, previous index), the same in all lanes, until it is num_tiles or more; each one
-// is announced (work_full), then load(index).
+// The next work tile index of a static (semaphore == nullptr) or dynamic scheduler, the same in all lanes of a warp.
+__device__ __forceinline__ int fetch_index(int* semaphore, bool is_first, int index) {
+  if (is_first) return blockIdx.x;
+  if (semaphore == nullptr) return index + gridDim.x;
+  const int fetched = threadIdx.x % 32 == 0 ? atomicAdd(semaphore, 1) : 0;
+  return gridDim.x + __shfl_sync(0xffffffffu, fetched, 0);
+}
+
+// The load warp: calls fetch(is_first, previous index), the same in all lanes, until the index is num_tiles or more;
+// announces each index (work_full), then calls load(index).
 template <class Storage, class Fetch, class Load>
 __device__ __forceinline__ void announce_work_tiles(Storage& storage, int64_t num_tiles, bool is_elected,
                                                     const Fetch& fetch, const Load& load) {
@@ -30,7 +38,7 @@ __device__ __forceinline__ void announce_work_tiles(Storage& storage, int64_t nu
   }
 }
 
-// The other warps' side: visit(index).
+// The other warps: visit(index) for each announced index.
 template <class Storage, class Visit>
 __device__ __forceinline__ void for_each_index(Storage& storage, int64_t num_tiles, const Visit& visit) {
   PipelineState<2> work_state;

@@ -1,5 +1,5 @@
-// Compile-time configuration of a wgmma forward of e4m3 q, k and v: what FwdConfig is to 16 bits, for the storage, the
-// work pipeline, the scheduler and the producer that both share.
+// Compile-time configuration of a wgmma forward of e4m3 q, k and v: the counterpart of FwdConfig, for the storage, work
+// pipeline, scheduler and producer that both share.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -31,12 +31,12 @@ struct Fp8PvOf<72> {
 template <int kCols>
 using Fp8PvAtom = typename Fp8PvOf<kCols>::Atom;
 
-// kCodes_: P as e4m3 codes straight from the scores (core/e4m3.h) instead of exp2.
-template <Dtype kOut, int kHeadDim_, bool kCodes_>
+// kExpBits_: P as e4m3 bit patterns straight from the scores (core/e4m3.h) instead of exp2.
+template <Dtype kOut, int kHeadDim_, bool kExpBits_>
 struct Fp8FwdConfig {
   using Element = cutlass::float_e4m3_t;
   using OutElement = ElementOf<kOut>;
-  static constexpr bool kCodes = kCodes_;
+  static constexpr bool kExpBits = kExpBits_;
   static constexpr FwdVariant kVariant = FwdVariant::kPlain;
   static constexpr plan::Sm90FwdTile kTile = plan::sm90_fp8_fwd_tile(kHeadDim_);
   static constexpr int kHeadDim = kTile.head_dim, kHeadDimV = kTile.value_dim();
@@ -44,7 +44,7 @@ struct Fp8FwdConfig {
   static constexpr int kKvStages = kTile.kv_stages, kQStages = kTile.q_stages;
   static_assert(kHeadDim == kHeadDim_ && kHeadDim == kHeadDimV, "a tile for this head dim");
   static_assert(e4m3::kVtKeys % kBlockN == 0, "a block of V^T holds whole blocks of keys");
-  static_assert(kKvStages >= 2, "K of a block is awaited ahead of V of the one before, and a skipped block beside it");
+  static_assert(kKvStages >= 2, "consumers wait for K of a block before V of the previous one is released");
   static_assert(kQStages == 2, "S of the next tile is issued before O of this one is stored");
 
   static constexpr int kConsumerGroups = kTile.consumer_groups;
@@ -59,8 +59,8 @@ struct Fp8FwdConfig {
   static constexpr bool kHasPages = false, kHasScoreMod = false, kNoMask = false, kHasStoreWarp = false;
   static constexpr bool kAlignUnmasked = false, kPackedDropout = false, kSplitKv = false;
   static constexpr bool kFetchNextTileLate = true;
-  // Downwards, so that an attention sink at the first keys meets a row max that is settled: upwards the few bits of P
-  // would be spent on it.
+  // Descending, so that an attention sink at the first keys meets a settled row max; in ascending order it would take
+  // up the few bits of P.
   static constexpr bool kDescending = true;
   static constexpr bool kTransposedV = true;
   using TripCount = DescendingTripCount<typename MaskOf<Fp8FwdConfig>::Bounds>;
@@ -70,23 +70,23 @@ struct Fp8FwdConfig {
     return descending_trip_count(mask, order, row_begin, row_end, kBlockN);
   }
 
-  // S is computed for so many keys at a time, half a block.
+  // Keys of one step of S: half a block.
   static constexpr int kStepKeys = 64;
   static_assert(kBlockN == 2 * kStepKeys);
-  // P V of so many columns at a time goes to an accumulator of its own, which is added to O in fp32 after each block: a
+  // P V of this many columns at a time goes to a separate accumulator, which is added to O in fp32 after each block: a
   // wgmma accumulator of e4m3 products keeps 13 bits.
   static constexpr int kSliceCols = 64;
-  // Accumulators of S: of both steps of a block where there are registers for them.
+  // Accumulators of S: one for each step of a block if there are registers for them.
   static constexpr int kScoreBuffers = kHeadDim <= 64 ? 2 : 1;
-  // A loop of its own for blocks without a mask: 8 % by exp2, a loss of 4 % where P is codes.
-  static constexpr bool kHasUnmaskedLoop = !kCodes;
+  // A separate loop for blocks without a mask: a gain of 8 % with exp2, a loss of 4 % with kExpBits.
+  static constexpr bool kHasUnmaskedLoop = !kExpBits;
 
   static constexpr int kVtRows = plan::fp8_vt_rows(kTile);
   // S (64, 64) = Q K^T from shared memory; O (64, D) += P V with P in registers and V^T in shared memory, both K-major.
   using MmaQk = decltype(cute::make_tiled_mma(cute::SM90::GMMA::MMA_64x64x32_F32E4M3E4M3_SS_TN<>{}));
   static_assert(decltype(cute::tile_size<1>(MmaQk{}))::value == kStepKeys);
 
-  // A row of a swizzle atom is one of Q or K, or half of it, or one of a block of V^T.
+  // A row of a swizzle atom is a row of Q or K, or half of it; or a row of a block of V^T.
   static constexpr int kAtomCols = plan::fp8_atom_cols(kHeadDim), kAtoms = kHeadDim / kAtomCols, kAtomsV = 1;
   template <int kRowBytes>
   using KMajorAtom = std::conditional_t<kRowBytes == 128, cute::GMMA::Layout_K_SW128_Atom<Element>,
@@ -104,7 +104,7 @@ struct Fp8FwdConfig {
 
   static constexpr bool kSeparateOSmem = true;
   static constexpr int kOutAtomCols = plan::swizzle_atom_cols(kHeadDim);  // columns of O in a swizzle atom
-  static constexpr int kStagedCols = kTile.o_cols;                        // of O, staged at a time
+  static constexpr int kStagedCols = kTile.o_cols;                        // columns of O staged at a time
   static constexpr int kSmemO = 64 * kStagedCols;
 };
 

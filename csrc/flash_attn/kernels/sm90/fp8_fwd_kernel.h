@@ -21,7 +21,7 @@ __device__ __forceinline__ float descale_of(const Descale& descale, const WorkTi
   return descale.ptr[tile.batch * descale.batch_stride + descale.group.divide(tile.head) * descale.head_stride];
 }
 
-// A consumer warpgroup: one work tile after the other.
+// A consumer warpgroup, which computes one work tile after the other.
 template <class Config>
 struct Fp8FwdConsumer {
   using Mainloop = Fp8FwdMainloop<Config>;
@@ -34,10 +34,9 @@ struct Fp8FwdConsumer {
   Mainloop mainloop;
 
   __device__ __forceinline__ Fp8FwdConsumer(const Fp8FwdLaunch& launch_, FwdStorage<Config>& storage_, int group)
-      : launch(launch_), storage(storage_), pipeline(storage_), mainloop(storage_, group, launch_.code_shift) {}
+      : launch(launch_), storage(storage_), pipeline(storage_), mainloop(storage_, group, launch_.bits_shift) {}
 
-  // The slot of the next work tile, which stays as it is until that of the tile after it is released: the one before
-  // may be overwritten from here on.
+  // Advances to the other slot and releases the previous one, which may be overwritten from here on.
   __device__ __forceinline__ int next_slot() {
     static_assert(FwdStorage<Config>::kTileSlots == 2, "the current tile and the next one");
     const int slot = pipeline.state.stage;
@@ -55,7 +54,7 @@ struct Fp8FwdConsumer {
     mainloop.scale_log2 = fabsf(scale) < kLeastNormal ? kLeastNormal : fabsf(scale);
   }
 
-  // S of a tile's first block; if there is none, of whatever the buffers hold: the result is never read.
+  // Issues S of a tile's first block; without a block, of whatever the buffers hold: the result is never read.
   __device__ __forceinline__ void issue_first_qk(int slot) {
     if (!mainloop.tile(slot).empty() && mainloop.steps(slot).count > 0) {
       mainloop.skip_k(mainloop.steps(slot).skipped_first);
@@ -85,7 +84,7 @@ struct Fp8FwdConsumer {
     const WorkTile tile = mainloop.tile(slot);
     const int skipped_last = mainloop.steps(slot).skipped_last;
     const int next = next_slot();
-    if (computes) {  // one block for ptxas, which otherwise sees T read while P V is under way
+    if (computes) {  // one branch for ptxas, which otherwise sees T read while P V is in flight
       mainloop.issue_last_pv();
       issue_first_qk(next);
       mainloop.finish();
@@ -147,7 +146,7 @@ struct Fp8FwdConsumer {
   }
 };
 
-// The columns of ones behind V^T, in every stage; TMA never writes them.
+// Fills the columns of ones after V^T in every stage; TMA never writes them.
 template <class Config>
 __device__ __forceinline__ void fill_ones(FwdStorage<Config>& storage) {
   constexpr int kWords = (Config::kVtRows - Config::kHeadDimV) * Config::kBlockN / 4;
@@ -177,7 +176,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
     wait_for_previous_kernel();  // V^T, the semaphore, the segments
     if (warp == kSchedulerWarp) {
-      run_scheduler<Config>(launch, storage, 0);  // calls begin_together()
+      SchedulerWarp<Config>{launch, storage, 0}.run();  // calls begin_together()
     } else {
       begin_together<Config>();
       if (warp == kLoadWarp) FwdProducer<Config>(launch, storage).run();

@@ -16,13 +16,13 @@ namespace flash {
 namespace sm90 {
 
 #ifndef __CUDA_ARCH__  // kernels/common/host_pass.h
-template <Dtype kOut, int kHeadDim, bool kCodes>
+template <Dtype kOut, int kHeadDim, bool kExpBits>
 struct Fp8FwdConfig;
 template <class Config>
 __global__ void flash_fwd_fp8_kernel(const __grid_constant__ Fp8FwdLaunch launch) {}
 #endif
 
-// A matrix for each K/V head, of a row for each column of V.
+// A matrix for each K/V head, with a row for each column of V.
 inline cudaError_t make_vt_map(CUtensorMap& map, const Flash_fwd_fp8_params& params, const plan::FwdPlan& plan) {
   MatrixStrides strides;
   strides.row = params.vt_keys;
@@ -68,11 +68,11 @@ cudaError_t run_flash_fwd_fp8(const Flash_fwd_fp8_params& params, const plan::Fw
   launch.unmasked_blocks = FastDiv(plan.unmasked_blocks);
   launch.group = FastDiv(params.h_h_k_ratio);
   launch.tile_count_semaphore = plan.is_dynamic ? params.tile_count_semaphore : nullptr;
-  launch.params.softmax_scale_log2 = 1.0f;  // row_max is one of scaled scores
+  launch.params.softmax_scale_log2 = 1.0f;  // row_max is the maximum of scaled scores
   launch.q_descale = params.q_descale;
   launch.k_descale = params.k_descale;
   launch.v_descale = params.v_descale;
-  launch.code_shift = e4m3::twice(e4m3::kCodeShift);
+  launch.bits_shift = e4m3::twice(e4m3::kBitsShift);
   const cudaError_t status = make_fp8_tensor_maps(launch, params, plan);
   if (status != cudaSuccess) return status;
   return launch_dependent(flash_fwd_fp8_kernel<Config>, plan.grid, plan.threads, plan.smem_bytes, launch, params.device,

@@ -9,7 +9,7 @@ namespace sm90 {
 
 struct Fp8FwdLaunch : FwdLaunch {
   Descale q_descale, k_descale, v_descale;
-  uint32_t code_shift;  // of Fp8Softmax
+  uint32_t bits_shift;  // of Fp8Softmax
 };
 
 }  // namespace sm90

@@ -1,7 +1,7 @@
 // Mainloop of the e4m3 forward: consumers of 64 rows share the tensor cores. A KV block is two steps of S, the upper
 // keys, then the lower ones; P V of the whole block follows, in slices of columns, each of which goes to T and is added
-// to O in fp32. S, P and T of a consumer follow each other in the same registers; where there are enough of them (head
-// dim 64) S of the lower keys is computed beside P of the upper ones, and S of the next block beside P V.
+// to O in fp32. S, P and T of a consumer take turns in the same registers. If there are enough of them (head dim 64), S
+// of the lower keys overlaps P of the upper ones, and S of the next block overlaps P V.
 #pragma once
 
 #include "kernels/sm90/fp8_fwd_mainloop_base.h"
@@ -18,23 +18,25 @@ struct Fp8FwdMainloop : Fp8FwdMainloopBase<Config> {
   using Base::storage;
   using Base::v_state;
   using typename Base::AccS;
+  using typename Base::BlockIterator;
   using typename Base::Storage;
-  using typename Base::Walk;
   static constexpr int kCols = Config::kSliceCols, kOnes = Config::kVtRows - Config::kHeadDimV;
   static constexpr int kSlices = Config::kHeadDimV / kCols;
   static constexpr bool kOverlaps = Config::kScoreBuffers == 2;
-  // The last P V with S of the next tile; else ptxas would have too few registers and serialise the products.
+  // Whether the last P V overlaps S of the next tile. Otherwise ptxas runs out of registers and serialises the
+  // products.
   static constexpr bool kOverlapsTiles = kOverlaps || Config::kWarpGroups == 2;
   static_assert(kOnes == 8 && kSlices * kCols == Config::kHeadDimV);
   enum Half { kLower, kUpper };  // keys of a block
 
   AccS acc_s[Config::kScoreBuffers];
-  // One for all slices, of which the last has sums of P too: of several, ptxas would keep all at once.
+  // One accumulator for all slices; that of the last slice includes the sums of P. With several, ptxas would keep all
+  // at once.
   typename Base::template Accumulator<kCols + kOnes> acc_t;
   typename Base::template FragmentP<Config::kBlockN> tOrP;
 
-  __device__ __forceinline__ Fp8FwdMainloop(Storage& storage_, int group_, uint32_t code_shift)
-      : Base(storage_, group_, code_shift) {}
+  __device__ __forceinline__ Fp8FwdMainloop(Storage& storage_, int group_, uint32_t bits_shift)
+      : Base(storage_, group_, bits_shift) {}
 
   template <Half kHalf>
   __device__ __forceinline__ AccS& scores() {
@@ -44,11 +46,11 @@ struct Fp8FwdMainloop : Fp8FwdMainloopBase<Config> {
   __device__ __forceinline__ void issue_qk(int q_stage) {
     Base::issue_qk(scores<kHalf>(), q_stage, kHalf);
   }
-  // Of a tile's first half.
+  // S of a tile's first half block.
   __device__ __forceinline__ void issue_first_qk(int q_stage) { issue_qk<kUpper>(q_stage); }
   __device__ __forceinline__ void wait_for_scores() { wait_for<0>(scores<kUpper>()); }
 
-  // T = P V of a slice of the block at v_state: issued, not waited for.
+  // Issues T = P V of a slice of the block at v_state; does not wait.
   template <int kSlice>
   __device__ __forceinline__ void issue_pv() {
     using namespace cute;
@@ -60,13 +62,13 @@ struct Fp8FwdMainloop : Fp8FwdMainloopBase<Config> {
     auto vt = make_tensor(make_smem_ptr(rows), typename Config::template SmemLayoutVt<kRows>{});
     start_gemm(mma, tOrP, mma.get_slice(threadIdx.x % 128).partition_fragment_B(vt)(_, _, _, _0{}), acc, true);
   }
-  // O += T, columns of a slice.
+  // O += T, the columns of a slice.
   __device__ __forceinline__ void add_slice(int slice) {
 #pragma unroll
     for (int i = 0; i < kCols / 2; ++i) acc_o(slice * kCols / 2 + i) += acc_t(i);
   }
 
-  // O += P V of the block at v_state but for the last slice, which is issued.
+  // O += P V of the block at v_state. The last slice is issued only.
   __device__ __forceinline__ void start_pv() {
     this->wait_for_v();
     cute::for_each(cute::make_seq<kSlices - 1>{}, [&](auto slice) {
@@ -76,7 +78,7 @@ struct Fp8FwdMainloop : Fp8FwdMainloopBase<Config> {
     });
     issue_pv<kSlices - 1>();
   }
-  // The last slice; so many later groups stay under way.
+  // Finishes the last slice; kPending later groups stay in flight.
   template <int kPending>
   __device__ __forceinline__ void finish_pv() {
     wait_for<kPending>(acc_t);
@@ -86,9 +88,9 @@ struct Fp8FwdMainloop : Fp8FwdMainloopBase<Config> {
     softmax.add_rounded(acc_t(kCols / 2), acc_t(kCols / 2 + 2));
   }
 
-  // P of half of the block where the walk is, S of which is complete.
+  // P of one half of the current KV block, whose S is complete.
   template <Half kHalf, bool kFirst, bool kMayMask>
-  __device__ __forceinline__ void make_half(const Walk& at) {
+  __device__ __forceinline__ void make_half(const BlockIterator& at) {
     using Layout = typename Base::template LayoutP<kStepKeys>;
     const auto half = [&](Half which) { return cute::make_tensor(tOrP.data() + which * (kStepKeys / 2), Layout{}); };
     auto p = half(kHalf);
@@ -100,13 +102,13 @@ struct Fp8FwdMainloop : Fp8FwdMainloopBase<Config> {
     softmax.rescale(out, correction);
     if constexpr (kHalf == kLower) {
       auto words = cute::recast<uint32_t>(half(kUpper));
-      softmax.rescale_codes(words, correction);
+      softmax.rescale_p(words, correction);
     }
   }
 
-  // P of the block where the walk is; S of its upper keys is complete and, if this overlaps, of the lower ones issued.
+  // P of the current KV block; S of its upper keys is complete and, with kOverlaps, S of the lower ones is issued.
   template <bool kFirst, bool kMayMask>
-  __device__ __forceinline__ void make_block(const Walk& at, int q_stage) {
+  __device__ __forceinline__ void make_block(const BlockIterator& at, int q_stage) {
     make_half<kUpper, kFirst, kMayMask>(at);
     if constexpr (!kOverlaps) issue_qk<kLower>(q_stage);
     wait_for<0>(scores<kLower>());
@@ -114,16 +116,16 @@ struct Fp8FwdMainloop : Fp8FwdMainloopBase<Config> {
     make_half<kLower, false, kMayMask>(at);
   }
 
-  // P of a tile's first block, S of whose upper keys is complete.
+  // P of a tile's first block; S of its upper keys is complete.
   __device__ __forceinline__ void first_step(int slot, int q_stage) {
     if constexpr (kOverlaps) issue_qk<kLower>(q_stage);
     this->reset();
-    make_block<true, true>(this->walk(slot), q_stage);
+    make_block<true, true>(this->iterator(slot), q_stage);
   }
 
   // P V of a block, P of the next.
   template <bool kMayMask>
-  __device__ __forceinline__ void step(Walk& at, int q_stage) {
+  __device__ __forceinline__ void step(BlockIterator& at, int q_stage) {
     start_pv();
     --at.n_block;
     if constexpr (kOverlaps) {
@@ -141,9 +143,9 @@ struct Fp8FwdMainloop : Fp8FwdMainloopBase<Config> {
     make_block<false, kMayMask>(at, q_stage);
   }
 
-  // All KV blocks of the tile after first_step(), but for P V of the last one.
+  // All KV blocks of the tile after first_step(), except P V of the last one.
   __device__ __forceinline__ void run(int slot, int q_stage) {
-    Walk at = this->walk(slot);
+    BlockIterator at = this->iterator(slot);
 #pragma unroll 1
     while (at.n_block > at.last) {
       const int last_unmasked = Config::kHasUnmaskedLoop ? max(at.unmasked_begin, at.last) : at.n_block;
@@ -157,12 +159,12 @@ struct Fp8FwdMainloop : Fp8FwdMainloopBase<Config> {
       } while (at.n_block > last_unmasked);
     }
   }
-  // Ahead of issue_first_qk() of the next tile.
+  // Call it before issue_first_qk() of the next tile.
   __device__ __forceinline__ void issue_last_pv() {
     start_pv();
     if constexpr (!kOverlapsTiles) finish_pv<0>();
   }
-  // With S of the next tile under way.
+  // Call it while S of the next tile is in flight.
   __device__ __forceinline__ void finish() {
     if constexpr (kOverlapsTiles) finish_pv<1>();
   }

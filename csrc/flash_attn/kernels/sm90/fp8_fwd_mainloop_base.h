@@ -1,5 +1,5 @@
-// What the mainloop of the e4m3 forward rests on: one consumer warpgroup, 64 rows, KV blocks downwards, its place in
-// the pipelines of K and V, and scores to P.
+// Base of the e4m3 forward's mainloop: one consumer warpgroup, 64 rows, descending KV blocks; its pipeline states of K
+// and V, and scores to P.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -19,10 +19,10 @@ struct Fp8FwdMainloopBase {
   using Storage = FwdStorage<Config>;
   using KvState = PipelineState<Config::kKvStages>;
   using MmaQk = typename Config::MmaQk;
-  static constexpr int kNegates = 0x7fffffff;  // every block takes the path of masked ones, which negates S too
+  static constexpr int kNegates = 0x7fffffff;  // every block takes the masked path, which also negates S
   static constexpr int kStepKeys = Config::kStepKeys;
   using AccS = decltype(cute::partition_fragment_C(MmaQk{}, cute::Shape<cute::_64, cute::Int<kStepKeys>>{}));
-  // As wgmma lays out accumulators.
+  // In the layout of a wgmma accumulator.
   template <int kCols>
   using Accumulator = decltype(cute::make_tensor<float>(
       cute::Layout<cute::Shape<cute::Shape<cute::_2, cute::_2, cute::Int<kCols / 8>>, cute::_1, cute::_1>>{}));
@@ -38,14 +38,14 @@ struct Fp8FwdMainloopBase {
   KvState k_state, v_state;
 
   AccO acc_o;
-  Fp8Softmax<Config::kCodes> softmax;
-  bool negates;      // S of this tile
-  float scale_log2;  // what scores are multiplied by: descales, softmax_scale, log2(e)
+  Fp8Softmax<Config::kExpBits> softmax;
+  bool negates;      // S of this tile is negated
+  float scale_log2;  // factor of the scores: descales, softmax_scale, log2(e)
 
-  __device__ __forceinline__ Fp8FwdMainloopBase(Storage& storage_, int group_, uint32_t code_shift)
-      : storage(storage_), group(group_), coords(threadIdx.x % 128), softmax(code_shift) {}
+  __device__ __forceinline__ Fp8FwdMainloopBase(Storage& storage_, int group_, uint32_t bits_shift)
+      : storage(storage_), group(group_), coords(threadIdx.x % 128), softmax(bits_shift) {}
 
-  // Of the work tile in a slot. What only some steps need stays in shared memory: registers are short.
+  // The work tile in a slot. What only some steps need stays in shared memory: registers are short.
   __device__ __forceinline__ const WorkTile& tile(int slot) const { return storage.tile[slot].value; }
   __device__ __forceinline__ const typename Config::TripCount& steps(int slot) const {
     return storage.steps[slot][group].value;
@@ -54,7 +54,7 @@ struct Fp8FwdMainloopBase {
   __device__ __forceinline__ void wait_for_k() const { storage.k_full[k_state.stage].wait(k_state.phase); }
   __device__ __forceinline__ void wait_for_v() const { storage.v_full[v_state.stage].wait(v_state.phase); }
 
-  // S = Q K^T of step `step` of the block at k_state: issued, not waited for.
+  // Issues S = Q K^T of step `step` of the block at k_state; does not wait.
   __device__ __forceinline__ void issue_qk(AccS& acc_s, int q_stage, int step) {
     using namespace cute;
     MmaQk mma;
@@ -62,7 +62,7 @@ struct Fp8FwdMainloopBase {
     auto q = make_tensor(make_smem_ptr(storage.q[0][0]), typename Config::SmemLayoutQ{});
     auto k = make_tensor(make_smem_ptr(storage.k[0]), typename Config::SmemLayoutK{});
     auto tSrQ = thread.partition_fragment_A(q)(_, _, _, q_stage * Config::kWarpGroups + group);
-    // Sliced in two ways, for each makes ptxas serialise the products of the other head dims.
+    // Sliced in two ways, since each makes ptxas serialise the products of the other head dims.
     if constexpr (Config::kAtoms == 1) {
       auto steps = local_tile(k, Shape<Int<kStepKeys>, Int<Config::kHeadDim>>{}, make_coord(_, _0{}));
       auto tSrK = thread.partition_fragment_B(steps)(_, _, _, step, k_state.stage);
@@ -98,7 +98,7 @@ struct Fp8FwdMainloopBase {
       release_v();
     }
   }
-  // All blocks of a tile: K and V in turns, for the ring holds fewer blocks.
+  // Skips all blocks of a tile, K and V in turn, since the ring has fewer stages.
   __device__ __forceinline__ void skip(int count) {
 #pragma unroll 1
     for (int i = 0; i < count; ++i) {
@@ -107,20 +107,20 @@ struct Fp8FwdMainloopBase {
     }
   }
 
-  // The way down the blocks of the work tile in a slot.
-  struct Walk {
+  // Iterates over the KV blocks of the work tile in a slot, downwards.
+  struct BlockIterator {
     int slot;
     int n_block, last;
     int unmasked_begin, unmasked_end;  // of the warpgroup's rows; begin may be kNegates
   };
-  __device__ __forceinline__ Walk walk(int slot) const {
+  __device__ __forceinline__ BlockIterator iterator(int slot) const {
     const auto& own = steps(slot);
     return {slot, own.first_block, own.first_block - own.count + 1, negates ? kNegates : own.unmasked_begin,
             own.unmasked_end};
   }
 
-  // S of the kStepKeys keys from `key` on, of the block where the walk is, as its mask and its sign have it.
-  __device__ __forceinline__ void mask(AccS& acc_s, const Walk& at, int key) {
+  // Negates, if needed, and masks S of the kStepKeys keys from `key` on of the current block.
+  __device__ __forceinline__ void mask(AccS& acc_s, const BlockIterator& at, int key) {
     if (at.n_block >= at.unmasked_begin && at.n_block < at.unmasked_end) return;
     auto scores = row_col_view(acc_s);
     if (at.unmasked_begin == kNegates) negate(acc_s);
@@ -129,17 +129,17 @@ struct Fp8FwdMainloopBase {
     apply_bounds(scores, coords, steps(at.slot).bounds, rows, own.seqlen_k, key, key + kStepKeys);
   }
 
-  // S of the kStepKeys keys from `key` on, of the block where the walk is, to P. Returns, warp-uniform, whether row_max
-  // was updated. kMayMask: whether some may be masked, or S negated.
+  // S of the kStepKeys keys from `key` on of the current block becomes P. Returns, warp-uniform, whether row_max was
+  // updated. kMayMask: keys may be masked, or S negated.
   template <bool kFirst, bool kMayMask = true, class P>
-  __device__ __forceinline__ int make_p(AccS& acc_s, P& p, const Walk& at, int key, float (&correction)[2]) {
+  __device__ __forceinline__ int make_p(AccS& acc_s, P& p, const BlockIterator& at, int key, float (&correction)[2]) {
     if constexpr (kMayMask) mask(acc_s, at, key);
     auto scores = row_col_view(acc_s);
     auto words = cute::recast<uint32_t>(p);
     typename decltype(softmax)::Sums sums;
     if constexpr (kFirst) softmax.update_row_max(scores, scale_log2, correction);
     const bool exceeds = softmax.exponentiate(acc_s, scale_log2, kFirst, words, sums);
-    // row_max rarely has to be updated: what it is of is found out by exceeding it.
+    // row_max rarely has to be updated, so P is computed first: its overflow says when.
     const bool updates = !kFirst && __any_sync(0xffffffffu, exceeds);
     if (updates) {
       softmax.update_row_max(scores, scale_log2, correction);
@@ -149,15 +149,15 @@ struct Fp8FwdMainloopBase {
     return updates || kFirst;
   }
 
-  // Descales of opposite signs: maxima are those of scores that a positive factor scales.
+  // For descales of opposite signs: maxima must be those of scores that a positive factor scales.
   __device__ __forceinline__ static void negate(AccS& acc) {
 #pragma unroll
     for (int i = 0; i < cute::size(acc); ++i) acc(i) = -acc(i);
   }
 
-  // Of rows that have seen no key.
+  // The state of rows that have seen no key.
   __device__ __forceinline__ void reset() {
-    softmax = decltype(softmax)(softmax.code_shift);
+    softmax = decltype(softmax)(softmax.bits_shift);
     cute::clear(acc_o);
   }
 };

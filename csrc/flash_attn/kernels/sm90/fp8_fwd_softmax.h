@@ -23,8 +23,8 @@ __device__ __forceinline__ uint32_t join(uint16_t low, uint16_t high) {
   return word;
 }
 
-// Four codes times powers of 2.
-__device__ __forceinline__ uint32_t multiply_codes(uint32_t word, __half2 factor) {
+// Four e4m3 values times powers of 2.
+__device__ __forceinline__ uint32_t multiply_e4m3(uint32_t word, __half2 factor) {
   uint32_t result;
   asm("{.reg .b16 low, high;\n"
       ".reg .b32 first, second;\n"
@@ -41,10 +41,10 @@ __device__ __forceinline__ uint32_t multiply_codes(uint32_t word, __half2 factor
   return result;
 }
 
-// Two codes from the low 16 bits of floats, in 16 bits each: 0 below all codes, NaN above them and of NaN.
-__device__ __forceinline__ uint32_t clamp_codes(float a, float b, uint32_t shift) {
+// Two e4m3 bit patterns from the low 16 bits of floats, in 16 bits each: 0 below the range, NaN above it and for NaN.
+__device__ __forceinline__ uint32_t clamp_bits(float a, float b, uint32_t shift) {
   const uint32_t pair = __byte_perm(__float_as_uint(a), __float_as_uint(b), 0x5410);
-  return __viaddmin_s16x2_relu(pair, shift, e4m3::twice(e4m3::kNanCode));
+  return __viaddmin_s16x2_relu(pair, shift, e4m3::twice(e4m3::kNanBits));
 }
 
 // fmaxf and fminf drop NaN.
@@ -54,37 +54,37 @@ __device__ __forceinline__ float clamp_keeping_nan(float x, float least, float m
   return x;
 }
 
-// row_max is that of scaled scores in powers of 2, less kOffsetLog2, so that P = exp2(score - row_max) uses e4m3's
-// range: right after an update the greatest is at most 2^5.5, and row_max lags until one would exceed 448 = 2^8.8,
-// where e4m3 ends. It is rounded to an integer, so that corrections are exact; P V makes sums of P as it was rounded.
-// kCodes: P as codes straight from the scores, and no sums but those of P V.
-template <bool kCodes>
+// row_max is the maximum of scaled scores in powers of 2, minus kOffsetLog2, so that P = exp2(score - row_max) uses
+// e4m3's range: right after an update the largest P is at most 2^5.5, and row_max lags until one would exceed 448 =
+// 2^8.8, the largest e4m3 value. row_max is rounded to an integer, so that corrections are exact. P V also sums the
+// rounded P. kExpBits: P as e4m3 bit patterns straight from the scores, summed by P V alone.
+template <bool kExpBits>
 struct Fp8Softmax : Softmax<2, int> {
   using Base = Softmax<2, int>;
   using Base::row_max;
   using Base::row_sum;
   static constexpr int kRows = 2;
   static constexpr float kOffsetLog2 = 5.0f, kLargestP = 448.0f;
-  // Scores of 128 products of codes up to 448 that are scaled by less are less than kNearLog2, and the 4096 octaves
-  // that 16 bits of a code reach are more than their differences.
+  // Scores of 128 products of e4m3 values up to 448, scaled by at most this factor, are less than kNearLog2; their
+  // differences are less than the 4096 octaves that 16 bits of a pattern reach.
   static constexpr float kLargestNearScale = 7.5e-5f, kNearLog2 = 2000.0f;
   static constexpr float kFarLog2 = 1000.0f;
-  static constexpr float kLargestPLog2 = 8.75f;  // as codes have it: 126 of them
-  // Partial sums of a row, each of so few P that they stay within kLargestP right after an update.
+  static constexpr float kLargestPLog2 = 8.75f;  // of bit pattern 126
+  // Partial sums of a row, each over few enough P to stay within kLargestP right after an update.
   static constexpr int kPartialSums = 2;
 
-  // What a step adds to row_sum. A struct: of a plain array ptxas serialises the products of head dim 128.
+  // What a step adds to row_sum. A struct: with a plain array ptxas serialises the products of head dim 128.
   struct Sums {
     float exact[kRows];
   };
 
-  uint32_t code_shift;  // e4m3::kCodeShift, twice; a kernel parameter, for ptxas would remake a constant at each use
-  float rounded_sum[kRows] = {};  // of P as it was rounded, over all columns
+  uint32_t bits_shift;  // e4m3::kBitsShift, twice; a kernel parameter, since ptxas would remake a constant at each use
+  float rounded_sum[kRows] = {};  // of the rounded P, over all columns
 
-  __device__ __forceinline__ explicit Fp8Softmax(uint32_t code_shift_) : code_shift(code_shift_) {}
+  __device__ __forceinline__ explicit Fp8Softmax(uint32_t bits_shift_) : bits_shift(bits_shift_) {}
 
-  // For a block that may exceed row_max: makes it that of the scores, if that is greater. Then O has to be multiplied
-  // by `correction`, row_sum already is. A NaN among the scores makes row_max NaN for good.
+  // For a block that may exceed row_max: raises row_max to the maximum of the scores. O then has to be multiplied by
+  // `correction`; row_sum already is. A NaN among the scores makes row_max NaN for good.
   template <class Scores>
   __device__ __forceinline__ void update_row_max(const Scores& scores, float scale, float (&correction)[kRows]) {
     using namespace cute;
@@ -112,20 +112,19 @@ struct Fp8Softmax : Softmax<2, int> {
     return max(bits, __shfl_xor_sync(0xffffffffu, bits, 1));
   }
 
-  // Words 2 i and 2 i + 1 of P hold the 16 keys i of rows g and g + 8; S is an accumulator of 8 columns after the
-  // other.
+  // Words 2 i and 2 i + 1 of P hold the 16 keys i of rows g and g + 8; S is a sequence of accumulators of 8 columns.
   __device__ __forceinline__ static constexpr int index(int word, int j) {
     return word / 2 * 8 + word % 2 * 2 + j % 2 + j / 2 * 4;
   }
 
-  // P against row_max as it is, four codes a word, and its sums. Returns whether some P of this thread exceeds what
-  // e4m3 holds, or is NaN: then P is of no use but for rows with NaN. `is_new`: row_max is that of these scores.
+  // P = exp2(S - row_max), four e4m3 values a word, and its sums. Returns true if some P of this thread overflows or is
+  // NaN: then P has to be recomputed. `is_new`: row_max is that of these scores.
   template <class Acc, class Words>
   __device__ __forceinline__ bool exponentiate(const Acc& acc_s, float scale, bool is_new, Words& words,
                                                Sums& sums) const {
     static_assert(decltype(cute::size(acc_s))::value == 4 * decltype(cute::size(words))::value);
-    if constexpr (kCodes) {
-      return make_codes(acc_s, scale, is_new, words);
+    if constexpr (kExpBits) {
+      return make_exp_bits(acc_s, scale, is_new, words);
     } else {
       constexpr int kWords = decltype(cute::size(words))::value;
       static_assert(kWords / kRows / kPartialSums * 4 * 45.3f <= kLargestP, "2^5.5 each");
@@ -140,7 +139,7 @@ struct Fp8Softmax : Softmax<2, int> {
         }
         words(i) = join(pack_e4m3(p[0], p[1]), pack_e4m3(p[2], p[3]));
       }
-      int bits = 0;  // bits of floats that are not negative order as they do, and NaN is above them
+      int bits = 0;  // bits of non-negative floats order like the floats, and NaN is above them
 #pragma unroll
       for (int mi = 0; mi < kRows; ++mi) {
         bits = __vimax3_s32(bits, __float_as_int(partial[mi][0]), __float_as_int(partial[mi][1]));
@@ -153,16 +152,16 @@ struct Fp8Softmax : Softmax<2, int> {
   __device__ __forceinline__ void add(const Sums& sums) {
 #pragma unroll
     for (int mi = 0; mi < kRows; ++mi) {
-      if constexpr (!kCodes) row_sum[mi][0] += sums.exact[mi];
+      if constexpr (!kExpBits) row_sum[mi][0] += sums.exact[mi];
     }
   }
 
-  // P of a smaller row_max, in words of its codes. Corrections are powers of 2: what is rounded is denormal.
+  // Rescales P after row_max was raised. Corrections are powers of 2: only denormal results are rounded.
   template <class Words>
-  __device__ __forceinline__ void rescale_codes(Words& words, const float (&correction)[kRows]) const {
+  __device__ __forceinline__ void rescale_p(Words& words, const float (&correction)[kRows]) const {
 #pragma unroll
     for (int i = 0; i < cute::size(words); ++i) {
-      words(i) = multiply_codes(words(i), __float2half2_rn(correction[i % 2]));
+      words(i) = multiply_e4m3(words(i), __float2half2_rn(correction[i % 2]));
     }
   }
 
@@ -172,51 +171,52 @@ struct Fp8Softmax : Softmax<2, int> {
   }
 
   template <class Acc, class Words>
-  __device__ __forceinline__ bool make_codes(const Acc& acc_s, float scale, bool is_new, Words& words) const {
-    constexpr float kZero = e4m3::kCodeMagic + e4m3::kCodesPerOctave * e4m3::kExponentBias;
+  __device__ __forceinline__ bool make_exp_bits(const Acc& acc_s, float scale, bool is_new, Words& words) const {
+    constexpr float kZero = e4m3::kBitsMagic + e4m3::kPatternsPerOctave * e4m3::kExponentBias;
     if (scale <= kLargestNearScale) {
       float offset[kRows];
 #pragma unroll
-      for (int mi = 0; mi < kRows; ++mi) offset[mi] = kZero - e4m3::kCodesPerOctave * fmaxf(row_max[mi], -kNearLog2);
-      const float factor = e4m3::kCodesPerOctave * scale;
-      return pack_codes(words, [&](int i) { return fmaf(acc_s(i), factor, offset[i / 2 % 2]); });
+      for (int mi = 0; mi < kRows; ++mi) offset[mi] = kZero - e4m3::kPatternsPerOctave * fmaxf(row_max[mi], -kNearLog2);
+      const float factor = e4m3::kPatternsPerOctave * scale;
+      return pack_bits(words, [&](int i) { return fmaf(acc_s(i), factor, offset[i / 2 % 2]); });
     }
-    // Codes of scores far from row_max would wrap. Beyond 2^26 row_max itself is rounded to more than kOffsetLog2.
+    // Bit patterns of scores far from row_max would wrap. Above 2^26 row_max itself is rounded to more than
+    // kOffsetLog2.
     const float most = is_new ? kLargestPLog2 : kFarLog2;
-    return pack_codes(words, [&](int i) {
+    return pack_bits(words, [&](int i) {
       const float exponent = clamp_keeping_nan(fmaf(acc_s(i), scale, -row_max[i / 2 % 2]), -kFarLog2, most);
-      return fmaf(exponent, e4m3::kCodesPerOctave, kZero);
+      return fmaf(exponent, e4m3::kPatternsPerOctave, kZero);
     });
   }
 
-  // code_of(i): of element i of S, as a float. Returns whether some code is NaN.
-  template <class Words, class CodeOf>
-  __device__ __forceinline__ bool pack_codes(Words& words, const CodeOf& code_of) const {
+  // bits_of(i): the bit pattern of element i of S, as a float. Returns whether some is NaN.
+  template <class Words, class BitsOf>
+  __device__ __forceinline__ bool pack_bits(Words& words, const BitsOf& bits_of) const {
     constexpr int kWords = decltype(cute::size(words))::value;
     uint32_t largest = 0;
 #pragma unroll
     for (int i = 0; i < kWords; ++i) {
-      const uint32_t low = clamp_codes(code_of(index(i, 0)), code_of(index(i, 1)), code_shift);
-      const uint32_t high = clamp_codes(code_of(index(i, 2)), code_of(index(i, 3)), code_shift);
+      const uint32_t low = clamp_bits(bits_of(index(i, 0)), bits_of(index(i, 1)), bits_shift);
+      const uint32_t high = clamp_bits(bits_of(index(i, 2)), bits_of(index(i, 3)), bits_shift);
       largest = __vimax3_s16x2(largest, low, high);
       words(i) = __byte_perm(low, high, 0x6420);
     }
-    constexpr uint32_t kToBit7 = e4m3::twice(0x80u - e4m3::kNanCode);
+    constexpr uint32_t kToBit7 = e4m3::twice(0x80u - e4m3::kNanBits);
     return (largest + kToBit7 & e4m3::twice(0x80u)) != 0;
   }
 
-  // finalize(), with the sums of P as it was rounded: numerator and denominator lose alike, and a row of one key is
-  // exact. The LSE keeps the sums before rounding, if there are any.
+  // finalize() with the sums of the rounded P: rounding then affects numerator and denominator alike, and a row with
+  // one key is exact. The LSE keeps the sums before rounding, if there are any.
   __device__ __forceinline__ void finalize_rounded(float (&o_scale)[kRows], float v_descale, float sink) {
     Fp8Softmax rounded = *this;
 #pragma unroll
     for (int mi = 0; mi < kRows; ++mi) {
       const float sum = 0.25f * rounded_sum[mi];  // the same in every lane of a quad, which finalize() adds up
       rounded.row_sum[mi][0] = row_max[mi] != row_max[mi] ? row_max[mi] : sum;
-      if (kCodes) rounded.row_max[mi] -= e4m3::kCodeMeanLog2;
+      if (kExpBits) rounded.row_max[mi] -= e4m3::kExpBitsMeanLog2;
     }
     rounded.finalize(o_scale, v_descale, 1.0f, sink);
-    if constexpr (kCodes) {
+    if constexpr (kExpBits) {
       *this = rounded;
     } else {
       float unused[kRows];

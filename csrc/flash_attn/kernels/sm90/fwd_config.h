@@ -31,10 +31,14 @@ struct QkOp<Element, 80> {
   using Type = Wgmma64x80x16<Element>;
 };
 
+template <class Config>
+struct FwdRoles;  // kernels/sm90/fwd_roles.h
+
 template <Dtype kDtype_, int kHeadDim_, FwdVariant kVariant_, int kHeadDimV_>
 struct FwdConfig {
   static constexpr Dtype kDtype = kDtype_;
   using Element = ElementOf<kDtype>;
+  using Roles = FwdRoles<FwdConfig>;
   using OutElement = Element;
   static constexpr FwdVariant kVariant = kVariant_;
   static constexpr bool kHasValueDim = kHeadDimV_ != kHeadDim_;
@@ -62,7 +66,7 @@ struct FwdConfig {
   static_assert(kConsumerGroups == 1 ? kWarpGroups == 2 || kWarpGroups == 3 : kConsumerGroups == 2 && kWarpGroups == 2,
                 "register budgets exist for two, three or twice two consumers");
 
-  // KV blocks are walked upwards, unmasked ones first; P V reads V as it is.
+  // KV blocks in ascending order, unmasked ones first; P V reads V, not V^T.
   static constexpr bool kDescending = false;
   static constexpr bool kTransposedV = false;
   using TripCount = WarpgroupTripCount<typename MaskOf<FwdConfig>::Bounds>;
@@ -75,13 +79,13 @@ struct FwdConfig {
   // What follows from the variant.
   static constexpr bool kHasPages = plan::sm90_reads_pages(kTile, kVariant);
   static constexpr bool kHasScoreMod = plan::modifies_scores(kVariant);
-  // Softcap alone and ALiBi alone have kernels of their own: one for everything is twice as large as an SM's
-  // instruction cache (docs/tuning/log/fwd_sm90.md#a-kernel-for-softcap-alone-one-for-alibi-alone).
+  // Softcap and ALiBi have a kernel each: with both, a kernel is twice as large as an SM's instruction cache
+  // (docs/tuning/findings.md, 14).
   static constexpr Modifiers kModifiers = kVariant == FwdVariant::kSoftcap ? Modifiers::kSoftcap
                                           : kVariant == FwdVariant::kAlibi ? Modifiers::kAlibi
                                                                            : Modifiers::kAny;
 
-  // What was measured: the policy row. plan/fwd_policy_sm90.h says what each feature does and why.
+  // The measured features: a policy row. plan/fwd_policy_sm90.h says what each does and why.
   static constexpr plan::FwdPolicy kPolicy = plan::sm90_fwd_policy(kHeadDim_, kHeadDimV_, kVariant);
   static_assert(plan::fwd_policy_conflict(kTile, kPolicy, kVariant) == nullptr, "the policy row does not fit the tile");
   static constexpr bool kNoMask = kPolicy.has(plan::fwd_feature::kNoMask);
@@ -139,8 +143,8 @@ struct FwdConfig {
   static constexpr int kSmemQ = 64 * kHeadDim;  // elements
   static constexpr int kSmemK = kBlockN * kHeadDim;
   static constexpr int kSmemV = kBlockN * kHeadDimV;
-  // O is staged over Q, or kStoredCols columns at a time in a buffer of its own, so that the next Q may land
-  // (docs/tuning/log/fwd_sm90_part2.md#o-staged-apart-with-one-q-buffer).
+  // O is staged over Q, or kStoredCols columns at a time in a dedicated buffer, so that the next Q may land before O
+  // has left (docs/tuning/findings.md, 4).
   static constexpr bool kSeparateOSmem = kTile.o_cols > 0;
   static_assert(kSeparateOSmem || kQStages == 2, "the next Q has to land before O has left");
   static constexpr int kStoredCols = kSeparateOSmem ? kTile.o_cols : kHeadDimV;

@@ -1,6 +1,6 @@
-// Random bits of the wgmma forward's packed dropout (kPackedDropout). Column bits arrive beside K (run_col_bits()), row
-// bits stay in registers over a tile; together they give the keep masks of packed pairs of P. A mask depends on (row,
-// column) only, so it may be made wherever the warp has time.
+// Random bits of the wgmma forward's packed dropout (kPackedDropout). Column bits arrive with K (ColumnBitsWarp), row
+// bits stay in registers during a tile; together they give the keep masks of packed pairs of P. A mask depends on (row,
+// column) only, so a warp may make it whenever it has time.
 #pragma once
 
 #include "kernels/common/dropout.h"
@@ -48,7 +48,7 @@ struct FwdDropout {
     }
   }
 
-  // Pins make_keep_mask() between the wgmmas of P V: ptxas would sink it to where P is masked, behind the exponentials,
+  // Pins make_keep_mask() between the wgmmas of P V: ptxas would sink it below the exponentials, to where P is masked,
   // unless a store that never happens (seqlen_q < 0) depends on it.
   __device__ __forceinline__ void make_keep_mask_here(int slice, int seqlen_q) {
     make_keep_mask(slice);

@@ -1,5 +1,5 @@
 // Epilogue of the wgmma forward: O times o_scale, then stored by each warp (its 16 rows by TMA), staged for the
-// epilogue warp (fwd_store.h), or, for a split of the keys, stored as fp32 partial result.
+// epilogue warp (fwd_store.h), or, for a split of the keys, stored as an fp32 partial result.
 #pragma once
 
 #include <cute/arch/copy_sm90_tma.hpp>
@@ -39,14 +39,14 @@ __device__ __forceinline__ void stage_o(const Acc& acc_o, Element* buffer, const
   }
 }
 
-// Over Q.
+// Stages O over Q.
 template <class Config>
 __device__ __forceinline__ void stage_o(const FwdMainloop<Config>& mainloop, int q_stage, const float (&o_scale)[2]) {
   stage_o<Config::kAtomCols, Config::kHeadDimV>(mainloop.acc_o, mainloop.storage.q[q_stage][mainloop.group], o_scale);
 }
 
-// Stages kStoredCols columns at a time; with more than one pass the previous store must have read the buffer. The last
-// store is still in flight on return: wait_for_store() says when the buffer is free.
+// Stages kStoredCols columns at a time; from the second iteration on, the previous store must have read the buffer. The
+// last store is still in flight on return: wait_for_store() says when the buffer is free.
 template <class Config>
 __device__ __forceinline__ void store_o(FwdMainloop<Config>& mainloop, const FwdWork<Config>& work,
                                         const CUtensorMap& o_map, int q_stage, const float (&o_scale)[2]) {

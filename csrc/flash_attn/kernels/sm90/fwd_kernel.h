@@ -7,18 +7,20 @@
 #include "kernels/common/pdl.h"
 #include "kernels/sm90/fwd_epilogue.h"
 #include "kernels/sm90/fwd_mainloop.h"
-#include "kernels/sm90/fwd_producer.h"
-#include "kernels/sm90/paged_loader.h"
+#include "kernels/sm90/fwd_roles.h"
 
 namespace flash {
 namespace sm90 {
 
-// A consumer warpgroup: one work tile after the other.
+// A consumer warpgroup, which computes one work tile after the other.
 template <class Config>
 struct FwdConsumer {
   using Work = FwdWork<Config>;
-  static constexpr bool kOverlapsTiles = Config::kTile.overlaps;
-  static constexpr bool kIssueNextQkEarly = Config::kIssueNextQkEarly;
+  // When S of the next tile's first block is issued.
+  enum class NextQk { kBeforeLastPv, kAfterLastPv, kAfterO };
+  static constexpr NextQk kNextQk = Config::kTile.overlaps      ? NextQk::kBeforeLastPv
+                                    : Config::kIssueNextQkEarly ? NextQk::kAfterLastPv
+                                                                : NextQk::kAfterO;
   static constexpr bool kSeparateOSmem = Config::kSeparateOSmem;
   static constexpr bool kHasStoreWarp = Config::kHasStoreWarp;
 
@@ -32,7 +34,7 @@ struct FwdConsumer {
   __device__ __forceinline__ FwdConsumer(const FwdLaunch& launch_, FwdStorage<Config>& storage_, int group)
       : launch(launch_), storage(storage_), pipeline(storage_), mainloop(launch_.params, storage_, group) {}
 
-  // With kNoMask the block order is cheap to recompute instead of reading it from shared memory: 1 % on long rows
+  // With kNoMask recomputing the block order is cheaper than reading it from shared memory: 1 % on long rows
   // (docs/tuning/fwd_sm90.md).
   __device__ __forceinline__ Work next_tile() {
     if constexpr (!Config::kNoMask) return pipeline.consumer_wait(mainloop.group);
@@ -48,28 +50,28 @@ struct FwdConsumer {
   __device__ __forceinline__ Work compute_attn_1rowblock(const Work& work) {
     const int q_stage = q_state.stage;
     mainloop.first_step(work);
-    if constexpr (!kSeparateOSmem && !kHasStoreWarp) release_stored_buffer();  // long before the producer needs it
+    if (!kSeparateOSmem && !kHasStoreWarp) release_stored_buffer();  // long before the producer needs it
     const int num_skipped = mainloop.run(work, q_stage);
-    if constexpr (kSeparateOSmem) free_q(q_stage);
+    if (kSeparateOSmem) free_q(q_stage);
     q_state.advance();
     const Work next = next_tile();
-    if constexpr (!kOverlapsTiles) mainloop.issue_last_pv(work);
-    if constexpr (kOverlapsTiles || kIssueNextQkEarly) issue_next_qk(next);
-    if constexpr (kOverlapsTiles) mainloop.issue_last_pv(work);
+    if (kNextQk == NextQk::kBeforeLastPv) issue_next_qk(next);
+    mainloop.issue_last_pv(work);
+    if (kNextQk == NextQk::kAfterLastPv) issue_next_qk(next);
     const int row_begin = mainloop.row_begin(work);
     float o_scale[FwdMainloop<Config>::kRows];
     store_max_logit(mainloop.softmax, launch.params, work.tile, mainloop.coords, row_begin);
     const float sink = row_sink(launch.params, work.tile);
     finalize_rows(mainloop.softmax, o_scale, launch.params, sink);
     // LSE overlaps the last P V; without an epilogue warp it follows O, whose TMA fence would wait for it.
-    if constexpr (kHasStoreWarp) store_lse_of(work, row_begin, sink);
+    if (kHasStoreWarp) store_lse_of(work, row_begin, sink);
     mainloop.wait_for_o();
     store_output(work, q_stage, o_scale);
     mainloop.skip_v(num_skipped);
     stored_stage = q_stage;
-    if constexpr (!kOverlapsTiles && !kIssueNextQkEarly) issue_next_qk(next);
-    if constexpr (!kHasStoreWarp) store_lse_of(work, row_begin, sink);
-    if constexpr (!kOverlapsTiles) mainloop.wait_for_scores();
+    if (kNextQk == NextQk::kAfterO) issue_next_qk(next);
+    if (!kHasStoreWarp) store_lse_of(work, row_begin, sink);
+    if (kNextQk != NextQk::kBeforeLastPv) mainloop.wait_for_scores();
     return next;
   }
 
@@ -93,7 +95,7 @@ struct FwdConsumer {
               is_split_kv<Config>(launch) ? work.split * launch.splits.rows : 0);
   }
 
-  // S of the next tile's first block; if there is none, of whatever the buffers hold: the result is never read.
+  // Issues S of the next tile's first block; without a block, of whatever the buffers hold: the result is never read.
   __device__ __forceinline__ void issue_next_qk(const Work& next) {
     if (next.exists()) mainloop.wait_for_tile(q_state.stage, q_state.phase);
     mainloop.issue_qk(q_state.stage);
@@ -117,12 +119,12 @@ struct FwdConsumer {
 
   // The work tiles of this warpgroup.
   __device__ __forceinline__ void compute_attn() {
-    if constexpr (Config::kModifiers == Modifiers::kSoftcap) mainloop.load_short_series();
-    if (mainloop.is_last_group()) mainloop.arrive_at_order_barrier();  // the first group's
+    if (Config::kModifiers == Modifiers::kSoftcap) mainloop.load_short_series();
+    if (mainloop.is_last_group()) mainloop.arrive_at_order_barrier();  // lets the first group start
     Work work = next_tile();
     if (work.exists()) begin();
     while (work.exists()) work = compute_attn_1rowblock(work);
-    if (mainloop.group == 0) mainloop.wait_for_order_barrier();  // the last group has arrived at it
+    if (mainloop.group == 0) mainloop.wait_for_order_barrier();  // the last group's arrival
     // Shared memory must outlive the last TMA store's reads.
     if (!kHasStoreWarp && threadIdx.x % 32 == 0) cute::tma_store_wait<0>();
   }
@@ -153,30 +155,24 @@ __global__ void __launch_bounds__(Config::kThreads, 1) flash_fwd_kernel(const __
       __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // shuffled, so that ptxas sees uniform branches
   if (warp_group == 0) {
     cutlass::arch::warpgroup_reg_dealloc<Config::kProducerRegisters>();
-    constexpr int kWarps = 4 / Config::kConsumerGroups;  // producer warps of a consumer group
-    const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), consumer_group = warp / kWarps,
-              role = warp % kWarps;
-    if (role != kSchedulerWarp) {  // schedulers choose their first tile before begin_together()
+    using Roles = typename Config::Roles;
+    const int index = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), consumer_group = index / Roles::kWarps,
+              warp = index % Roles::kWarps;
+    if (warp != kSchedulerWarp) {  // schedulers choose their first tile before begin_together()
       begin_together<Config>();
       if (overlaps_launches<Config>(launch)) {
         wait_for_previous_kernel();
         store_rng_state(launch.params.dropout);  // a kernel before this one may still use that memory
       }
     }
-    if (role == kLoadWarp) FwdProducer<Config>(launch, storages[consumer_group]).run();
-    if (role == kSchedulerWarp) run_scheduler<Config>(launch, storages[consumer_group], consumer_group);
-    if constexpr (Config::kPackedDropout) {
-      if (role == kColBitsWarp) run_col_bits<Config>(launch, storages[consumer_group]);
-    }
-    if constexpr (Config::kHasStoreWarp) {
-      if (!launch.params.is_paged() && role == kStoreWarp) run_store<Config>(launch, storages[consumer_group]);
-    }
-    if constexpr (Config::kHasPages) {
-      if (launch.params.is_paged() && role == kPagedKWarp)
-        PagedLoader<Config, kK>(launch, storages[consumer_group]).run();
-      if (launch.params.is_paged() && role == kPagedVWarp)
-        PagedLoader<Config, kV>(launch, storages[consumer_group]).run();
-    }
+    FwdStorage<Config>& storage = storages[consumer_group];
+    if (warp == kLoadWarp) typename Roles::Load{launch, storage}.run();
+    if (warp == kSchedulerWarp) typename Roles::Scheduler{launch, storage, consumer_group}.run();
+    // Separate tests, each with a load of is_paged(): nested ones, or one load, change how ptxas orders the loops.
+    if (Config::kPackedDropout && warp == 2) typename Roles::ColumnBits{launch, storage}.run();
+    if (Config::kHasStoreWarp && !launch.params.is_paged() && warp == 3) typename Roles::Store{launch, storage}.run();
+    if (Config::kHasPages && launch.params.is_paged() && warp == 2) typename Roles::PagedK{launch, storage}.run();
+    if (Config::kHasPages && launch.params.is_paged() && warp == 3) typename Roles::PagedV{launch, storage}.run();
   } else {
     cutlass::arch::warpgroup_reg_alloc<Config::kConsumerRegisters>();
     begin_together<Config>();
@@ -184,7 +180,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1) flash_fwd_kernel(const __
         Config::kConsumerGroups == 1 ? 0 : (warp_group - 1) / Config::kWarpGroups;  // the constant saves instructions
     const int group = warp_group - 1 - consumer_group * Config::kWarpGroups;
     FwdConsumer<Config>(launch, storages[consumer_group], group).compute_attn();
-    // Not earlier: thread blocks of the combine kernel would crowd on the few SMs that are idle.
+    // Not earlier: thread blocks of the combine kernel would crowd onto the few idle SMs.
     if (overlaps_launches<Config>(launch)) allow_next_kernel();
   }
 }

@@ -23,7 +23,7 @@ template <class Config>
 __global__ void flash_fwd_kernel(const __grid_constant__ FwdLaunch launch) {}
 #endif
 
-// Boxes of rows within a page; without them rows are copied one by one.
+// Maps of boxes of rows within a page; without them rows are copied one by one.
 inline cudaError_t make_page_maps(FwdLaunch& launch, Dtype dtype, int atom_cols) {
   const Flash_fwd_params& params = launch.params;
   if (launch.page_box_rows == 0) return cudaSuccess;
@@ -36,7 +36,7 @@ inline cudaError_t make_page_maps(FwdLaunch& launch, Dtype dtype, int atom_cols)
   return status == cudaSuccess ? make(launch.v_map, params.v_ptr, params.v_strides, params.d_v) : status;
 }
 
-// stored_rows: of O, that leave by one TMA store.
+// stored_rows: rows of O in one TMA store.
 inline cudaError_t make_tensor_maps(FwdLaunch& launch, const plan::FwdPlan& plan, int stored_rows) {
   const Flash_fwd_params& params = launch.params;
   const int atom_cols = plan::swizzle_atom_cols(plan.head_dim);
@@ -95,7 +95,7 @@ cudaError_t run_flash_fwd(const Flash_fwd_split_params& params, const plan::FwdP
                        configured_devices);
 }
 
-// Variants without a kernel are in no plan.
+// No plan names a variant without a kernel.
 template <Dtype kDtype, int kHeadDim, FwdVariant kVariant>
 cudaError_t run_variant(const Flash_fwd_split_params& params, const plan::FwdPlan& plan, cudaStream_t stream) {
   if constexpr (plan::sm90_has_variant(kHeadDim, kVariant)) {

@@ -23,7 +23,7 @@ struct FwdLaunch {
   FastDiv unmasked_blocks;    // max_unmasked_blocks()
   FastDiv group;              // query heads per K/V head
   int* tile_count_semaphore;  // null: static schedule, equally many tiles per consumer group
-  KvSplits splits;            // of each work tile's keys; a split is a tile of its own
+  KvSplits splits;            // of each work tile; each split is a separate tile
 };
 
 // Whether a work tile is one of several splits.

@@ -29,7 +29,7 @@ struct FwdMainloop {
   using Flag = typename Config::Flag;
   static constexpr int kRows = 2;                                  // accumulator rows per thread
   static constexpr uint32_t kPingPongBarrier = kBeginBarrier + 1;  // the first of one for each warpgroup
-  // The first block is masked only where that may change anything.
+  // Mask the first block only if the mask changes anything.
   static constexpr bool kMaskFirstOnDemand = Config::kMaskBoundsInRegs && !Config::kNoMask;
   using AccS = decltype(cute::partition_fragment_C(
       MmaQk{}, cute::Shape<cute::_64, cute::Int<Config::kBlockN>>{}));  // ((2, 2, N / 8), 1, 1)
@@ -57,7 +57,7 @@ struct FwdMainloop {
   __device__ __forceinline__ FwdMainloop(const Flash_fwd_params& params_, Storage& storage_, int group_)
       : params(params_), storage(storage_), group(group_), coords(threadIdx.x % 128) {}
 
-  // Through shared memory into registers: ptxas would reload a constant in every step, and wait for it.
+  // Passes through shared memory into registers: ptxas would reload a constant in every step, and wait for it.
   __device__ __forceinline__ void load_short_series() {
     const volatile ShortSoftcapSeries& series = storage.short_series;
     for (int i = 0; i < 2; ++i) short_series.coefficient[i] = series.coefficient[i];
@@ -85,7 +85,7 @@ struct FwdMainloop {
     wait_for_k();
   }
 
-  // S = Q K^T of the block at k_state: issued, not waited for.
+  // Issues S = Q K^T of the block at k_state; does not wait.
   __device__ __forceinline__ void issue_qk(int q_stage) {
     using namespace cute;
     MmaQk mma;
@@ -99,7 +99,7 @@ struct FwdMainloop {
 
   __device__ __forceinline__ void wait_for_scores() { wait_for<0>(acc_s); }
 
-  // O += P V (O = P V if `clears`) of the block at v_state: issued, not waited for. kMakesKeepMasks: makes the next
+  // Issues O += P V (O = P V if `clears`) of the block at v_state; does not wait. kMakesKeepMasks: makes the next
   // block's keep masks between the wgmmas.
   template <bool kMakesKeepMasks = false>
   __device__ __forceinline__ void issue_pv(bool clears) {
@@ -114,8 +114,7 @@ struct FwdMainloop {
     });
   }
 
-  // This warp has read the stage; kEveryLane: each lane says so, for racecheck where lanes read what one warp
-  // overwrites.
+  // This warp has read the stage. kEveryLane: each lane arrives, for racecheck, if lanes read what one warp overwrites.
   template <bool kEveryLane = false>
   __device__ __forceinline__ static void release(Barrier* empty, KvState& state) {
     if (kEveryLane || threadIdx.x % 32 == 0) empty[state.stage].arrive();
@@ -124,7 +123,7 @@ struct FwdMainloop {
   __device__ __forceinline__ void release_k() { release<Config::kPackedDropout>(storage.k_empty, k_state); }
   __device__ __forceinline__ void release_v() { release(storage.v_empty, v_state); }
 
-  // S of this warp's 16 rows and the block at k_state once more, by mma.sync: without the other warps.
+  // Recomputes S of this warp's 16 rows and the block at k_state by mma.sync, without the other warps.
   __device__ __forceinline__ void recompute_s(int q_stage) {
     using namespace cute;
     using Mma = std::conditional_t<std::is_same_v<Element, cutlass::half_t>, SM80_16x8x16_F32F16F16F32_TN,
@@ -133,7 +132,7 @@ struct FwdMainloop {
     const auto all_k = make_tensor(make_smem_ptr(storage.k[0]), typename Config::SmemLayoutK{});
     const auto q = all_q(_, _, q_stage * Config::kWarpGroups + group);
     const auto k = all_k(_, _, k_state.stage);
-    // Rows that are 8 apart have the same swizzle and a fixed distance: one base address each, else it spills.
+    // Rows 8 apart have the same swizzle and a fixed distance: with more than one base address each it spills.
     const auto pair = [](const auto& smem, int row, int col, int eights) {
       return *reinterpret_cast<const uint32_t*>(raw_pointer_cast(&smem(row, col)) + eights * 8 * Config::kAtomCols);
     };
@@ -151,8 +150,8 @@ struct FwdMainloop {
     __syncwarp();  // all lanes have read before K is released
   }
 
-  // Keeps exp2 above the P V wait; ptxas would sink it. `row_sum < 0` is never true, but ptxas cannot know, so this
-  // (already complete) wait depends on every exp2.
+  // Keeps exp2 before the wait for P V; ptxas would sink it. `row_sum < 0` is never true, but ptxas cannot know that,
+  // so this (already complete) wait depends on every exp2.
   __device__ __forceinline__ void finish_exp_before_pv_wait() const {
     const bool never = softmax.row_sum[0][0] + softmax.row_sum[1][0] < 0.0f;
     storage.v_full[v_state.stage].wait(v_state.phase ^ never);
@@ -209,7 +208,8 @@ struct FwdMainloop {
     pack_p(work, key);
   }
 
-  // One KV block: S and P of step i (`n_block`), and O += P V of the block before, the tile's first if `clears`.
+  // One KV block: S and P of step i (`n_block`), and O += P V of the previous block, which is the tile's first if
+  // `clears`.
   template <bool kMasked>
   __device__ __forceinline__ void step(const Work& work, int i, int n_block, int q_stage, bool clears) {
     using SoftmaxStep = FwdSoftmaxStep<Config, kMasked>;
@@ -219,7 +219,7 @@ struct FwdMainloop {
     wait_for_order_barrier();
     // 2. Issue S = Q K^T.
     issue_qk(q_stage);
-    // 3. Issue O += P V of the block before.
+    // 3. Issue O += P V of the previous block.
     issue_pv<Config::kRandomBitsInPv>(clears);
     arrive_at_order_barrier();
     // 4. S is complete, with kExpAfterPvWait P V too. Softmax; K is released as soon as S needs no recomputation.
@@ -272,7 +272,7 @@ struct FwdMainloop {
   }
 
   // All KV blocks after first_step(): unmasked, skipped on the left, masked, skipped on the right. Leaves to the caller
-  // P V of the last computed block (issue_last_pv()) and V of the blocks skipped behind it, whose number it returns.
+  // P V of the last computed block (issue_last_pv()) and V of the blocks skipped after it, whose number it returns.
   __device__ __forceinline__ int run(const Work& work, int q_stage) {
     run_unmasked(work, q_stage);
     int num_skipped = work.steps.skipped.left;
@@ -289,11 +289,11 @@ struct FwdMainloop {
     return num_skipped + work.steps.skipped.right;
   }
 
-  // P V of the last block: issued, not waited for.
+  // Issues P V of the last block; does not wait.
   __device__ __forceinline__ void issue_last_pv(const Work& work) { issue_pv(work.second() >= work.count()); }
 
-  // O is complete. S of the next tile was issued before the last P V with `overlaps`, so it is complete too; behind it
-  // with kIssueNextQkEarly, so it is still under way.
+  // O is complete. With `overlaps`, S of the next tile was issued before the last P V, so it is complete too; with
+  // kIssueNextQkEarly it was issued after it and is still in flight.
   __device__ __forceinline__ void wait_for_o() {
     wait_for<Config::kIssueNextQkEarly>(acc_o);
     cute::warpgroup_fence_operand(tOrP);

@@ -1,11 +1,11 @@
-// Producer warps of the wgmma forward: one schedules work tiles, one loads Q, K and V by TMA; paged K and V have a warp
-// each (paged_loader.h).
+// Roles of the producer warps of the wgmma forward: one schedules work tiles, one loads Q, K and V by TMA; paged K and
+// V have a warp each (paged_loader.h).
 #pragma once
 
 #include <cute/arch/copy_sm90_tma.hpp>
 
 #include "core/e4m3.h"
-#include "core/unmasked.h"
+#include "core/visible_range.h"
 #include "kernels/common/dropout.h"
 #include "kernels/common/pdl.h"
 #include "kernels/sm90/fwd_launch_params.h"
@@ -21,16 +21,8 @@ namespace sm90 {
 
 using namespace tma;
 
-// Roles of warpgroup 0's warps; two consumer groups have two of them each. Where paged loaders take warps 2 and 3,
-// kLoadWarp stores O as well.
-enum ProducerWarp {
-  kLoadWarp = 0,
-  kSchedulerWarp = 1,
-  kPagedKWarp = 2,
-  kColBitsWarp = 2,
-  kPagedVWarp = 3,
-  kStoreWarp = 3
-};
+// The first two producer warps of a consumer group; warps 2 and 3 have the roles that a kernel needs (FwdRoles).
+enum ProducerWarp { kLoadWarp, kSchedulerWarp };
 
 // Which work tiles a consumer group gets.
 template <class Config>
@@ -56,7 +48,8 @@ struct WorkTileScheduler {
   __device__ __forceinline__ int count() const { return tiles * splits(); }
 
   // First tile index of a consumer group. The two groups of a thread block take consecutive tiles, unless there are no
-  // more tiles than groups: then the second groups take what the first ones leave, so that tiles spread over all SMs.
+  // more tiles than groups: then the second groups take those that the first groups leave, so that tiles spread over
+  // all SMs.
   __device__ __forceinline__ int first(int consumer_group) const {
     const int blocks = static_cast<int>(gridDim.x);
     const bool one_each = count() <= blocks * Config::kConsumerGroups;
@@ -66,7 +59,7 @@ struct WorkTileScheduler {
 
   __device__ __forceinline__ int split(int index) const { return index % splits(); }
 
-  // By all lanes of the warp together.
+  // Called by all lanes of the warp together.
   __device__ __forceinline__ WorkTile at(int index) const {
     const Flash_fwd_params& params = launch.params;
     const HeadBlock at = order.at(index / splits());
@@ -89,14 +82,15 @@ struct WorkTileScheduler {
   }
 };
 
-// Fully masked rows: O = 0 and their LSE, by one warp, row by row. Partial O is cleared too: the combine pass reads it
-// before it knows from the LSE which splits count.
+// Fully masked rows: O = 0 and their LSE, by one warp, row by row. Partial O is cleared too: the combine kernel reads
+// it before the LSE tells it which splits count.
 template <class Config>
 __device__ __forceinline__ void store_fully_masked(const FwdLaunch& launch, const WorkTile& tile, int split) {
   using Element = typename Config::OutElement;
   const Flash_fwd_params& params = launch.params;
   const bool is_split = is_split_kv<Config>(launch);
   const int lane = threadIdx.x % 32;
+  static_assert(plan::kMaxHeadDim <= 32 * kVectorCols, "a row has one 16-byte vector for each lane");
   const int64_t offset = lse_offset(tile, params) + (is_split ? split * launch.splits.rows : 0);
   if (is_split) {
     auto* const values = reinterpret_cast<float4*>(launch.splits.out_ptr + (offset + tile.row_begin) * params.d_v);
@@ -105,90 +99,107 @@ __device__ __forceinline__ void store_fully_masked(const FwdLaunch& launch, cons
   }
   auto* const out = static_cast<Element*>(params.o_ptr) + q_offset(tile, params.o_strides);
   for (int row = tile.row_begin; row < tile.row_end && !is_split; ++row) {
-    if (8 * lane < params.d_v) {
-      *reinterpret_cast<uint4*>(out + row * params.o_strides.row + 8 * lane) = uint4{};
+    if (kVectorCols * lane < params.d_v) {
+      *reinterpret_cast<uint4*>(out + row * params.o_strides.row + kVectorCols * lane) = uint4{};
     }
   }
   const float lse = fully_masked_lse(params, tile);
   for (int row = tile.row_begin + lane; row < tile.row_end; row += 32) params.softmax_lse_ptr[offset + row] = lse;
 }
 
-// Scheduler warp; fully masked tiles are finished here. The first tile is chosen while another warp initialises the
-// mbarriers and, if no lengths are read for it, while the previous kernel still runs.
+// Scheduler warp; it finishes fully masked tiles itself. It chooses the first tile while another warp initialises the
+// mbarriers and, if it reads no lengths for that, while the previous kernel still runs. So it calls begin_together()
+// itself.
 template <class Config>
-__device__ __forceinline__ void run_scheduler(const FwdLaunch& launch, FwdStorage<Config>& storage,
-                                              int consumer_group) {
-  constexpr bool kMayOverlap = Config::kSplitKv;
-  const bool reads_lengths = launch.params.keys_packed();
-  if (reads_lengths) wait_for_previous_kernel();
-  WorkPipeline<Config> pipeline(storage);
-  const int consumer_groups = gridDim.x * Config::kConsumerGroups;
-  const WorkTileScheduler<Config> scheduler(launch);
-  bool is_first = true;
-  auto begin = [&] {
-    if (!is_first) return;
-    is_first = false;
-    if (overlaps_launches<Config>(launch) && !reads_lengths) wait_for_previous_kernel();
-    begin_together<Config>();
-  };
-  for (int index = scheduler.first(consumer_group); index < scheduler.count();
-       index = scheduler.next(index, consumer_groups)) {
-    const WorkTile tile = scheduler.at(index);
-    if (tile.empty()) {
-      if constexpr (kMayOverlap) begin();  // before the next fetch
-      continue;
-    }
-    const int split = scheduler.split(index);
-    const KvBlockOrder order = kv_block_order<Config>(launch, tile, split, scheduler.splits());
-    if constexpr (kMayOverlap) begin();  // before any store
-    if (order.count() == 0) {
-      store_fully_masked<Config>(launch, tile, split);
-      continue;
-    }
-    if constexpr (!kMayOverlap) begin();
-    pipeline.commit(tile, order, launch.params.window, split);
-    pipeline.acquire();
-  }
-  begin();
-  pipeline.commit(WorkTile{}, KvBlockOrder{}, Window{}, 0);
-}
+struct SchedulerWarp {
+  const FwdLaunch& launch;
+  FwdStorage<Config>& storage;
+  const int consumer_group;
 
-// Warp that puts the random bits of the columns, for dropout, beside every block of K.
-template <class Config>
-__device__ __forceinline__ void run_col_bits(const FwdLaunch& launch, FwdStorage<Config>& storage) {
-  const Flash_fwd_params& params = launch.params;
-  WorkPipeline<Config> pipeline(storage);
-  PipelineState<Config::kKvStages> state;
-  for (FwdWork<Config> work = pipeline.wait_and_release(); work.exists(); work = pipeline.wait_and_release()) {
-    const DropoutMask mask(params, work.tile.batch, work.tile.head);
-    for (int i = 0; i < work.order.count(); ++i) {
-      const int first_col = block_to_load<Config>(work.order, i) * Config::kBlockN;
-      storage.k_empty[state.stage].wait(state.phase ^ 1);
-      for (int pair = threadIdx.x % 32; pair < Config::kBlockN / 2; pair += 32) {
-        uint32_t* const bits = reinterpret_cast<uint32_t*>(storage.col_bits[state.stage][pair % 4]);
-        const RandomBits of_pair = mask.column_pair(first_col + 2 * pair);
-        bits[pair / 4] = of_pair.fine;
-        if (pair / 4 % 2 == 0) bits[FwdStorage<Config>::kFineBits + pair / 8] = of_pair.coarse;
+  __device__ __forceinline__ void run() const {
+    constexpr bool kMayOverlap = Config::kSplitKv;
+    const bool reads_lengths = launch.params.keys_packed();
+    if (reads_lengths) wait_for_previous_kernel();
+    WorkPipeline<Config> pipeline(storage);
+    const int consumer_groups = gridDim.x * Config::kConsumerGroups;
+    const WorkTileScheduler<Config> scheduler(launch);
+    bool is_first = true;
+    auto begin = [&] {
+      if (!is_first) return;
+      is_first = false;
+      if (overlaps_launches<Config>(launch) && !reads_lengths) wait_for_previous_kernel();
+      begin_together<Config>();
+    };
+    for (int index = scheduler.first(consumer_group); index < scheduler.count();
+         index = scheduler.next(index, consumer_groups)) {
+      const WorkTile tile = scheduler.at(index);
+      if (tile.empty()) {
+        if constexpr (kMayOverlap) begin();  // before the next fetch
+        continue;
       }
-      storage.k_full[state.stage].arrive();
-      state.advance();
+      const int split = scheduler.split(index);
+      const KvBlockOrder order = kv_block_order<Config>(launch, tile, split, scheduler.splits());
+      if constexpr (kMayOverlap) begin();  // before any store
+      if (order.count() == 0) {
+        store_fully_masked<Config>(launch, tile, split);
+        continue;
+      }
+      if constexpr (!kMayOverlap) begin();
+      pipeline.commit(tile, order, launch.params.window, split);
+      pipeline.acquire();
+    }
+    begin();
+    pipeline.commit(WorkTile{}, KvBlockOrder{}, Window{}, 0);
+  }
+};
+
+// Column-bits warp: the random bits of dropout for the columns of every K block.
+template <class Config>
+struct ColumnBitsWarp {
+  const FwdLaunch& launch;
+  FwdStorage<Config>& storage;
+
+  __device__ __forceinline__ void run() const {
+    const Flash_fwd_params& params = launch.params;
+    WorkPipeline<Config> pipeline(storage);
+    PipelineState<Config::kKvStages> state;
+    for (FwdWork<Config> work = pipeline.wait_and_release(); work.exists(); work = pipeline.wait_and_release()) {
+      const DropoutMask mask(params, work.tile.batch, work.tile.head);
+      for (int i = 0; i < work.order.count(); ++i) {
+        const int first_col = block_to_load<Config>(work.order, i) * Config::kBlockN;
+        storage.k_empty[state.stage].wait(state.phase ^ 1);
+        for (int pair = threadIdx.x % 32; pair < Config::kBlockN / 2; pair += 32) {
+          uint32_t* const bits = reinterpret_cast<uint32_t*>(storage.col_bits[state.stage][pair % 4]);
+          const RandomBits of_pair = mask.column_pair(first_col + 2 * pair);
+          bits[pair / 4] = of_pair.fine;
+          if (pair / 4 % 2 == 0) bits[FwdStorage<Config>::kFineBits + pair / 8] = of_pair.coarse;
+        }
+        storage.k_full[state.stage].arrive();
+        state.advance();
+      }
     }
   }
-}
+};
 
-// Epilogue warp. Waits for the next tile before it waits for this one's O, so that nobody waits for this warp.
+// Epilogue warp. Waits for the next tile before it waits for this one's O, so that the scheduler never stalls on the
+// epilogue.
 template <class Config>
-__device__ __forceinline__ void run_store(const FwdLaunch& launch, FwdStorage<Config>& storage) {
-  WorkPipeline<Config> pipeline(storage);
-  OutputStore<Config> output(launch, storage);
-  for (WorkTile tile = pipeline.wait_and_release().tile; !tile.empty();) {
-    const WorkTile next = pipeline.wait_and_release().tile;
-    output.store(tile);
-    tile = next;
-  }
-}
+struct StoreWarp {
+  const FwdLaunch& launch;
+  FwdStorage<Config>& storage;
 
-// Producer of Q, K and V. One lane issues; the whole warp runs the loop.
+  __device__ __forceinline__ void run() const {
+    WorkPipeline<Config> pipeline(storage);
+    OutputStore<Config> output(launch, storage);
+    for (WorkTile tile = pipeline.wait_and_release().tile; !tile.empty();) {
+      const WorkTile next = pipeline.wait_and_release().tile;
+      output.store(tile);
+      tile = next;
+    }
+  }
+};
+
+// Load warp: Q, K and V. One lane issues; the whole warp runs the loop. If K and V are paged it also stores O.
 template <class Config>
 struct FwdProducer {
   using Storage = FwdStorage<Config>;
@@ -205,7 +216,7 @@ struct FwdProducer {
   __device__ __forceinline__ FwdProducer(const FwdLaunch& launch_, Storage& storage_)
       : launch(launch_), storage(storage_), issues(threadIdx.x % 32 == 0) {}
 
-  // kRows rows from coordinate `row` on, atom by atom.
+  // Loads kRows rows from coordinate `row` on, atom by atom.
   template <int kRows, int kAtoms>
   __device__ __forceinline__ void load(const CUtensorMap& map, Barrier& full, Element* smem, const TmaRows& rows,
                                        int row, int head, cute::TMA::CacheHintSm90 hint) const {
@@ -280,8 +291,8 @@ struct FwdProducer {
                             block_to_load<Config>(work.order, i), work.rows, work.head_k);
   }
 
-  // Keys before a window's first visible key, NaN perhaps, share a block with visible ones: their V is cleared. The
-  // mask takes care of K.
+  // Keys before a window's first visible key, possibly NaN, share a block with visible ones: their V is cleared. For K
+  // the mask suffices.
   __device__ __forceinline__ void load_v(const LoadWork& work, int i) {
     const int n_block = block_to_load<Config>(work.order, i);
     if constexpr (Config::kTransposedV) {
@@ -289,13 +300,13 @@ struct FwdProducer {
       return;
     }
     const MaskOf<Config> visibility = mask_of<Config>(launch.params, work.tile);
-    const int unmasked_begin_key = visibility.may_mask_left() ? first_unmasked_key(visibility) : 0;
+    const int unmasked_begin_key = visibility.may_mask_left() ? first_visible_key(visibility) : 0;
     load_kv<Config::kAtomsV, !Config::kNoMask>(launch.v_map, storage.v_full, storage.v_empty, &storage.v[0][0], v_state,
                                                n_block, work.rows, work.head_k,
                                                unmasked_begin_key - n_block * Config::kBlockN);
   }
 
-  // A block of V^T, whose pass has written zeros for the keys that take no part.
+  // A block of V^T, in which the transposing kernel has written zeros for keys that no query sees.
   __device__ __forceinline__ void load_vt(const LoadWork& work, int n_block) {
     const Flash_fwd_params& params = launch.params;
     storage.v_empty[v_state.stage].wait(v_state.phase ^ 1);
@@ -327,7 +338,7 @@ struct FwdProducer {
     }
   }
 
-  // Q only: two more warps load paged K and V. O of a tile is stored once the next Q is in flight.
+  // Q only: two more warps load paged K and V. O of a tile is stored after the next Q was issued.
   __device__ __forceinline__ void run_paged(WorkPipeline<Config>& pipeline) {
     OutputStore<Config> output(launch, storage);
     WorkTile last;
@@ -339,7 +350,7 @@ struct FwdProducer {
     if (Config::kHasStoreWarp && !last.empty()) output.store(last);
   }
 
-  // V is loaded one block behind K, in the order the consumers want them, across work tiles too.
+  // Loads V one block after K, in the order the consumers want them, across work tiles too.
   __device__ __forceinline__ void run_unpaged(WorkPipeline<Config>& pipeline) {
     prefetch(launch.k_map);
     prefetch(launch.v_map);
@@ -357,8 +368,8 @@ struct FwdProducer {
       }
       const LoadWork next = next_tile(pipeline);
       if (!next.tile.empty()) load_k(next, 0);
-      // The next Q comes from global memory, so issue it early. Its stage is free after the first step of this tile:
-      // with few blocks the wait for it would delay V.
+      // The next Q comes from global memory, so it is issued early. Its stage is free after the first step of this
+      // tile: with few blocks the wait for it would delay V.
       const bool q_first = Config::kQStages == 2 && count > 2;
       if (q_first && !next.tile.empty()) load_q(next.tile);
       load_v(work, count - 1);

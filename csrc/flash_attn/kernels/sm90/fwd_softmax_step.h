@@ -16,7 +16,7 @@
 namespace flash {
 namespace sm90 {
 
-// Raw scores to what the softmax takes: softcap, ALiBi, mask.
+// From raw scores to the softmax's: softcap, ALiBi, mask.
 template <bool kMasked, class Config, class Mainloop, class Scores>
 __device__ __forceinline__ void modify_scores(const Mainloop& m, Scores& scores, const FwdWork<Config>& work, int key) {
   const MaskOf<Config> visibility = mask_of<Config>(m.params, work.tile);
@@ -34,7 +34,7 @@ __device__ __forceinline__ void modify_scores(const Mainloop& m, Scores& scores,
   }
 }
 
-// Maxima first: may update row_max, always right.
+// Maxima first: may update row_max, always correct.
 template <class Mainloop, class Scores>
 __device__ __forceinline__ typename Mainloop::Flag update_softmax(Mainloop& m, Scores& scores,
                                                                   float (&correction)[Mainloop::kRows]) {
@@ -45,8 +45,8 @@ __device__ __forceinline__ typename Mainloop::Flag update_softmax(Mainloop& m, S
   return rescale;
 }
 
-// From a block's first key to the diagonal of the warpgroup's first row. ALiBi may be speculative where its bias is
-// linear in the column: where all keys are before, or all behind, the diagonals of all 64 rows.
+// Distance from a block's first key to the diagonal of the warpgroup's first row. ALiBi may be speculative where its
+// bias is linear in the column: all keys before, or all after, the diagonals of all 64 rows.
 template <class Mainloop>
 __device__ __forceinline__ int diagonal_distance(const Mainloop& m, int key) {
   return m.alibi_row - key;
@@ -110,7 +110,7 @@ struct SoftcapPolySoftmax {
   }
 };
 
-// Exponentials against the row max so far, then the check of their sums; maxima only where that fails.
+// Exponentials against the row max so far, then the check of their sums; maxima only if that fails.
 template <class Config>
 struct SpeculativeSoftmax {
   static constexpr bool kMayRecomputeS = true;
@@ -127,7 +127,7 @@ struct SpeculativeSoftmax {
   }
 };
 
-// The same behind the mask. A loop, so that the mask's code exists once.
+// The same after the mask. A loop, so that the mask's code exists once.
 template <class Config>
 struct SpeculativeMaskedSoftmax {
   static constexpr bool kMayRecomputeS = true;

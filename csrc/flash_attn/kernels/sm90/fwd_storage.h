@@ -17,7 +17,7 @@ namespace sm90 {
 
 using namespace tma;
 
-// Named barrier of the whole thread block: behind it the mbarriers are initialised.
+// Named barrier of the whole thread block: after it the mbarriers are initialised.
 constexpr uint32_t kBeginBarrier = 0;
 
 // Not NamedBarrier::sync(): warp roles arrive by different instructions, which synccheck reports as divergence for an
@@ -48,8 +48,8 @@ struct FwdStorage {
   alignas(Config::kSeparateOSmem ? 1024
                                  : 8) OutElement o[Config::kWarpGroups][Config::kSeparateOSmem ? Config::kSmemO : 1];
 
-  // Random bits of the block's columns, beside its K (kPackedDropout). For lanes 4 g + t: fine bits of pairs t, t + 4,
-  // t + 8, ..., then coarse bits of t, t + 8, ...
+  // Random bits of the block's columns, in the same stage as its K (kPackedDropout). For lanes 4 g + t: fine bits of
+  // pairs t, t + 4, t + 8, ..., then coarse bits of t, t + 8, ...
   static constexpr int kFineBits = Config::kBlockN / 8, kColBitVectors = (kFineBits + kFineBits / 2 + 3) / 4;
   uint4 col_bits[Config::kPackedDropout ? Config::kKvStages : 1][4][Config::kPackedDropout ? kColBitVectors : 1];
 
@@ -58,7 +58,7 @@ struct FwdStorage {
   // and k_empty with column bits: of each lane.
   Barrier k_full[Config::kKvStages], k_empty[Config::kKvStages];
   Barrier v_full[Config::kKvStages], v_empty[Config::kKvStages];
-  Barrier pre_clear_full;  // V that the producer itself clears in part has landed
+  Barrier pre_clear_full;  // V that the load warp clears in part has landed
   Barrier q_full[Config::kQStages][Config::kWarpGroups], q_empty[Config::kQStages][Config::kWarpGroups];
   Barrier o_full[Config::kQStages][Config::kWarpGroups];  // O staged over Q, for the epilogue warp
   // Work tiles from the scheduler warp to the group's other warps. Two slots: with one, ptxas has more live registers
@@ -72,7 +72,7 @@ struct FwdStorage {
   int split[kTileSlots];  // index of the KV split
   ShortSoftcapSeries short_series;
 
-  // By one warp, before Barrier::fence_init().
+  // Called by one warp, before Barrier::fence_init().
   __device__ __forceinline__ void init_barriers(bool is_paged) {
     const int lane = threadIdx.x % 32, group = lane % Config::kWarpGroups;
     const int loading_warps = is_paged ? 3 : 1 + Config::kPackedDropout + Config::kHasStoreWarp;
@@ -174,7 +174,7 @@ struct WorkPipeline {
     if (step == (Config::kFetchNextTileLate ? max(order.count() - kStepsBeforeRelease, 0) : 0)) release();
   }
 
-  // By every lane: the next tile may be fetched as far as this one is concerned.
+  // Called by every lane: this warp permits the next tile to be fetched.
   __device__ __forceinline__ void release() {
     storage.tile_empty[state.stage].arrive();
     state.advance();

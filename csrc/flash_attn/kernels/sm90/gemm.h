@@ -6,8 +6,8 @@
 namespace flash {
 namespace sm90 {
 
-// acc += A B (acc = A B if `clears`) over all k slices: issued, not waited for. between(k): other work of the warp
-// behind slice k, in slots where it would only wait for the next slice to issue.
+// Issues acc += A B (acc = A B if `clears`) over all k slices; does not wait. between(k): other work of the warp after
+// slice k, in slots in which it would only wait to issue the next slice.
 template <class Mma, class A, class B, class Acc, class Between>
 __device__ __forceinline__ void start_gemm(Mma& mma, const A& tCrA, const B& tCrB, Acc& acc, bool clears,
                                            const Between& between) {

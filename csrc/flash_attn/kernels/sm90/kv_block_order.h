@@ -1,5 +1,5 @@
-// KV block order of a work tile: the same for producer and consumers but for the rotation of unmasked blocks behind a
-// window.
+// KV block order of a work tile: the same for producer and consumers, except for the rotation of the unmasked blocks of
+// a window.
 #pragma once
 
 #include "core/block_range.h"
@@ -12,9 +12,9 @@ namespace flash {
 namespace sm90 {
 
 // With score modifiers the first block is near the diagonal: under ALiBi its scores are the highest, and a row max that
-// starts low would be updated in nearly every block. Where the right side is masked, it is the diagonal's block of the
-// first row, which all rows see but those a window keeps from it; it is a masked block, which takes the non-speculative
-// path as any first block does.
+// starts low would be updated in nearly every block. If the right side is masked, it is the block with the diagonal of
+// the first row: a masked block, which all rows see except those that a window keeps from it. It takes the
+// non-speculative path like any first block.
 template <class Config>
 __device__ __forceinline__ KvBlockOrder kv_block_order(const FwdLaunch& launch, const WorkTile& tile, int split = 0,
                                                        int splits = 1) {

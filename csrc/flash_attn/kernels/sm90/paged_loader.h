@@ -1,13 +1,13 @@
 // Paged K or V to shared memory, one warp each.
-// Where page size and block_n have a common divisor: TMA boxes of so many rows, one box a lane. Elsewhere, and at the
-// ends of a sequence's visible keys: cp.async, because a sequence that begins or ends within a page fits no box.
+// If page size and block_n have a suitable common divisor: TMA boxes of that many rows, one box a lane. Otherwise, and
+// at the ends of a sequence's visible keys: cp.async, because a sequence that begins or ends within a page fits no box.
 #pragma once
 
 #include <cute/arch/copy_sm80.hpp>
 #include <cute/arch/copy_sm90_tma.hpp>
 #include <cute/arch/util.hpp>
 
-#include "core/unmasked.h"
+#include "core/visible_range.h"
 #include "kernels/common/paged_kv.h"
 #include "kernels/sm90/fwd_producer.h"
 #include "kernels/tma/swizzle.h"
@@ -30,7 +30,7 @@ struct PagedLoader {
   using Element = typename Config::Element;
   static constexpr int kAtoms = kOperand == kV ? Config::kAtomsV : Config::kAtoms;
   static constexpr int kVectors = Config::kAtomCols / kVectorCols;  // of a row of an atom, a lane each
-  static constexpr int kRowsPerPass = 32 / kVectors;
+  static constexpr int kRowsPerIteration = 32 / kVectors;
   static constexpr int kGroups = Config::kBlockN / 32;  // row groups: a lane looks up one row of each
   static_assert(Config::kBlockN % 32 == 0, "rows are looked up 32 at a time");
 
@@ -104,8 +104,8 @@ struct PagedLoader {
       const int row_of_page = row_of_lane - params.paged.page_size.divide(row_of_lane) * params.paged.page_size.divisor;
       copy_rows(head, page[i] < 0 ? -1 : page[i] * strides().batch + row_of_page * strides().row, smem, 32 * i, vector);
     }
-    // No lane sees another one's copies complete: each waits for its own, fences them for the tensor cores, and
-    // arrives. The next block has another stage, so there is time for that.
+    // No lane sees another lane's copies complete: each waits for its own, fences them for the tensor cores, and
+    // arrives. The next block uses another stage, so there is time for that.
     cute::cp_async_wait<0>();
     fence_buffer();
     landed().arrive();
@@ -114,12 +114,12 @@ struct PagedLoader {
 
   // 32 rows; `found`: element offset in the pool of the row that this lane looked up, or -1.
   __device__ __forceinline__ void copy_rows(int head, int64_t found, uint32_t smem, int first_row, int vector) const {
-    const int row_of_pass = threadIdx.x % 32 / kVectors;
+    const int lane_row = threadIdx.x % 32 / kVectors;
 #pragma unroll 1
-    for (int pass = 0; pass < 32; pass += kRowsPerPass) {
-      const int64_t offset = __shfl_sync(0xffffffffu, found, pass + row_of_pass);
+    for (int first = 0; first < 32; first += kRowsPerIteration) {
+      const int64_t offset = __shfl_sync(0xffffffffu, found, first + lane_row);
       const Element* const source = pool() + head * strides().head + (offset < 0 ? 0 : offset) + vector * kVectorCols;
-      const int row = first_row + pass + row_of_pass;
+      const int row = first_row + first + lane_row;
       const uint32_t target = smem + bytes(swizzle_offset(Config::kAtomCols, row, vector));
 #pragma unroll
       for (int col = 0; col < kAtoms * Config::kAtomCols; col += Config::kAtomCols) {
@@ -135,8 +135,8 @@ struct PagedLoader {
       const WorkTile& tile = work.tile;
       const int head = launch.group.divide(tile.head);
       const bool fits = launch.page_box_rows > 0 && tile.k_begin % launch.page_box_rows == 0;
-      // Of the whole sequence, not of this tile's window: load_rows() is slower than boxes.
-      const int unmasked_begin_key = first_unmasked_key(mask_of<Config>(params, work.tile));
+      // The sequence's first visible key, not this tile's: load_rows() is slower than boxes.
+      const int unmasked_begin_key = first_visible_key(mask_of<Config>(params, work.tile));
       for (int i = 0; i < work.order.count(); ++i) {
         const int key = block_to_load<Config>(work.order, i) * Config::kBlockN;
         if (fits && key >= unmasked_begin_key && key + Config::kBlockN <= tile.seqlen_k) {

@@ -15,7 +15,7 @@ struct VarlenOrder {
 
   const Flash_fwd_params& params;
   const int block_m;
-  const bool grows;    // a tile sees block_m keys fewer than the next one of its sequence; else as many
+  const bool grows;    // a tile sees block_m keys fewer than the next one of its sequence; otherwise the same number
   WorkTile sequence;   // this lane's
   int tiles = 0;       // of that sequence
   int key_blocks = 0;  // keys that its last tile sees, in multiples of block_m

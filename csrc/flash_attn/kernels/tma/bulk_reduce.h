@@ -10,7 +10,7 @@
 namespace flash {
 namespace tma {
 
-// By one thread, after fence_buffer() by all that wrote to `source`; both pointers are 16-byte aligned.
+// Called by one thread, after fence_buffer() by all that wrote to `source`; both pointers are 16-byte aligned.
 // cute::tma_store_wait<0>() waits until the buffer has been read.
 __device__ __forceinline__ void reduce_bulk(float* target, const float* source, int count) {
   const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(source));
@@ -23,7 +23,7 @@ __device__ __forceinline__ void reduce_bulk(float* target, const float* source, 
 // Proxy fence: orders this thread's later bulk reductions after its earlier generic-proxy reads of global memory.
 __device__ __forceinline__ void fence_before_reductions() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
-// By the thread that issued them: waits until its bulk reductions are performed in global memory.
+// Called by the thread that issued them: waits until its bulk reductions are performed in global memory.
 __device__ __forceinline__ void wait_for_reductions() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
 }  // namespace tma

@@ -14,7 +14,7 @@ struct Barrier {
     return static_cast<uint32_t>(__cvta_generic_to_shared(&state));
   }
 
-  // By one thread, followed by fence_init() and a barrier of all threads.
+  // Called by one thread, followed by fence_init() and a barrier of all threads.
   __device__ __forceinline__ void init(uint32_t arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(address()), "r"(arrivals) : "memory");
   }

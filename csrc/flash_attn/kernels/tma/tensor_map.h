@@ -96,7 +96,7 @@ inline cudaError_t make_tensor_map(CUtensorMap& map, const TensorMapSource& sour
                                  strides, box_lengths, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
                                  box.cols * bytes == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
                                  CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  return status == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;  // plan::tensor_map_holds() asked first
+  return status == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;  // plan::tensor_map_holds() checked it
 }
 
 // Coordinates of the rows of a sequence in a tensor map.

@@ -1,0 +1,51 @@
+// dQ of one step, all columns by one warpgroup: dQ = dS K from the consumers' dS in shared memory, and the handover of
+// the fp32 tile to DqReduceWarp.
+#pragma once
+
+#include <cute/tensor.hpp>
+
+#include "kernels/common/dq_tile.h"
+#include "kernels/sm90/bwd_one_pass/storage.h"
+#include "kernels/sm90/gemm.h"
+
+namespace flash {
+namespace sm90 {
+
+// dQ = dS K. Waits for ds_full[stage] (arrived on by both consumers), arrives on ds_empty[stage].
+template <class Config, class Accumulator>
+__device__ __forceinline__ void compute_dq(BwdStorage<Config>& storage, const PipelineState<2>& state, int kv_stage,
+                                           int thread, Accumulator& acc_dq) {
+  using namespace cute;
+  typename Config::MmaDq mma;
+  const auto thread_mma = mma.get_slice(thread);
+  const auto ds = make_tensor(make_smem_ptr(storage.ds[state.stage]), typename Config::SmemLayoutDs{});  // (M, N)
+  const auto k = make_tensor(make_smem_ptr(storage.k[kv_stage]), typename Config::SmemLayoutKt{});       // (D, N)
+  storage.ds_full[state.stage].wait(state.phase);
+  fence_buffer();  // orders the consumers' generic-proxy stores of dS before the wgmma
+  start_gemm(mma, thread_mma.partition_fragment_A(ds), thread_mma.partition_fragment_B(k), acc_dq, true);
+  wait_for<0>(acc_dq);
+  storage.ds_empty[state.stage].arrive();
+}
+
+// Waits until the bulk reduction has read the buffer that the dQ tile of `state` overwrites.
+template <class Config>
+__device__ __forceinline__ void wait_for_dq_buffer(const BwdStorage<Config>& storage, const PipelineState<2>& state) {
+  if constexpr (Config::kDqBuffers == 2) {
+    storage.dq_empty[state.stage].wait(state.phase ^ 1);
+  } else {  // one buffer: the previous tile, which the other DqReduceWarp has reduced
+    storage.dq_empty[state.stage ^ 1].wait(state.phase ^ (state.stage ^ 1));
+  }
+}
+
+// Writes the dQ tile to shared memory and arrives on dq_full[stage], which DqReduceWarp waits for. By all threads that
+// computed it.
+template <class Config, class Accumulator>
+__device__ __forceinline__ void stage_dq_tile(BwdStorage<Config>& storage, const PipelineState<2>& state,
+                                              const Accumulator& acc_dq, int thread) {
+  wait_for_dq_buffer<Config>(storage, state);
+  stage_dq(acc_dq, storage.dq_tile(state.stage) + Config::dq_offset(thread / 32), thread % 32);
+  storage.dq_full[state.stage].arrive();
+}
+
+}  // namespace sm90
+}  // namespace flash

@@ -1,0 +1,163 @@
+// The load warp of the one-pass wgmma backward: K, V, Q and dO by TMA.
+#pragma once
+
+#include <cute/arch/copy_sm90_tma.hpp>
+
+#include "core/bwd_schedule.h"
+#include "core/visible_range.h"
+#include "kernels/common/mask.h"
+#include "kernels/sm90/bwd_one_pass/storage.h"
+#include "kernels/tma/clear_rows.h"
+#include "kernels/tma/tensor_map.h"
+#include "kernels/tma/tile_copy.h"
+
+namespace flash {
+namespace sm90 {
+
+using namespace tma;
+
+// One lane issues the TMA copies; all lanes run the loop. Not on BwdTileLoader and bwd_work_queue.h, which do the same:
+// ptxas then orders the load warp otherwise.
+template <class Config>
+struct BwdLoader {
+  using Element = typename Config::Element;
+
+  const BwdLaunch& launch;
+  BwdStorage<Config>& storage;
+  const bool is_elected;  // this lane
+  PipelineState<Config::kStages> state;
+  PipelineState<Config::kKvStages> kv_state;
+  bool is_first = true;
+  uint32_t pre_clear_phase = 0;
+
+  __device__ __forceinline__ BwdLoader(const BwdLaunch& launch_, BwdStorage<Config>& storage_)
+      : launch(launch_), storage(storage_), is_elected(threadIdx.x % 32 == 0) {}
+
+  // Loads rows [row, row + kRows) of kCols columns into a tile of kTileRows rows, one TMA box per swizzle atom. Rows
+  // before `first` are fully masked and become zeros: 0 * NaN from them would be NaN in the MMA.
+  template <int kRows, int kCols, int kTileRows = kRows>
+  __device__ __forceinline__ void load(const CUtensorMap& map, Barrier& full, Element* smem, const TmaRows& rows,
+                                       int row, int first, int head, cute::TMA::CacheHintSm90 hint) {
+    constexpr int kAtoms = kCols / Config::kAtomCols;
+    const bool has_masked_rows = first > row;
+    Barrier& tma_full = has_masked_rows ? storage.pre_clear_full : full;
+    if (is_elected) {
+      tma_full.arrive_and_expect(kRows * kCols * static_cast<int>(sizeof(Element)));
+      load_tile<kAtoms, Config::kAtomCols, kTileRows>(map, tma_full, smem, rows, row, head, hint);
+    }
+    if (!has_masked_rows) return;
+    tma_full.wait(pre_clear_phase);
+    pre_clear_phase ^= 1;
+    clear_rows<kTileRows, kAtoms, Config::kAtomCols>(smem, min(first - row, kRows));
+    if (is_elected) full.arrive();
+  }
+
+  // The next work tile index, the same in all lanes. Dynamic scheduler: in deterministic mode also the first index is
+  // fetched from the semaphore, so that every thread block that the dQ semaphore waits for has started or is done.
+  __device__ __forceinline__ int fetch(bool first, int index) const {
+    int* const semaphore = launch.tile_count_semaphore;
+    const bool is_deterministic = launch.params.dq_semaphore_ptr != nullptr;
+    if (first && (semaphore == nullptr || !is_deterministic)) return blockIdx.x;
+    if (semaphore == nullptr) return index + gridDim.x;
+    const int begin = is_deterministic ? 0 : gridDim.x;
+    const int fetched = is_elected ? atomicAdd(semaphore, 1) : 0;
+    return begin + __shfl_sync(0xffffffffu, fetched, 0);
+  }
+
+  // Fetches, announces (work_full) and loads the work tiles of this thread block.
+  __device__ __forceinline__ void run_all() {
+    PipelineState<2> work_state;
+    int index = fetch(true, 0);
+    while (true) {
+      storage.work_empty[work_state.stage].wait(work_state.phase ^ 1);
+      if (is_elected) {
+        storage.work[work_state.stage] = index;
+        storage.work_full[work_state.stage].arrive();
+      }
+      __syncwarp();
+      work_state.advance();
+      if (index >= launch.grid.blocks) return;
+      const BwdWorkTile tile = bwd_work_tile_at(launch.params, Config::kBlockN, index, launch.grid);
+      if (!tile.empty(Config::kBlockN)) run(tile);
+      index = fetch(false, index);
+    }
+  }
+
+  // Prefetches K and V into the L2 cache while the previous work tile still uses their only buffer.
+  __device__ __forceinline__ void prefetch_kv(const TmaRows& k_rows, int row, int head) const {
+    if (!is_elected) return;
+#pragma unroll
+    for (int col = 0; col < Config::kHeadDim; col += Config::kAtomCols) {
+      for (int first = 0; first < Config::kBlockN; first += Config::kBlockN / Config::kKvParts) {
+        for (const CUtensorMap* map : {&launch.k_map, &launch.v_map}) {
+          cute::SM90_TMA_LOAD_5D::PREFETCH::copy(map, col, row + first + k_rows.shift, head, k_rows.outer,
+                                                 k_rows.origin);
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void load_kv(const TmaRows& k_rows, int row, int first_key, int head) {
+    constexpr auto kHint = cute::TMA::CacheHintSm90::EVICT_FIRST;
+    constexpr int kRows = Config::kBlockN / Config::kKvParts;
+    const int stage = kv_state.stage;
+#pragma unroll
+    for (int i = 0; i < Config::kKvParts; ++i) {
+      const int first = i * kRows, offset = first * Config::kAtomCols;
+      storage.kv_empty[stage][i].wait(kv_state.phase ^ 1);
+      load<kRows, Config::kHeadDim, Config::kBlockN>(launch.k_map, storage.k_full[stage][i], storage.k[stage] + offset,
+                                                     k_rows, row + first, first_key, head, kHint);
+      load<kRows, Config::kHeadDim, Config::kBlockN>(launch.v_map, storage.v_full[stage][i], storage.v[stage] + offset,
+                                                     k_rows, row + first, first_key, head, kHint);
+    }
+  }
+
+  __device__ __forceinline__ void run(const BwdWorkTile& tile) {
+    using cute::TMA::CacheHintSm90;
+    const Flash_bwd_params& params = launch.params;
+    const bool is_varlen = params.is_varlen();
+    const TmaRows k_rows(is_varlen, tile.batch, tile.k_begin, tile.seqlen_k);
+    const TmaRows q_rows(is_varlen, tile.batch, tile.q_begin, tile.seqlen_q);
+    const MaskOf<Config> visibility = mask_of<Config>(params, tile);
+    const int first_row = first_visible_row(visibility);
+    const QBlockOrder order = q_block_order<Config>(params, tile);
+    const int count = order.count();
+    if (count == 0) return;
+    QStep at = order.start();
+    const int key = tile.n_block * Config::kBlockN;
+    if (!is_first && Config::kKvStages == 1) prefetch_kv(k_rows, key, tile.head_k);
+    is_first = false;
+    for (int i = 0; i < count; ++i) {
+      const int stage = state.stage, row = at.m_block * Config::kBlockM;
+      storage.q_empty[stage].wait(state.phase ^ 1);
+      load<Config::kBlockM, Config::kHeadDim>(launch.q_map, storage.q_full[stage], storage.q[stage], q_rows, row,
+                                              first_row, at.head, CacheHintSm90::EVICT_LAST);
+      storage.do_empty[stage].wait(state.phase ^ 1);
+      load<Config::kBlockM, Config::kHeadDim>(launch.do_map, storage.do_full[stage], storage.dout[stage], q_rows, row,
+                                              first_row, at.head, CacheHintSm90::EVICT_LAST);
+      if (i == 0) load_kv(k_rows, key, first_visible_key(visibility), tile.head_k);
+      state.advance();
+      order.advance(at);
+    }
+    kv_state.advance();
+  }
+};
+
+// The counterpart of BwdLoader::run_all() in the other warps: visit(BwdWorkTile) for each work tile that is not empty.
+template <class Config, class Visit>
+__device__ __forceinline__ void for_each_work_tile(const BwdLaunch& launch, BwdStorage<Config>& storage,
+                                                   const Visit& visit) {
+  PipelineState<2> work_state;
+  while (true) {
+    storage.work_full[work_state.stage].wait(work_state.phase);
+    const int index = __shfl_sync(0xffffffffu, storage.work[work_state.stage], 0);
+    storage.work_empty[work_state.stage].arrive();
+    work_state.advance();
+    if (index >= launch.grid.blocks) return;
+    const BwdWorkTile tile = bwd_work_tile_at(launch.params, Config::kBlockN, index, launch.grid);
+    if (!tile.empty(Config::kBlockN)) visit(tile);
+  }
+}
+
+}  // namespace sm90
+}  // namespace flash

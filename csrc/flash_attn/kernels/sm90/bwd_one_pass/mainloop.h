@@ -1,0 +1,343 @@
+// The mainloop of a consumer warpgroup of the one-pass wgmma backward: 64 keys of the n_block against every m_block
+// that sees them, for all query heads of the K/V head. dK and dV accumulate in registers over the whole loop. dQ is
+// computed here or by the dQ warpgroup, and DqReduceWarp adds it to fp32 tiles in global memory. P is recomputed from
+// the LSE: Dao et al. 2022, appendix B.
+#pragma once
+
+#include <cute/arch/copy_sm90.hpp>
+#include <cute/arch/copy_sm90_tma.hpp>
+#include <cute/tensor.hpp>
+
+#include "core/bwd_schedule.h"
+#include "kernels/common/differentiate.h"
+#include "kernels/common/dq_semaphore.h"
+#include "kernels/common/dq_tile.h"
+#include "kernels/common/mask.h"
+#include "kernels/sm90/bwd_one_pass/dq_product.h"
+#include "kernels/sm90/bwd_one_pass/named_barriers.h"
+#include "kernels/sm90/bwd_one_pass/storage.h"
+#include "kernels/sm90/bwd_row_values.h"
+#include "kernels/sm90/gemm.h"
+#include "kernels/tma/bulk_reduce.h"
+#include "kernels/tma/swizzle.h"
+
+namespace flash {
+namespace sm90 {
+
+using namespace tma;
+
+template <class Config>
+struct BwdMainloop {
+  using Element = typename Config::Element;
+  using Storage = BwdStorage<Config>;
+  template <class Mma, int kCols>
+  using Accumulator = decltype(cute::partition_fragment_C(Mma{}, cute::Shape<cute::_64, cute::Int<kCols>>{}));
+  using AccSdP = Accumulator<typename Config::MmaSdP, Config::kBlockM>;   // ((2, 2, M / 8), 1, 1)
+  using AccDkv = Accumulator<typename Config::MmaDkv, Config::kHeadDim>;  // ((2, 2, columns / 8), 1, 1)
+  using AccDq = Accumulator<typename Config::MmaDq, Config::kHeadDim>;
+  // P^T and dS^T as A operands: the layout of their accumulator registers.
+  using LayoutP =
+      cute::Layout<cute::Shape<cute::Shape<cute::_2, cute::_2, cute::_2>, cute::_1, cute::Int<Config::kBlockM / 16>>>;
+  using Coords = TransposedCoords<AccumulatorCoords<4>>;
+
+  using RowValues = SmemRowValues<Coords>;
+  static constexpr bool kRowValuesInRegs = !Config::kIsGeneral && !Config::kHasDqWarpgroup;
+  using EarlyRowValues =
+      std::conditional_t<kRowValuesInRegs, RegisterRowValues<Coords, Config::kBlockM / 4>, RowValues>;
+
+  const BwdLaunch& launch;
+  const Flash_bwd_params& params;
+  Storage& storage;
+  const BwdWorkTile& tile;
+  const int group;   // of the consumers
+  const int thread;  // of the warpgroup
+  const MaskOf<Config> visibility;
+  const QBlockOrder order;
+  const Coords coords;  // rows: queries of the m_block; columns: this warpgroup's keys
+  PipelineState<Config::kStages> state;
+  PipelineState<Config::kKvStages> kv_state;
+  PipelineState<2> ds_state;  // of the next dS to store
+  PipelineState<2> dq_state;  // of the next dS whose dQ is to be computed
+
+  AccDkv acc_dk, acc_dv;
+
+  __device__ __forceinline__ BwdMainloop(const BwdLaunch& launch_, Storage& storage_, const BwdWorkTile& tile_,
+                                         int group_, PipelineState<Config::kStages> state_,
+                                         PipelineState<Config::kKvStages> kv_state_, PipelineState<2> ds_state_)
+      : launch(launch_),
+        params(launch_.params),
+        storage(storage_),
+        tile(tile_),
+        group(group_),
+        thread(threadIdx.x % 128),
+        visibility(mask_of<Config>(launch_.params, tile_)),
+        order(q_block_order<Config>(launch_.params, tile_)),
+        coords{AccumulatorCoords<4>(threadIdx.x % 128)},
+        state(state_),
+        kv_state(kv_state_),
+        ds_state(ds_state_),
+        dq_state(ds_state_) {
+    cute::clear(acc_dk);
+    cute::clear(acc_dv);
+  }
+
+  __device__ __forceinline__ int key_begin() const { return tile.n_block * Config::kBlockN + 64 * group; }
+
+  // Issues acc (64, N) = A B, both in shared memory; does not wait.
+  template <class Mma, class SmemA, class SmemB, class Acc>
+  __device__ __forceinline__ void start(Mma mma, const SmemA& a, const SmemB& b, Acc& acc) const {
+    const auto slice = mma.get_slice(thread);
+    start_gemm(mma, slice.partition_fragment_A(a), slice.partition_fragment_B(b), acc, true);
+  }
+
+  // The view of this warpgroup's 64 keys in a tile of kBlockN keys.
+  __device__ __forceinline__ auto local_kv(Element* smem_tile) const {
+    using namespace cute;
+    return local_tile(make_tensor(make_smem_ptr(smem_tile), typename Config::SmemLayoutKv{}),
+                      Shape<_64, Int<Config::kHeadDim>>{}, make_coord(group, _0{}));
+  }
+
+  // S^T = K Q^T or dP^T = V dO^T; `rows` is Q or dO of the m_block.
+  __device__ __forceinline__ void start_scores(Element* keys, Element* rows, AccSdP& acc) const {
+    using namespace cute;
+    start(typename Config::MmaSdP{}, local_kv(keys), make_tensor(make_smem_ptr(rows), typename Config::SmemLayoutQ{}),
+          acc);
+  }
+
+  // dV += P^T dO or dK += dS^T Q.
+  template <class Values>
+  __device__ __forceinline__ void start_dkv(const Values& values, Element* rows, AccDkv& acc) const {
+    using namespace cute;
+    typename Config::MmaDkv mma;
+    const auto a = make_tensor(values.data(), LayoutP{});
+    const auto cols = make_tensor(make_smem_ptr(rows), typename Config::SmemLayoutQt{});  // (D, M)
+    start_gemm(mma, a, mma.get_slice(thread).partition_fragment_B(cols), acc, false);
+  }
+
+  // Stores dS^T of this warp's 16 keys transposed, as rows of queries (stmatrix.trans): a 16-byte vector holds 8 keys
+  // of one query. Rows 16 apart have the same swizzle. The wgmma that reads dS is of the async proxy: fence_buffer()
+  // must follow.
+  template <class Values>
+  __device__ __forceinline__ void write_ds(const Values& values, int buffer) const {
+    constexpr int kAtomCols = Config::kAtomCols;
+    const int lane = thread % 32, row = lane / 16 * 8 + lane % 8;
+    const int key = 64 * group + thread / 32 * 16 + lane / 8 % 2 * kVectorCols;
+    Element* const first = storage.ds[buffer] + key / kAtomCols * Config::kBlockM * kAtomCols +
+                           swizzle_offset(kAtomCols, row, key % kAtomCols / kVectorCols);
+    const auto pairs = cute::recast<uint32_t>(values);  // pairs of queries; then keys 8 apart, then queries 8 apart
+#pragma unroll
+    for (int i = 0; i < decltype(cute::size(pairs))::value; i += 4) {
+      cute::SM90_U16x8_STSM_T::copy(pairs(i), pairs(i + 1), pairs(i + 2), pairs(i + 3),
+                                    *reinterpret_cast<cute::uint128_t*>(first + i / 4 * 16 * kAtomCols));
+    }
+  }
+
+  __device__ __forceinline__ void release(Barrier* empty) const { empty[state.stage].arrive(); }
+
+  // One m_block of one query head, without a dQ warpgroup.
+  __device__ __forceinline__ void step(const QStep& at, int i) {
+    using namespace cute;
+    const int stage = state.stage;
+    AccSdP acc_s, acc_dp;
+    storage.q_full[stage].wait(state.phase);
+    const RowValues lse_rows{storage.lse_log2[stage], coords};
+    const EarlyRowValues lse_log2(lse_rows);
+    start_scores(storage.k[0], storage.q[stage], acc_s);
+    storage.do_full[stage].wait(state.phase);
+    start_scores(storage.v[0], storage.dout[stage], acc_dp);
+    wait_for<1>(acc_s);
+    differentiate<true>(at, false, lse_log2, acc_s, acc_dp);
+    compute_dk_alternate_dq(acc_dp, i);
+  }
+
+  // On entry S is complete and dP in flight; on exit acc_s holds P and acc_dp holds dS. kStartsDv: starts dV += P^T dO
+  // before it waits for dP.
+  template <bool kStartsDv, class LseRows>
+  __device__ __forceinline__ void differentiate(const QStep& at, bool is_unmasked, const LseRows& lse_log2,
+                                                AccSdP& acc_s, AccSdP& acc_dp) {
+    const int stage = state.stage;
+    const TileCoords tile_coords{tile.batch, at.head, at.m_block * Config::kBlockM, key_begin()};
+    auto scores = transposed_row_col_view(acc_s);  // ((2, M / 8), 2)
+    auto dp = transposed_row_col_view(acc_dp);
+    const RowValues softmax_d{storage.softmax_d[stage], coords};
+    if constexpr (!Config::kIsGeneral) {
+      if (!is_unmasked) mask_scores<Config::kBlockM, 64>(scores, coords, visibility, tile_coords);
+      exponentiate_scores(scores, params.softmax_scale_log2, lse_log2);
+      const EarlyRowValues softmax_d_of_rows(softmax_d);
+      if constexpr (kStartsDv) start_dkv(convert<Element>(acc_s), storage.dout[stage], acc_dv);
+      wait_for<kStartsDv>(acc_dp);
+      differentiate_scores(scores, dp, softmax_d_of_rows);
+    } else {
+      wait_for<0>(acc_dp);
+      const SmemRandomBits<Coords> bits{storage.dropout_row_bits[stage], storage.dropout_col_bits[stage] + 32 * group,
+                                        coords};
+      differentiate_general<Config::kBlockM, 64, true>(params, visibility, tile_coords, coords, bits, lse_log2,
+                                                       softmax_d, scores, dp);
+      if constexpr (kStartsDv) start_dkv(convert<Element>(acc_s), storage.dout[stage], acc_dv);
+    }
+  }
+
+  // kAlternateDq: stores dS, computes dK (dV is in flight), then dQ of the previous step if that is this consumer's.
+  __device__ __forceinline__ void compute_dk_alternate_dq(const AccSdP& acc_ds, int i) {
+    const auto ds = convert<Element>(acc_ds);
+    store_ds(ds, i == 0);
+    start_dkv(ds, storage.q[state.stage], acc_dk);
+    wait_for<0>(acc_dk);
+    release_step(state.stage);
+    state.advance();
+    if (i > 0) compute_own_dq();
+  }
+
+  // dQ of the step of dq_state: consumer 0 computes those in stage 0, consumer 1 those in stage 1.
+  __device__ __forceinline__ void compute_own_dq() {
+    if (dq_state.stage == group) {
+      AccDq acc_dq;
+      compute_dq<Config>(storage, dq_state, 0, thread, acc_dq);
+      stage_dq_tile<Config>(storage, dq_state, acc_dq, thread);
+      __syncwarp();  // wgmma needs converged warps
+    }
+    dq_state.advance();
+  }
+
+  // Waits until this warp's TMA stores and bulk reductions have read their shared memory.
+  __device__ __forceinline__ void wait_for_tma_stores() const {
+    if (is_first_lane()) cute::tma_store_wait<0>();
+    __syncwarp();
+  }
+
+  // Waits until the previous work tile's dK and dV have been read from the buffers of dS and dQ in which they are
+  // staged: by this consumer's stores if there is a dQ warpgroup, since each consumer then stages in its own rows;
+  // otherwise by both consumers'.
+  __device__ __forceinline__ void wait_for_dkv_stores() const {
+    wait_for_tma_stores();
+    if constexpr (Config::kHasDqWarpgroup) {
+      wait_for_warpgroup(group);
+    } else {
+      wait_for_consumers<Config>();
+    }
+  }
+
+  __device__ __forceinline__ bool is_first_lane() const { return thread % 32 == 0; }
+
+  // Stores dS for the warpgroup that computes dQ: waits for ds_empty, arrives on ds_full. The proxy fence is in
+  // compute_dq(), where it stalls no consumer.
+  template <class Values>
+  __device__ __forceinline__ void store_ds(const Values& ds, bool is_first) {
+    storage.ds_empty[ds_state.stage].wait(ds_state.phase ^ 1);
+    if (!Config::kSeparateDkvSmem && is_first) wait_for_dkv_stores();
+    write_ds(ds, ds_state.stage);
+    storage.ds_full[ds_state.stage].arrive();
+    ds_state.advance();
+  }
+
+  // A step whose rows see none of this consumer's 64 keys: arrives on the same barriers as every other step.
+  __device__ __forceinline__ void store_zero_ds(bool is_first) {
+    AccSdP zeros;
+    cute::clear(zeros);
+    storage.q_full[state.stage].wait(state.phase);
+    storage.do_full[state.stage].wait(state.phase);
+    wait_for_order_barrier<Config>(group);
+    arrive_at_order_barrier<Config>(group);
+    store_ds(convert<Element>(zeros), is_first);
+    release(storage.do_empty);
+    release(storage.q_empty);
+    state.advance();
+  }
+
+  // Steps [begin, end) of the work tile, the first of them at `at`. S of the next step is in flight together with dK of
+  // this one.
+  __device__ __forceinline__ void run_visible(QStep at, int begin, int end) {
+    using namespace cute;
+    const RowRange unmasked = unmasked_rows(visibility, key_begin(), key_begin() + 64, Config::kBlockM);
+    Element* const keys = storage.k[kv_state.stage];
+    Element* const values = storage.v[kv_state.stage];
+    AccSdP acc_s;
+    storage.q_full[state.stage].wait(state.phase);
+    start_scores(keys, storage.q[state.stage], acc_s);
+    wait_for<0>(acc_s);
+    for (int i = begin; i < end; ++i) {
+      const int stage = state.stage;
+      AccSdP acc_dp;
+      storage.do_full[stage].wait(state.phase);
+      start_scores(values, storage.dout[stage], acc_dp);
+      wait_for_order_barrier<Config>(group);
+      differentiate<false>(at, at.m_block >= unmasked.begin && at.m_block < unmasked.end,
+                           RowValues{storage.lse_log2[state.stage], coords}, acc_s, acc_dp);
+      const auto p = convert<Element>(acc_s), ds = convert<Element>(acc_dp);
+      arrive_at_order_barrier<Config>(group);
+      store_ds(ds, i == 0);
+      // wgmma with A in registers blocks the warp while earlier ones run, so everything else has been issued before.
+      start_dkv(p, storage.dout[stage], acc_dv);
+      start_dkv(ds, storage.q[stage], acc_dk);
+      state.advance();
+      order.advance(at);
+      if (i + 1 < end) {
+        AccSdP next;
+        storage.q_full[state.stage].wait(state.phase);
+        start_scores(keys, storage.q[state.stage], next);
+        wait_for<1>(acc_dk);
+        release_step(stage);
+        wait_for<0>(next);
+        copy(next, acc_s);
+      } else {
+        wait_for<0>(acc_dk);
+        release_step(stage);
+      }
+    }
+  }
+
+  // dV and dK of the step are complete: releases its stages of dO and Q.
+  __device__ __forceinline__ void release_step(int stage) {
+    cute::warpgroup_fence_operand(acc_dv);
+    storage.do_empty[stage].arrive();
+    storage.q_empty[stage].arrive();
+  }
+
+  // With a dQ warpgroup. Steps whose rows see none of this consumer's keys are the first and the last ones.
+  __device__ __forceinline__ void run_with_dq_warpgroup(int count) {
+    const RowRange visible = row_range(visibility, key_begin() / 64, Config::kBlockM, 64);
+    const bool is_visible = visible.end > visible.begin;
+    const int begin = is_visible ? (order.rows.end - visible.end) * order.heads : count;
+    const int end = is_visible ? count - (visible.begin - order.rows.begin) * order.heads : count;
+    for (int i = 0; i < begin; ++i) store_zero_ds(i == 0);
+    if (is_visible) run_visible({order.first_head, visible.end - 1}, begin, end);
+    for (int i = end; i < count; ++i) store_zero_ds(false);
+    storage.kv_empty[kv_state.stage][group].arrive();
+    if constexpr (!Config::kSeparateDkvSmem) wait_for_ds_readers();
+  }
+
+  // Waits until the warpgroup that computes dQ has read all dS of this consumer.
+  __device__ __forceinline__ void wait_for_ds_readers() const {
+    PipelineState<2> next = ds_state;
+    for (int i = 0; i < 2; ++i) {
+      storage.ds_empty[next.stage].wait(next.phase ^ 1);
+      next.advance();
+    }
+  }
+
+  // On return nobody reads the buffers in which dK and dV are staged: those of both consumers, or with a dQ warpgroup
+  // this consumer's rows.
+  __device__ __forceinline__ void run() {
+    const int count = order.count();
+    if (count == 0) return;
+    const int part = Config::kHasDqWarpgroup ? group : 0;
+    storage.k_full[kv_state.stage][part].wait(kv_state.phase);
+    storage.v_full[kv_state.stage][part].wait(kv_state.phase);
+    if constexpr (Config::kHasDqWarpgroup) {
+      run_with_dq_warpgroup(count);
+    } else {
+      QStep at = order.start();
+      for (int i = 0; i < count; ++i) {
+        step(at, i);
+        order.advance(at);
+      }
+      compute_own_dq();
+      storage.kv_empty[0][0].arrive();
+      wait_for_ds_readers();
+      wait_for_dq_buffer<Config>(storage, ds_state);
+    }
+  }
+};
+
+}  // namespace sm90
+}  // namespace flash

@@ -1,0 +1,72 @@
+// The statistics warp of the wgmma backward: LSE, softmax_d and the random bits of dropout of each step.
+#pragma once
+
+#include "core/bwd_schedule.h"
+#include "core/visible_range.h"
+#include "kernels/common/differentiate.h"
+#include "kernels/common/mask.h"
+#include "kernels/common/score_mod.h"
+#include "kernels/tma/pipeline_state.h"
+
+namespace flash {
+namespace sm90 {
+
+using namespace tma;
+
+// The random bits from which a step computes its dropout mask, by one warp.
+template <class Config, class Storage>
+__device__ __forceinline__ void store_dropout_bits(const Flash_bwd_params& params, Storage& storage,
+                                                   const BwdWorkTile& tile, const QStep& at, int stage) {
+  const DropoutMask mask(params, tile.batch, at.head);
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int row = lane; row < Config::kBlockM; row += 32) {
+    storage.dropout_row_bits[stage][row] = mask.row(at.m_block * Config::kBlockM + row);
+  }
+#pragma unroll
+  for (int pair = lane; pair < Config::kBlockN / 2; pair += 32) {
+    storage.dropout_col_bits[stage][pair] = mask.column_pair(tile.n_block * Config::kBlockN + 2 * pair);
+  }
+}
+
+// LSE and softmax_d of the rows of each step. Fully masked rows (by position, or by an infinite
+// LSE of either sign) and rows beyond the sequence get an LSE of +inf, which makes P 0. The global loads of a step are
+// issued before the wait for its buffers. Waits for q_empty, do_empty; arrives on q_full, do_full.
+template <class Config, class Storage>
+__device__ __forceinline__ void load_statistics(const Flash_bwd_params& params, Storage& storage,
+                                                const BwdWorkTile& tile, PipelineState<Config::kStages>& state) {
+  constexpr int kRows = Config::kBlockM / 32;  // of each lane
+  const int lane = threadIdx.x % 32;
+  const QBlockOrder order = q_block_order<Config>(params, tile);
+  const int first_row = first_visible_row(mask_of<Config>(params, tile));
+  QStep at = order.start();
+  const int count = order.count();
+  for (int i = 0; i < count; ++i) {
+    const float* const lse = params.softmax_lse_ptr + lse_offset(params, tile.batch, at.head, tile.q_begin);
+    const float* const delta = params.softmax_d_ptr + softmax_d_offset(params, tile.batch, at.head, tile.q_begin);
+    float lse_log2[kRows], softmax_d[kRows];
+#pragma unroll
+    for (int j = 0; j < kRows; ++j) {
+      const int row = at.m_block * Config::kBlockM + 32 * j + lane;
+      const bool valid = row >= first_row && row < tile.seqlen_q;
+      lse_log2[j] = valid ? lse_or_inf(lse[row]) * ScoreMod::kLog2e : INFINITY;
+      softmax_d[j] = valid ? delta[row] : 0.0f;
+    }
+    storage.q_empty[state.stage].wait(state.phase ^ 1);
+#pragma unroll
+    for (int j = 0; j < kRows; ++j) storage.lse_log2[state.stage][32 * j + lane] = lse_log2[j];
+    if constexpr (Config::kIsGeneral) {
+      if (params.has_dropout) store_dropout_bits<Config>(params, storage, tile, at, state.stage);
+    }
+    storage.q_full[state.stage].arrive();
+    storage.do_empty[state.stage].wait(state.phase ^ 1);
+#pragma unroll
+    for (int j = 0; j < kRows; ++j) storage.softmax_d[state.stage][32 * j + lane] = softmax_d[j];
+    storage.do_full[state.stage].arrive();
+    state.advance();
+    order.advance(at);
+  }
+}
+
+}  // namespace sm90
+}  // namespace flash
