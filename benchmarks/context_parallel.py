@@ -242,7 +242,7 @@ def row_of(problem: Problem, name: str, seconds, error, ranks: int) -> dict:
 
 
 def visible_pairs(problem: Problem) -> int:
-    from flash_attn.context_parallel import layouts
+    from flash_attn.context_parallel.plan import layouts
 
     cu = problem.cu or [0, problem.tokens]
     left = problem.window[0]
@@ -257,7 +257,7 @@ def bandwidths(options, ranks: Ranks) -> dict:
     following, previous = (ranks.rank + 1) % ranks.size, (ranks.rank - 1) % ranks.size
 
     def messages():
-        plan.transport.exchange([(following, sent)], [(previous, received)]).wait()
+        plan.communicator.exchange([(following, sent)], [(previous, received)]).wait()
 
     result = {"bytes": count}
     if ranks.size > 1:

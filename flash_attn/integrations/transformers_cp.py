@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from flash_attn.context_parallel import CpPlan, flash_attn_cp_func
-from flash_attn.context_parallel.agreement import raise_on_ranks_of_last_plan
+from flash_attn.context_parallel.exchange.consistency import raise_on_ranks_of_last_plan
 from flash_attn.integrations import token_layout
 from flash_attn.integrations.transformers import read_arguments, register_functions, reject_other_masks
 from flash_attn.ops import arguments

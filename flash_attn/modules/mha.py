@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 from flash_attn._types import WindowSize
 from flash_attn.context_parallel import CpPlan, flash_attn_cp_func
-from flash_attn.context_parallel.agreement import compare_on_all_ranks, raise_on_ranks_of_last_plan
-from flash_attn.context_parallel.communicator import communicator_of
+from flash_attn.context_parallel.exchange.consistency import compare_on_all_ranks, raise_on_ranks_of_last_plan
+from flash_attn.context_parallel.exchange.groups import communicator_of
 from flash_attn.flash_attn_interface import (
     flash_attn_kvpacked_func,
     flash_attn_qkvpacked_func,

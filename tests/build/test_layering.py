@@ -197,3 +197,25 @@ def test_package_imports_nothing_of_the_repository_around_it():
         if name.split(".")[0] in outside
     ]
     assert wrong == []
+
+
+CP_LAYERS = ("plan", "exchange", "compute")  # folders of flash_attn/context_parallel, from the lowest to the highest
+
+
+def test_context_parallel_layers_import_downwards():
+    """Each folder imports only those before it, the plan no torch, and no function imports a module of the package."""
+    package = "flash_attn.context_parallel."
+    wrong = []
+    for number, layer in enumerate(CP_LAYERS):
+        assert python_files(f"context_parallel/{layer}")
+        allowed = tuple(package + name for name in CP_LAYERS[: number + 1])
+        for path in python_files(f"context_parallel/{layer}"):
+            for name in imported_modules(path):
+                is_above = name.startswith(package) and not name.startswith(allowed)
+                if is_above or (layer == "plan" and name.split(".")[0] == "torch"):
+                    wrong.append(f"{path.relative_to(ROOT)} imports {name}")
+    for path in python_files("context_parallel"):
+        functions = [n for n in ast.walk(ast.parse(path.read_text("utf-8"))) if isinstance(n, ast.FunctionDef)]
+        late = [n for f in functions for n in ast.walk(f) if isinstance(n, ast.ImportFrom)]
+        wrong += [f"{path.relative_to(ROOT)} imports {n.module} late" for n in late if n.module.startswith(package)]
+    assert wrong == []

@@ -38,7 +38,7 @@ from harness import check_forward, check_gradients, make_problem, on_cpu, run
 
 import flash_attn
 from flash_attn import eight_bit
-from flash_attn.context_parallel import compute
+from flash_attn.context_parallel.compute import kernel_calls, sums
 from flash_attn.ops import calls
 
 CASES = (
@@ -135,10 +135,10 @@ FAR_CASES = (
 
 
 # Modules that look up the backend of a call.
-CALLERS = (calls, compute, cp_kernel_harness, dq_stage_harness)
+CALLERS = (calls, kernel_calls, sums, cp_kernel_harness, dq_stage_harness)
 
 
-class NanParts(compute._Parts):
+class NanParts(sums._StackedResults):
     """Parts of out, of which a call writes its own rows and the combining pass reads all: NaN where none is written."""
 
     def __init__(self, *given):
@@ -267,7 +267,7 @@ def main(arguments=None):
     if options.nan_outputs:
         for module in CALLERS:
             module.backends = NanOutputBackends
-        compute._Parts = NanParts
+        sums._StackedResults = NanParts
     print(f"flash_attn {flash_attn.__version__} {flash_attn.__build__}")
     wrong = 0
     for name, family, run_check in itertools.islice(checks(options.device), options.shard[0], None, options.shard[1]):

@@ -5,30 +5,33 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections.abc import Sequence
+from typing import Any, Callable, TypeVar
 
 import torch
 
-from flash_attn.context_parallel.transport import Pending
+from flash_attn.context_parallel.exchange.transport import Messages, Pending
 
 _POLL_SECONDS = 0.05
-_thread = threading.local()  # rank: that of a LocalGroup which this thread runs
+_thread = threading.local()  # rank: the LocalRank that this thread runs
+_Result = TypeVar("_Result")
 
 
 def current_rank() -> LocalRank | None:
-    """The rank of a LocalGroup that this thread is."""
+    """The rank of a LocalGroup that this thread runs."""
     return getattr(_thread, "rank", None)
 
 
 class RankLost(RuntimeError):
-    """Another rank has failed: what its error leads to."""
+    """Another rank has failed; the consequence of its error, not the cause."""
 
 
 class LocalGroup:
-    """`size` ranks that run the same function, a thread each; what they send each other is copied in memory.
+    """`size` ranks that run the same function, each in a thread; messages are copies in memory.
 
-    On a GPU all of them queue their work on the default stream of one device.
+    On a GPU all ranks use the default stream of one device.
 
-    timeout: seconds for which a rank waits for another, after which it raises RuntimeError.
+    timeout: seconds for which a rank waits for another one before it raises RuntimeError.
     """
 
     def __init__(self, size: int, timeout: float = 1800.0):
@@ -36,19 +39,20 @@ class LocalGroup:
             raise RuntimeError(f"size: expected at least 1, got {size}")
         self.size, self.timeout = size, timeout
 
-    def run(self, function) -> list:
-        """[function(rank) for every rank], each called with its LocalRank, which serves as `group`; its
-        `mesh(outer, inner)` as `mesh`.
+    def run(self, function: Callable[[LocalRank], _Result]) -> list[_Result]:
+        """[function(rank) for every rank]. Each rank is a LocalRank, which plans take as `group`; `rank.mesh(outer,
+        inner)` is a `mesh`.
 
-        The first exception of a rank is raised, after all have ended: those that wait for it give up.
+        Raises the first exception of a rank after all have ended; ranks that wait for that one give up.
         """
-        results, errors = [None] * self.size, [None] * self.size
+        results: list[Any] = [None] * self.size
+        errors: list[BaseException | None] = [None] * self.size
         links = _Links(self.size, self.timeout)
 
-        def target(index):
+        def target(index: int) -> None:
             _thread.rank = LocalRank(links, index)
             try:
-                # one worker per device runs the backwards of all threads; ranks that wait for each other need their own
+                # otherwise one worker per device runs the backwards of all threads, and ranks wait for each other there
                 with torch.autograd.set_multithreading_enabled(False):
                     results[index] = function(_thread.rank)
             except BaseException as error:
@@ -58,38 +62,38 @@ class LocalGroup:
             links.ended[index].set()
 
         if self.size == 1:
-            target(0)  # without a GPU, torch.compile in a thread that ends leaves torch a pointer into it
+            target(0)  # without a GPU, torch.compile in a thread that ends leaves torch with a pointer into it
         else:
             threads = [threading.Thread(target=target, args=(index,)) for index in range(self.size)]
             for thread in threads:
                 thread.start()
             for thread in threads:
                 thread.join()
-        caused = [error for error in errors if error is not None and not isinstance(error, RankLost)]
-        for error in caused or [error for error in errors if error is not None]:
+        found = [error for error in errors if error is not None]
+        for error in [error for error in found if not isinstance(error, RankLost)] or found:
             raise error
         return results
 
 
 class _Links:
-    """What the ranks of one run have in common."""
+    """The queues between the ranks of one run."""
 
     def __init__(self, size: int, timeout: float):
         self._timeout = timeout
         self.failed, self.ended = threading.Event(), [threading.Event() for _ in range(size)]
-        self._boxes = {
+        self._boxes: dict[tuple[str, int, int], queue.Queue[Any]] = {
             (kind, i, j): queue.Queue() for kind in ("tensors", "ints") for i in range(size) for j in range(size)
         }
 
-    def put(self, kind: str, source: int, target: int, message) -> None:
+    def put(self, kind: str, source: int, target: int, message: Any) -> None:
         self._boxes[kind, source, target].put(message)
 
-    def get(self, kind: str, source: int, target: int, seconds: float | None = None):
+    def get(self, kind: str, source: int, target: int, seconds: float | None = None) -> Any:
         box = self._boxes[kind, source, target]
         seconds = self._timeout if seconds is None else seconds
         end = time.monotonic() + seconds
         while True:
-            has_ended = self.ended[source].is_set()  # read first: what it sent before is in the box by now
+            has_ended = self.ended[source].is_set()  # read before the box, which then has all that the rank sent
             try:
                 return box.get_nowait() if has_ended else box.get(timeout=_POLL_SECONDS)
             except queue.Empty:
@@ -103,11 +107,11 @@ class _Links:
 
 
 class LocalMesh:
-    """Ranks of a LocalGroup in rows, as a DeviceMesh of two dimensions is seen by one of them."""
+    """Ranks of a LocalGroup in rows, with the interface of a DeviceMesh of two dimensions."""
 
     ndim = 2
 
-    def __init__(self, mesh: torch.Tensor, groups):
+    def __init__(self, mesh: torch.Tensor, groups: Sequence[LocalRank]):
         self.mesh, self._groups = mesh, groups
 
     def get_group(self, dim: int) -> LocalRank:
@@ -115,19 +119,19 @@ class LocalMesh:
 
 
 class LocalRank:
-    """One rank of a LocalGroup, or of those of its ranks that `members` names."""
+    """One rank of a LocalGroup, or of the subgroup of its ranks that `members` names."""
 
     checks_on_host = True
 
-    def __init__(self, links: _Links, rank: int, members=None):
+    def __init__(self, links: _Links, rank: int, members: Sequence[int] | None = None):
         self._links, self.rank = links, rank
         self._members = range(len(links.ended)) if members is None else members
         self.size = len(self._members)
 
     def mesh(self, outer: int, inner: int) -> LocalMesh:
-        """This rank in `outer` rows of `inner` ranks, for a plan's `mesh`; every rank of the group asks for the same.
+        """The `mesh` of a plan: `outer` rows of `inner` ranks; every rank of the group asks for the same one.
 
-        Raises RuntimeError where that is not the number of ranks.
+        Raises RuntimeError if that is not the number of ranks.
         """
         if outer * inner != self.size:
             raise RuntimeError(f"outer * inner: expected {self.size} ranks, got {outer} * {inner}")
@@ -136,13 +140,10 @@ class LocalRank:
         columns = LocalRank(self._links, row, ranks[:, column].tolist())
         return LocalMesh(ranks, (columns, LocalRank(self._links, column, ranks[row].tolist())))
 
-    def connect(self, device) -> None:
+    def connect(self, device: torch.device) -> None:
         """Nothing to do: memory is shared."""
 
-    def buffer(self, like: torch.Tensor, shape) -> torch.Tensor:
-        return like.new_empty(shape)
-
-    def exchange(self, sends, receives) -> Pending:
+    def exchange(self, sends: Messages, receives: Messages) -> Pending:
         for peer, tensor in sends:
             self._links.put("tensors", self._index, self._members[peer], tensor.clone())
         return Pending([_Receipt(self._links, self._members[peer], self._index, x) for peer, x in receives], receives)
@@ -154,12 +155,12 @@ class LocalRank:
 
     @property
     def _index(self) -> int:
-        """In the whole LocalGroup."""
+        """This rank's number in the whole LocalGroup."""
         return self._members[self.rank]
 
 
 class _Receipt:
-    """One message to be received."""
+    """One message to receive."""
 
     def __init__(self, links: _Links, source: int, target: int, tensor: torch.Tensor):
         self._links, self._source, self._target, self._tensor = links, source, target, tensor
