@@ -14,6 +14,7 @@ from ninja_file import escaped, run_ninja, shell
 from target_env import TargetTorch, run_in_empty_folder
 
 MODULE = "flash_attn_2_cuda"
+OLD_GLIBC = Path(__file__).resolve().parent / "glibc_2_28.h"
 TORCH_LIBRARIES = ("c10", "torch", "torch_cpu", "torch_python", "c10_cuda", "torch_cuda")
 
 
@@ -40,6 +41,7 @@ def compile_command(torch: TargetTorch, source_dir: Path, cuda_includes: list[Pa
         *(f"-D{name}={value}" if value else f"-D{name}" for name, value in defines.items()),
         f"-I{source_dir}",
         *(f"-isystem{path}" for path in system),
+        *("-include", str(OLD_GLIBC)),
     ]
 
 
