@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import subprocess
 import sys
 import time
@@ -35,7 +34,7 @@ from kernel_manifest import (
     select,
     words,
 )
-from machine import parallel_jobs, visible_gpu_archs
+from machine import cpu_seconds, parallel_jobs, visible_gpu_archs
 from ninja_file import escaped, run_ninja, shell
 from toolchain import CudaToolkit, find_cutlass, find_toolkit, nvcc_install
 
@@ -158,7 +157,7 @@ def progress(finished: int, total: int, results: list[dict], seconds: float) -> 
 
 def run(build: KernelBuild) -> tuple[list[dict], float]:
     """Run ninja with progress lines. Returns the results of the files it visited and the CPU seconds used."""
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    before = cpu_seconds()
     start = time.monotonic()
     results = []
     for finished, total, line in run_ninja(build.out_dir, build.jobs):
@@ -171,8 +170,7 @@ def run(build: KernelBuild) -> tuple[list[dict], float]:
                 say(f"    {warning}")
         elif line:
             say(line)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return results, (after.ru_utime - before.ru_utime) + (after.ru_stime - before.ru_stime)
+    return results, cpu_seconds() - before
 
 
 def summary(results: list[dict], files: int, wall: float, cpu: float, archive: Path) -> list[str]:

@@ -1,4 +1,4 @@
-"""Wheels with kernels and releases of them: name, tag, notices and run path, of a stand-in torch and module: nothing big is compiled."""
+"""Wheels with kernels and releases: name, tag, notices, run path, of a stand-in torch: nothing big is compiled."""
 
 import contextlib
 import json
@@ -99,7 +99,7 @@ def test_the_notices_are_those_of_what_is_compiled_in():
     assert included == {"cute", "cutlass", "ATen", "c10", "torch"}, "their projects stand in LICENSE-THIRD-PARTY"
 
 
-# ---- a release ---------------------------------------------------------------------------------------------------------
+# ---- a release -------------------------------------------------------------------------------------------------------
 
 
 def test_the_matrix_is_whole_and_can_be_narrowed():
