@@ -292,7 +292,8 @@ def main(arguments: list[str] | None = None) -> None:
         elif options.command == "index":
             write_index(list(options.out.glob("*.whl")), options.base_url, options.site)
         else:
-            MATRIX.write_text(json.dumps(refreshed(), indent=1) + "\n", encoding="utf-8")
+            lines = (f"{json.dumps(release)}: {json.dumps(entry)}" for release, entry in refreshed().items())
+            MATRIX.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
     except BuildError as error:
         sys.exit(f"error: {error}")
 
