@@ -36,16 +36,18 @@ from portable_wheel import build_tag, find_auditwheel
 from toolchain import header_packages
 
 ROOT = Path(__file__).resolve().parent.parent
+CSRC = ROOT / "csrc" / "flash_attn"
 MATRIX = ROOT / "tools" / "torch_matrix.json"
 PAGE = ROOT / "docs" / "build.md"
 PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
 OLDEST_TORCH = (2, 6)
 API_VERSION = "2.8.3"  # what clients compare flash_attn.__version__ with
-MAX_MEGABYTES = 10
+MAX_MEGABYTES = {"90": 10}  # by the architectures of the archive
+MAX_MEGABYTES_OF_OTHERS = 16
 TABLE = re.compile(r"(?<=<!-- wheels:begin -->\n).*?(?=<!-- wheels:end -->)", re.DOTALL)
 HEADER = (
-    "| torch | CUDA | Python | tag | glibc | wheel MB | binding, CPU s | pip wheel, CPU s |",
-    "|---|---|---|---|---|---|---|---|",
+    "| torch | CUDA | Python | kernels of sm | tag | glibc | wheel MB | binding, CPU s | pip wheel, CPU s |",
+    "|---|---|---|---|---|---|---|---|---|",
 )
 
 
@@ -166,12 +168,12 @@ def needed_glibc(wheel: Path) -> str:
     return ".".join(map(str, max(numbers(found) for found in re.findall(r"GLIBC_([\d.]+\d)", shown))))
 
 
-def check_wheel(wheel: Path, row: Row, glibc: str) -> None:
+def check_wheel(wheel: Path, row: Row, glibc: str, megabytes: int) -> None:
     """Size, name and tag."""
     _, version, build, *_, platform = wheel.stem.split("-")
     tag = re.search(r"manylinux_(\d+)_(\d+)", platform)
-    if wheel.stat().st_size > 1e6 * MAX_MEGABYTES:
-        raise BuildError(f"{wheel.name}: expected at most {MAX_MEGABYTES} MB, got {wheel.stat().st_size / 1e6:.1f}")
+    if wheel.stat().st_size > 1e6 * megabytes:
+        raise BuildError(f"{wheel.name}: expected at most {megabytes} MB, got {wheel.stat().st_size / 1e6:.1f}")
     if (version, build) != (API_VERSION, build_tag(row.torch, row.cuda)):
         raise BuildError(f"{wheel.name}: expected {API_VERSION}-{build_tag(row.torch, row.cuda)} in the name")
     if tag is None or (int(tag[1]), int(tag[2])) < numbers(glibc):
@@ -193,25 +195,28 @@ def check_installed(python: str, wheel: Path, row: Row) -> None:
 
 def make_wheel(row: Row, archive: Path, out: Path, sysroot: Path | None) -> str:
     """Builds, checks and runs the wheel of one row; returns its line of the table."""
+    held = archive_info(archive, CSRC)
+    archs = ";".join(held["archs"]) + (" in part" if len(held["head_dims"]) < 6 or len(held["dtypes"]) < 4 else "")
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out) as folder:
         python = fresh_environment(row, Path(folder, "env"))
         wheel, log, cpu = built_wheel(python, archive, Path(folder), sysroot)
         glibc = needed_glibc(wheel)
-        check_wheel(wheel, row, glibc)
+        check_wheel(wheel, row, glibc, MAX_MEGABYTES.get(archs, MAX_MEGABYTES_OF_OTHERS))
         check_installed(python, wheel, row)
         final = Path(shutil.move(wheel, out / wheel.name))
     binding = float(re.search(r"binding: .* s, ([\d.]+) CPU seconds", log)[1])
     tag = re.search(r"manylinux_\d+_\d+", final.name)[0]
     size = final.stat().st_size / 1e6
-    return f"| {row.torch} | {row.cuda} | {row.python} | {tag} | {glibc} | {size:.1f} | {binding:.0f} | {cpu:.0f} |"
+    told = (row.torch, row.cuda, row.python, archs, tag, glibc, f"{size:.1f}", f"{binding:.0f}", f"{cpu:.0f}")
+    return f"| {' | '.join(told)} |"
 
 
 def archives_by_cuda(archives: list[Path]) -> dict[str, Path]:
     """{"13": the archive of that CUDA}"""
     found = {}
     for archive in archives:
-        found[archive_info(archive, ROOT / "csrc" / "flash_attn")["cuda"].split(".")[0]] = archive.resolve()
+        found[archive_info(archive, CSRC)["cuda"].split(".")[0]] = archive.resolve()
     return found
 
 

@@ -137,7 +137,7 @@ def made_up_wheel(folder, tags, size=0):
 def test_a_release_refuses_wheels_that_are_not_what_their_name_says(tmp_path, tags, size, reason):
     row = release.Row("2.11.0", "13.0", "3.11")
     with pytest.raises(release.BuildError, match=reason) if reason else contextlib.nullcontext():
-        release.check_wheel(made_up_wheel(tmp_path, tags, size), row, "2.28")
+        release.check_wheel(made_up_wheel(tmp_path, tags, size), row, "2.28", 10)
 
 
 def test_pip_installs_the_wheel_of_its_torch_from_the_index(tmp_path):
