@@ -162,7 +162,8 @@ def main() -> None:
             sys.exit(f"error: {error}")
         plan = PlannedDistribution.plan
         if plan.torch is None:
-            announce(f"NOTICE: installing flash_attn with its CPU backend only: {plan.cpu_only_reason}.")
+            tell = say if building == {"dist_info"} else announce  # pip runs both
+            tell(f"NOTICE: installing flash_attn with its CPU backend only: {plan.cpu_only_reason}.")
             say("        CUDA tensors will be refused. What a GPU install needs: docs/build.md.")
         else:
             say(f"flash_attn for torch {plan.torch.version} (CUDA {plan.torch.cuda})")

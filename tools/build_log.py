@@ -8,6 +8,7 @@ from pathlib import Path
 
 SHOWN = "FLASH_ATTN_LOG_IS_SHOWN"  # set by who shows the log file as it grows
 _log_file: Path | None = None
+_replaced = False  # whether the terminal's current line is to be
 
 
 def log_to(path: Path) -> None:
@@ -27,12 +28,14 @@ def say(text: str) -> None:
 
 
 def show(text: str, end: str = "\n") -> None:
-    """Write `text` over the terminal's current line, if output goes elsewhere. end="": the next text replaces it."""
+    """Write a line to the terminal, if output goes elsewhere. end="": the next one replaces it."""
+    global _replaced
     if os.environ.get(SHOWN) or sys.stdout.isatty():
         return
+    start, _replaced = "\r\033[K" if _replaced else "\n", end == ""
     try:
         with open("/dev/tty", "w", encoding="utf-8") as terminal:
-            terminal.write(f"\r\033[K{text}{end}")
+            terminal.write(f"{start}{text}{end}")
     except OSError:
         pass  # a process without a terminal
 
