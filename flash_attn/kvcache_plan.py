@@ -8,6 +8,7 @@ from torch import Tensor
 from flash_attn._types import WindowSize
 from flash_attn.batch_invariance import is_batch_invariant
 from flash_attn.eight_bit import EIGHT_BIT, named
+from flash_attn.limits import MAX_HEAD_DIM
 from flash_attn.ops import arguments, calls, context, library
 from flash_attn.ops.attention_args import KvCachePlanArgs
 
@@ -92,8 +93,8 @@ class KvCachePlan:
     def _check_heads(nheads, nheads_k, head_dim):
         if nheads % nheads_k != 0 if nheads_k > 0 else nheads != 0:
             raise RuntimeError(f"nheads: expected a multiple of nheads_k ({nheads_k}), got {nheads}")
-        if head_dim > 256:
-            raise RuntimeError(f"head_dim: expected a head dim of at most 256, got {head_dim}")
+        if head_dim > MAX_HEAD_DIM:
+            raise RuntimeError(f"head_dim: expected a head dim of at most {MAX_HEAD_DIM}, got {head_dim}")
 
     @staticmethod
     def _check_lengths(cache_seqlens, cache_leftpad):

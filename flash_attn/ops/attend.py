@@ -2,6 +2,7 @@
 
 from flash_attn.batch_invariance import is_batch_invariant
 from flash_attn.eight_bit import EIGHT_BIT
+from flash_attn.limits import MAX_HEAD_DIM
 from flash_attn.ops import arguments, library, lse, outputs
 from flash_attn.ops.attention_args import DENSE, AttentionArgs
 from flash_attn.ops.rows import RowsInUse
@@ -46,7 +47,9 @@ def attend(
         scaling = arguments.scaling(inputs[0], *scaling) or (None, None, None, False, None)
         fast_exp = arguments.fast_exp(inputs[0], exp)
         # Calls with 8-bit tensors are padded where their operands are made.
-        padded = head_dim % 8 != 0 and head_dim < 256 and inputs[0].is_cuda and inputs[-1].dtype not in EIGHT_BIT
+        padded = (
+            head_dim % 8 != 0 and head_dim < MAX_HEAD_DIM and inputs[0].is_cuda and inputs[-1].dtype not in EIGHT_BIT
+        )
         padded = padded and inputs[0].dtype not in EIGHT_BIT
         if padded:
             value_dim = arguments.head_dim(names[-1], inputs[-1])  # another one is the backend's matter
