@@ -10,7 +10,7 @@ import operator
 import torch
 from torch import Tensor
 
-from flash_attn.eight_bit import E4M3, EIGHT_BIT, named
+from flash_attn.eight_bit import EIGHT_BIT, named
 from flash_attn.ops import conditions
 
 _BELOW, _BEYOND = -(2**63), 2**63
@@ -183,90 +183,6 @@ def one_of_names(names, values):
         if value is not tensor:
             raise TypeError(f"{name}: expected None, for {first} is given and both are the same argument, got a Tensor")
     return tensor
-
-
-def scaling(q, q_descale, k_descale, v_descale, v_descale_axis, out_dtype):
-    """What 8-bit tensors bring, as the last fields of the operators' records; () where nothing is given."""
-    if q_descale is k_descale is v_descale is v_descale_axis is out_dtype is None:
-        return ()
-    if v_descale_axis is not None:
-        if not isinstance(v_descale_axis, str) or v_descale_axis != "channel":
-            raise RuntimeError(f"v_descale_axis: expected None or 'channel', got {shown(v_descale_axis)}")
-        if v_descale is None:
-            raise RuntimeError("v_descale_axis: expected None without v_descale, got 'channel'")
-    if out_dtype is not None and not isinstance(out_dtype, torch.dtype):
-        raise TypeError(f"out_dtype: expected a torch.dtype, got {shown(out_dtype)}")
-    given = (("q_descale", q_descale), ("k_descale", k_descale), ("v_descale", v_descale))
-    return (*(_descale(name, q, value) for name, value in given), v_descale_axis is not None, out_dtype)
-
-
-def fast_exp(q, exp):
-    """Whether a call allows approximate exponentials, which only kernels of 8 bits have."""
-    if not isinstance(exp, str) or exp not in ("exact", "fast"):
-        raise RuntimeError(f"exp: expected 'exact' or 'fast', got {shown(exp)}")
-    return exp == "fast" and q.dtype is E4M3
-
-
-def _descale(name, q, value):
-    """A number becomes a tensor on q's device, without waiting for it."""
-    if isinstance(value, Tensor):
-        check_constant(name, value)
-    elif value is not None:
-        value = torch.full((), float32(name, value), dtype=_FLOAT32, device=q.device)
-    return value
-
-
-def cache_descales(scaling, axes, caches, new):
-    """(scaling, (k, v)) of a call over a cache: descales of each row apart where an append of `new` writes them.
-
-    axes: what descales of K and of V are of, where their shapes may be those of pages and of rows: "page", "row", None.
-    """
-    if not scaling:
-        for name, axis in zip("kv", axes):
-            _check_descale_axis(name, axis, None, None)
-        return scaling, (None, None)
-    q_descale, k_descale, v_descale, v_per_channel, out_dtype = scaling
-    k_descale, k_written = _written_apart("k", axes[0], k_descale, caches[0], new)
-    v_descale, v_written = _written_apart("v", axes[1], v_descale, caches[1], None if v_per_channel else new)
-    return (q_descale, k_descale, v_descale, v_per_channel, out_dtype), (k_written, v_written)
-
-
-def _written_apart(name, axis, descale, cache, new):
-    """(descale, None), or (None, descale) where an append of `new` writes it."""
-    _check_descale_axis(name, axis, descale, cache)
-    if new is not None and _is_written(name, axis, descale, cache, new):
-        return None, descale
-    return descale, None
-
-
-def _check_descale_axis(name, axis, descale, cache):
-    if axis is None:
-        return
-    if not isinstance(axis, str) or axis not in ("page", "row"):
-        known = "None, 'page' or 'row'" if name == "k" else "None, 'channel', 'page' or 'row'"
-        raise RuntimeError(f"{name}_descale_axis: expected {known}, got {shown(axis)}")
-    if descale is None:
-        raise RuntimeError(f"{name}_descale_axis: expected None without {name}_descale, got {axis!r}")
-    if cache.dim() == 4:
-        shape = [cache.shape[0], cache.shape[1] if axis == "row" else 1, cache.shape[2]]
-        if list(descale.shape) != shape:
-            raise RuntimeError(
-                f"{name}_descale: expected shape {shape} with {name}_descale_axis={axis!r}, got {list(descale.shape)}"
-            )
-
-
-def _is_written(name, axis, descale, cache, new):
-    """Whether the descale is one of each row, which an append computes and writes."""
-    if descale is None or descale.dim() != 3 or descale.shape != cache.shape[:3] or axis == "page":
-        return False
-    if axis is None and cache.shape[1] == 1:
-        if new.dtype in EIGHT_BIT:
-            return False  # nothing is to be written: one of the page
-        raise RuntimeError(
-            f"{name}_descale: expected {name}_descale_axis='row', for descales that an append writes, or 'page', for "
-            "fixed ones, where pages have one row and both have one shape, got None"
-        )
-    return True
 
 
 def padded(tensors, head_dim):

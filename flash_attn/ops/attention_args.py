@@ -6,13 +6,13 @@ follow from the fields; nothing else counts positions.
 Annotations stay objects (no postponed evaluation): the schemas are made of them.
 """
 
-from operator import attrgetter
 from typing import NamedTuple, Optional, Union
 
 import torch
 from torch import Tensor
 
 from flash_attn.eight_bit import EIGHT_BIT, Descales
+from flash_attn.ops.quant_args import NO_QUANT, QuantArgs
 
 
 class Sequences(NamedTuple):
@@ -28,6 +28,22 @@ class Sequences(NamedTuple):
 
 
 DENSE = Sequences(None, None, 0, 0)
+
+
+class Options(NamedTuple):
+    """What FlashAttention-2's functions have no argument for, as the caller gave it; sinks alone travel as a tensor."""
+
+    sinks_name: str = "sinks"  # the caller's
+    return_max_logit: bool = False
+    batch_invariant: bool = False
+    quant: QuantArgs = NO_QUANT
+    sm_margin: int = 0
+    out: Optional[Tensor] = None  # receives the result
+    seqused_k: Optional[Tensor] = None
+    leftpad_k: Optional[Tensor] = None
+
+
+PLAIN = Options()
 
 
 class AttentionArgs(NamedTuple):
@@ -70,7 +86,9 @@ class AttentionArgs(NamedTuple):
     def named(self):
         """The values of NAMED_OPTIONS and sm_margin that are given, by name: reading one costs the extension as much as
         a check."""
-        given = {}  # filled by a loop: before Python 3.12 a comprehension costs twice as much
+        given = {}
+        if self.sinks is None and not self.sm_margin:
+            return given
         for name in NAMED_OPTIONS:
             value = getattr(self, name)
             if value is not None:
@@ -159,8 +177,6 @@ class AttentionBackwardArgs(NamedTuple):
 
 
 BACKWARD_INPUTS = ("dout", "dlse", "q", "k", "v")  # the fields that may ask for a gradient; none gets one
-# All fields that are no tensors: the forward has them too.
-_saved_options = attrgetter(*AttentionBackwardArgs._fields[AttentionBackwardArgs._fields.index("max_seqlen_q") :])
 
 
 def saved_for_backward(args: AttentionArgs, out, lse, rng_state):
@@ -169,7 +185,11 @@ def saved_for_backward(args: AttentionArgs, out, lse, rng_state):
         args.q, args.k, args.v, out, lse, rng_state, args.cu_seqlens_q, args.cu_seqlens_k, args.alibi_slopes,
         args.sinks,
     )  # fmt: skip
-    return tensors, _saved_options(args)
+    options = (
+        args.max_seqlen_q, args.max_seqlen_k, args.dropout_p, args.softmax_scale, args.causal, args.window_left,
+        args.window_right, args.softcap, args.deterministic, args.batch_invariant, args.sm_margin,
+    )  # fmt: skip
+    return tensors, options
 
 
 class KvCacheArgs(NamedTuple):

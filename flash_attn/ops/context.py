@@ -44,6 +44,18 @@ def survey(names, tensors):
     return needs_dispatch, requires_grad and torch.is_grad_enabled()
 
 
+def is_watched():
+    """Whether torch.jit.trace, a mode, a torch.func transform or forward-mode differentiation is on. torch.compile is
+    not asked for."""
+    return (
+        is_tracing()
+        or transformed()
+        or _dispatch_modes() > 0
+        or forward_ad._current_level >= 0
+        or (_function_modes() > 0 and _a_mode_watches())
+    )
+
+
 def records_gradients(*tensors):
     """Whether gradients are recorded of one of these (some None)."""
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
@@ -162,6 +174,13 @@ def check_savable(names, tensors):
 def savable(x):
     """x, or a copy where autograd will not save it for it was made in inference mode. None passes."""
     return x if x is None or _is_compiling() or not x.is_inference() else x.clone()
+
+
+def all_savable(tensors):
+    """`savable` of each."""
+    if _is_compiling():
+        return tensors
+    return [x.clone() if x is not None and x.is_inference() else x for x in tensors]
 
 
 def check_distinct(name, x):

@@ -27,17 +27,14 @@ _forward_op = _backward_op = None  # set by _register_attention
 
 
 def attention(args: AttentionArgs):
-    """`calls.forward`, differentiable in q, k, v and sinks, whatever is tracing or transforming the call."""
-    inputs = args.differentiable()
-    needs_dispatch, differentiating = context.survey(ATTENTION_INPUTS, inputs)
+    """`calls.forward` for a call that no autograd.Function records: as the operator, which is differentiable, where
+    someone watches it, sample by sample within torch.func."""
+    needs_dispatch, differentiating = context.survey(ATTENTION_INPUTS, args.differentiable())
     if needs_dispatch:
         return _forward_op(*args)
     if context.transformed():
         return _TransformedAttention.apply(*args)
-    if differentiating:
-        context.check_savable(ATTENTION_INPUTS, (args.q, args.k, args.v))
-        return _Attention.apply(args, *inputs)
-    return calls.forward(args)
+    return _forward_op(*args) if differentiating else calls.forward(args)
 
 
 def attention_into(args: AttentionArgs, out, inputs):
@@ -82,17 +79,16 @@ def update_kvcache_plan(args: KvCachePlanArgs):
         calls.kvcache_plan(args)
 
 
-def _save(ctx, args, output):
-    """What the backward needs of a forward."""
-    out, lse, dmask, rng_state, *max_logit = output
+def save_for_backward(ctx, args: AttentionArgs, output):
+    """Save what `input_gradients` needs of a forward in the ctx of an autograd.Function."""
+    out, lse, _, rng_state, *_ = output
     tensors, ctx.options = saved_for_backward(args, out, lse, rng_state)
-    ctx.save_for_backward(*map(context.savable, tensors))
+    ctx.save_for_backward(*context.all_savable(tensors))
     ctx.forward_only = args.forward_only()
-    ctx.mark_non_differentiable(dmask, rng_state, *max_logit)
     ctx.set_materialize_grads(False)
 
 
-def _input_gradients(ctx, dout, dlse):
+def input_gradients(ctx, dout, dlse):
     """The gradients of ATTENTION_INPUTS, None for those that are not given."""
     if ctx.forward_only is not None:
         expected = "at least 16 bits" if ctx.forward_only == "k" else "None"
@@ -118,30 +114,16 @@ def attention_backward(args: AttentionBackwardArgs):
 
 
 def _setup_context(ctx, inputs, output):
-    _save(ctx, AttentionArgs(*inputs), output)
+    save_for_backward(ctx, AttentionArgs(*inputs), output)
+    ctx.mark_non_differentiable(*output[2:])
 
 
 def _backward(ctx, dout, dlse, *_):
-    return attention_gradients(_input_gradients(ctx, dout, dlse))
-
-
-class _Attention(torch.autograd.Function):
-    """The eager path: what the registered operator does, without its dispatch."""
-
-    @staticmethod
-    def forward(ctx, args, *inputs):
-        """inputs: args.differentiable(), where autograd sees them."""
-        output = calls.forward(args)
-        _save(ctx, args, output)
-        return output
-
-    @staticmethod
-    def backward(ctx, dout, dlse, *_):
-        return (None, *_input_gradients(ctx, dout, dlse))
+    return attention_gradients(input_gradients(ctx, dout, dlse))
 
 
 class _TransformedAttention(torch.autograd.Function):
-    """The same for torch.func, which needs setup_context; that costs eager calls 15 us of argument binding."""
+    """For torch.func, which needs setup_context; that costs eager calls 15 us of argument binding."""
 
     @staticmethod
     def forward(*args):
