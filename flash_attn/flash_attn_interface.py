@@ -45,7 +45,6 @@ from flash_attn.inference import flash_attn_combine, flash_attn_with_kvcache  # 
 from flash_attn.ops import arguments, calls, context, library, normalize, outputs
 from flash_attn.ops.attention_args import ATTENTION_INPUTS, DENSE, PLAIN, Options, Sequences
 from flash_attn.ops.lse import check_convention, converted
-from flash_attn.ops.normalize import UNBOUNDED
 from flash_attn.ops.public import (
     _flash_attn_backward,
     _flash_attn_forward,
@@ -189,6 +188,8 @@ def _attention(
         )  # fmt: skip
         if ctx is _EAGER:
             output = calls.forward(args)
+            if args.q is inputs[0] and not (return_softmax or args.return_max_logit):
+                return output[0]
         elif ctx is None:
             output = _watched(args, inputs, options.out, is_grad_enabled)
         else:
@@ -358,7 +359,7 @@ def flash_attn_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: WindowSize = UNBOUNDED,
+    window_size: WindowSize = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
@@ -424,7 +425,7 @@ def flash_attn_qkvpacked_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: WindowSize = UNBOUNDED,
+    window_size: WindowSize = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
@@ -474,7 +475,7 @@ def flash_attn_kvpacked_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: WindowSize = UNBOUNDED,
+    window_size: WindowSize = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
@@ -534,7 +535,7 @@ def flash_attn_varlen_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: WindowSize = UNBOUNDED,
+    window_size: WindowSize = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
@@ -627,7 +628,7 @@ def flash_attn_varlen_qkvpacked_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: WindowSize = UNBOUNDED,
+    window_size: WindowSize = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
@@ -684,7 +685,7 @@ def flash_attn_varlen_kvpacked_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: WindowSize = UNBOUNDED,
+    window_size: WindowSize = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,

@@ -16,7 +16,6 @@ from flash_attn.ops.attention_args import DENSE, PLAIN, AttentionArgs
 from flash_attn.ops.quant_args import NO_QUANT
 
 NAMES = (("qkv",), ("q", "kv"), ("q", "k", "v"))  # of the inputs in each packing
-UNBOUNDED = (-1, -1)
 
 
 def attention(
@@ -38,7 +37,7 @@ def attention(
         causal = arguments.flag("causal", causal)
     if type(deterministic) is not bool:
         deterministic = arguments.flag("deterministic", deterministic)
-    left, right = window_size if window_size is UNBOUNDED else arguments.window(window_size)
+    left, right = arguments.window(window_size)
     if alibi_slopes is not None:
         arguments.check_constant("alibi_slopes", alibi_slopes)
     if sinks is not None:
