@@ -43,7 +43,7 @@ from flash_attn import backends
 from flash_attn._types import Descale, TensorOrTuple, WindowSize
 from flash_attn.inference import flash_attn_combine, flash_attn_with_kvcache  # noqa: F401
 from flash_attn.ops import arguments, calls, context, library, normalize, outputs
-from flash_attn.ops.attention_args import ATTENTION_INPUTS, DENSE, PLAIN, Options, Sequences
+from flash_attn.ops.attention_args import ATTENTION_INPUTS, DENSE, PLAIN, AttentionArgs, Options, Sequences
 from flash_attn.ops.lse import check_convention, converted
 from flash_attn.ops.public import (
     _flash_attn_backward,
@@ -90,7 +90,9 @@ class _Attention(torch.autograd.Function):
             records = records or sinks.requires_grad
         if options.out is not None or context.is_watched():
             return cls.forward(None, *args)
-        return super().apply(*args) if records and torch.is_grad_enabled() else cls.forward(_EAGER, *args)
+        if records and torch.is_grad_enabled():
+            return super().apply(*args)  # type: ignore[no-untyped-call]  # of torch
+        return cls.forward(_EAGER, *args)
 
     @staticmethod
     def backward(ctx: Any, dout: Any, *others: Any) -> Any:
@@ -174,9 +176,21 @@ class FlashAttnVarlenKVPackedFunc(_Attention):
 
 
 def _attention(
-    ctx, inputs, sequences, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
-    return_softmax, is_grad_enabled=True, sinks=None, options=PLAIN,
-):  # fmt: skip
+    ctx: Any,
+    inputs: tuple[Any, ...],
+    sequences: Sequences,
+    dropout_p: Any,
+    softmax_scale: Any,
+    causal: Any,
+    window_size: Any,
+    softcap: Any,
+    alibi_slopes: Any,
+    deterministic: Any,
+    return_softmax: Any,
+    is_grad_enabled: Any = True,
+    sinks: Any = None,
+    options: Options = PLAIN,
+) -> Any:
     """The forward of all classes. ctx: that of an autograd.Function; _EAGER where nothing is recorded and nobody
     watches; None where neither is sure."""
     try:
@@ -214,13 +228,13 @@ def _attention(
         raise
 
 
-def _watched(args, inputs, out, is_grad_enabled):
+def _watched(args: AttentionArgs, inputs: Any, out: Tensor | None, is_grad_enabled: Any) -> Any:
     """The results of a call that compilers, modes or transforms may watch, or that writes `out`."""
     with contextlib.nullcontext() if is_grad_enabled else torch.no_grad():
         return library.attention(args) if out is None else library.attention_into(args, out, inputs)
 
 
-def _recorded(args):
+def _recorded(args: AttentionArgs) -> Any:
     """The results of a call within an autograd.Function, which torch.compile traces too."""
     if _is_compiling():
         return library.attention(args)
@@ -255,6 +269,7 @@ def attend_rows_in_use(
     q, k, v = inputs = arguments.attention_inputs(normalize.NAMES[2], inputs)
     arguments.check_sequences(sequences)
     arguments.check_rank("q", q, "total, heads, head_dim")
+    assert sequences.cu_seqlens_q is not None
     rows, out = RowsInUse(sequences.cu_seqlens_q, seqused_q, q), more.out
     if out is not None:
         outputs.reject_gradients(out, q, k, v, sinks)
@@ -273,14 +288,16 @@ def attend_rows_in_use(
     return (result, *others) if others else result
 
 
-def _rare(sinks, s_aux, learnable_sink, lse_convention="fa2", **options):
+def _rare(
+    sinks: Tensor | None, s_aux: Tensor | None, learnable_sink: Tensor | None, lse_convention: str, **options: Any
+) -> tuple[bool, Tensor | None, Options]:
     """(is_grad_enabled, sinks, Options) from arguments that a call rarely gives."""
     check_convention(lse_convention)
     name = arguments.name_of_sinks(sinks, s_aux, learnable_sink)
     return True, arguments.named_sinks(sinks, s_aux, learnable_sink), Options(sinks_name=name, **options)
 
 
-def _in_convention(result, lse_convention, return_attn_probs):
+def _in_convention(result: Any, lse_convention: str, return_attn_probs: Any) -> Any:
     """The result with its LSE, the second one of several, in the convention that the caller wants."""
     if not return_attn_probs:
         return result
@@ -390,12 +407,14 @@ def flash_attn_func(
     <result>
     """
     quant = NO_QUANT
-    if not (q_descale is k_descale is v_descale is v_descale_axis is out_dtype is None and exp == "exact"):
+    if not (
+        q_descale is k_descale is v_descale is None and v_descale_axis is None and out_dtype is None and exp == "exact"
+    ):
         quant = QuantArgs(
             q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, v_descale_axis=v_descale_axis,
             out_dtype=out_dtype, exp=exp,
         )  # fmt: skip
-    more = ()
+    more: tuple[Any, ...] = ()
     if not (
         sinks is s_aux is learnable_sink is None
         and return_max_logit is batch_invariant is False
@@ -446,7 +465,7 @@ def flash_attn_qkvpacked_func(
 
     <result>
     """
-    more = ()
+    more: tuple[Any, ...] = ()
     if not (
         sinks is s_aux is learnable_sink is None
         and return_max_logit is batch_invariant is False
@@ -497,7 +516,7 @@ def flash_attn_kvpacked_func(
 
     <result>
     """
-    more = ()
+    more: tuple[Any, ...] = ()
     if not (
         sinks is s_aux is learnable_sink is None
         and return_max_logit is batch_invariant is False
@@ -583,12 +602,14 @@ def flash_attn_varlen_func(
     <result>
     """
     quant = NO_QUANT
-    if not (q_descale is k_descale is v_descale is v_descale_axis is out_dtype is None and exp == "exact"):
+    if not (
+        q_descale is k_descale is v_descale is None and v_descale_axis is None and out_dtype is None and exp == "exact"
+    ):
         quant = QuantArgs(
             q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, v_descale_axis=v_descale_axis,
             out_dtype=out_dtype, exp=exp,
         )  # fmt: skip
-    more = ()
+    more: tuple[Any, ...] = ()
     if not (
         sinks is s_aux is learnable_sink is None
         and return_max_logit is batch_invariant is False
@@ -651,7 +672,7 @@ def flash_attn_varlen_qkvpacked_func(
 
     <result>
     """
-    more = ()
+    more: tuple[Any, ...] = ()
     if not (
         sinks is s_aux is learnable_sink is None
         and return_max_logit is batch_invariant is False
@@ -710,7 +731,7 @@ def flash_attn_varlen_kvpacked_func(
 
     <result>
     """
-    more = ()
+    more: tuple[Any, ...] = ()
     if not (
         sinks is s_aux is learnable_sink is None
         and return_max_logit is batch_invariant is False

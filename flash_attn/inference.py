@@ -120,7 +120,9 @@ def flash_attn_with_kvcache(
         softmax_lse (with return_softmax_lse): (batch, nheads, seqlen_q) float32.
     """
     quant = NO_QUANT
-    if not (q_descale is k_descale is v_descale is v_descale_axis is out_dtype is k_descale_axis is None):
+    if not (
+        q_descale is k_descale is v_descale is None and v_descale_axis is k_descale_axis is None and out_dtype is None
+    ):
         quant = QuantArgs(
             q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, v_descale_axis=v_descale_axis,
             out_dtype=out_dtype, k_descale_axis=k_descale_axis,

@@ -5,6 +5,8 @@ Most calls give most arguments as they are wanted: a type is compared before any
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -12,23 +14,36 @@ from flash_attn.batch_invariance import is_batch_invariant
 from flash_attn.eight_bit import EIGHT_BIT
 from flash_attn.limits import MAX_HEAD_DIM
 from flash_attn.ops import arguments
-from flash_attn.ops.attention_args import DENSE, PLAIN, AttentionArgs
+from flash_attn.ops.attention_args import DENSE, PLAIN, AttentionArgs, Options, Sequences
 from flash_attn.ops.quant_args import NO_QUANT
 
 NAMES = (("qkv",), ("q", "kv"), ("q", "k", "v"))  # of the inputs in each packing
 
 
 def attention(
-    inputs, sequences, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
-    return_attn_probs, sinks, options,
-):  # fmt: skip
+    inputs: tuple[Any, ...],
+    sequences: Sequences,
+    dropout_p: Any,
+    softmax_scale: Any,
+    causal: Any,
+    window_size: Any,
+    softcap: Any,
+    alibi_slopes: Tensor | None,
+    deterministic: Any,
+    return_attn_probs: bool,
+    sinks: Tensor | None,
+    options: Options,
+) -> AttentionArgs:
     """AttentionArgs of a call with these inputs, (q, k, v), (q, kv) or (qkv,); padded to a head dim of
     whole 16 bytes where kernels need that."""
     names = NAMES[len(inputs) - 1]
     if len(inputs) < 3:
         arguments.check_packed(names[-1], inputs[-1], 4 - len(inputs), sequences is not DENSE)
     inputs = arguments.attention_inputs(names, inputs)
-    q, k, v = inputs if len(inputs) == 3 else (*inputs, None, None)[:3]
+    q: Tensor
+    k: Tensor | None
+    v: Tensor | None
+    q, k, v = inputs if len(inputs) == 3 else (*inputs, None, None)[:3]  # type: ignore[assignment]
     if type(dropout_p) is not float:
         dropout_p = arguments.number("dropout_p", dropout_p)
     if type(softcap) is not float:
@@ -61,21 +76,24 @@ def attention(
     return args if options is PLAIN else _with_options(args, options)
 
 
-def _padded(q, k, v, head_dim):
+def _padded(
+    q: Tensor, k: Tensor | None, v: Tensor | None, head_dim: int
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Those of this head dim with columns of zeros, as the kernels want it. Where tensors have 8 bits, their operands
     are padded where they are made."""
     last = q if k is None else k if v is None else v
     if head_dim > MAX_HEAD_DIM or not q.is_cuda or q.dtype in EIGHT_BIT or last.dtype in EIGHT_BIT:
         return q, k, v
     arguments.head_dim("v", last)  # another one is the backend's matter
-    return tuple(x if x is None or x.shape[-1] != head_dim else pad(x, -head_dim % 8) for x in (q, k, v))
+    q, k, v = (x if x is None or x.shape[-1] != head_dim else pad(x, -head_dim % 8) for x in (q, k, v))  # type: ignore
+    return q, k, v
 
 
 def pad(x: Tensor, columns: int) -> Tensor:
     return torch.nn.functional.pad(x, (0, columns))
 
 
-def _with_options(args, options):
+def _with_options(args: AttentionArgs, options: Options) -> AttentionArgs:
     is_quantized = options.quant is not NO_QUANT
     fields = options.quant.fields(args.q) if is_quantized else {}
     return args._replace(
@@ -87,7 +105,7 @@ def _with_options(args, options):
     )
 
 
-def callers_names(inputs, sequences, options):
+def callers_names(inputs: tuple[Any, ...], sequences: Sequences, options: Options) -> dict[str, str]:
     """The names of arguments that a public function has for those of the backends, where they differ."""
     names = {"sinks": options.sinks_name}
     if len(inputs) == 2:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ class QuantArgs(NamedTuple):
     exp: str = "exact"
     k_descale_axis: str | None = None
 
-    def fields(self, q: Tensor) -> dict[str, object]:
+    def fields(self, q: Tensor) -> dict[str, Any]:
         """Those fields of an operator's record that are given, by name; numbers become tensors on q's device."""
         axis, out_dtype = self.v_descale_axis, self.out_dtype
         if axis is not None:
@@ -33,7 +33,7 @@ class QuantArgs(NamedTuple):
                 raise RuntimeError("v_descale_axis: expected None without v_descale, got 'channel'")
         if out_dtype is not None and not isinstance(out_dtype, torch.dtype):
             raise TypeError(f"out_dtype: expected a torch.dtype, got {arguments.shown(out_dtype)}")
-        fields: dict[str, object] = {"v_per_channel": True} if axis is not None else {}
+        fields: dict[str, Any] = {"v_per_channel": True} if axis is not None else {}
         if out_dtype is not None:
             fields["out_dtype"] = out_dtype
         for name in ("q_descale", "k_descale", "v_descale"):
@@ -48,7 +48,7 @@ class QuantArgs(NamedTuple):
             raise RuntimeError(f"exp: expected 'exact' or 'fast', got {arguments.shown(self.exp)}")
         return self.exp == "fast" and q.dtype is E4M3
 
-    def cache_fields(self, q: Tensor, caches: tuple[Tensor, Tensor], new: Tensor | None) -> dict[str, object]:
+    def cache_fields(self, q: Tensor, caches: tuple[Tensor, Tensor], new: Tensor | None) -> dict[str, Any]:
         """`fields` of a call over the caches (k, v), to which `new` is appended: with descales of each row, which the
         append writes, as k_token_descale and v_token_descale in place of k_descale and v_descale."""
         per_channel = isinstance(self.v_descale_axis, str) and self.v_descale_axis == "channel"
@@ -57,8 +57,8 @@ class QuantArgs(NamedTuple):
         for name, axis, cache in zip("kv", axes, caches):
             descale = fields.get(f"{name}_descale")
             _check_descale_axis(name, axis, descale, cache)
-            written = new is not None and not (per_channel and name == "v")
-            if written and _is_written(name, axis, descale, cache, new):
+            is_channel = per_channel and name == "v"
+            if new is not None and not is_channel and _is_written(name, axis, descale, cache, new):
                 fields[f"{name}_token_descale"] = fields.pop(f"{name}_descale")
         return fields
 
@@ -66,7 +66,7 @@ class QuantArgs(NamedTuple):
 NO_QUANT = QuantArgs()
 
 
-def _descale(name, q, value):
+def _descale(name: str, q: Tensor, value: float | Tensor) -> Tensor:
     """A number becomes a tensor on q's device, without waiting for it."""
     if isinstance(value, Tensor):
         arguments.check_constant(name, value)
@@ -74,7 +74,7 @@ def _descale(name, q, value):
     return torch.full((), arguments.float32(name, value), dtype=torch.float32, device=q.device)
 
 
-def _check_descale_axis(name, axis, descale, cache):
+def _check_descale_axis(name: str, axis: Any, descale: Any, cache: Tensor) -> None:
     if axis is None:
         return
     if not isinstance(axis, str) or axis not in ("page", "row"):
@@ -90,7 +90,7 @@ def _check_descale_axis(name, axis, descale, cache):
             )
 
 
-def _is_written(name, axis, descale, cache, new):
+def _is_written(name: str, axis: str | None, descale: Any, cache: Tensor, new: Tensor) -> bool:
     """Whether the descale is one of each row, which an append computes and writes."""
     if descale is None or descale.dim() != 3 or descale.shape != cache.shape[:3] or axis == "page":
         return False
