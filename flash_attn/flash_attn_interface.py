@@ -77,6 +77,8 @@ class _Attention(torch.autograd.Function):
 
     @classmethod
     def apply(cls, *args: Any) -> Any:
+        if _is_compiling():  # compiled code traces `forward` alone, unless it was left before
+            return cls.forward(None, *args)
         sinks, options = args[-2:] if type(args[-1]) is Options else (None, PLAIN)
         records = False
         for x in args[: cls.num_inputs]:
@@ -97,7 +99,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Any, *others: Any) -> Any:
         if ctx.head_dims is not None and dout is not None:
-            dout = normalize.pad(dout, -ctx.head_dims[-1] % 8)
+            dout = normalize.pad(dout, ctx.surplus_columns)
         *grads, dsinks = library.input_gradients(ctx, dout, others[0] if ctx.returns_lse else None)
         if ctx.head_dims is not None:
             grads = [None if x is None else x[..., :size] for x, size in zip(grads, ctx.head_dims)]
@@ -207,7 +209,7 @@ def _attention(
         elif ctx is None:
             output = _watched(args, inputs, options.out, is_grad_enabled)
         else:
-            output = _recorded(args)
+            output = _recorded(args, inputs)
         out, lse, dmask, _, *max_logit = output
         padded = args.q is not inputs[0] and args.q.shape[-1] != inputs[0].shape[-1]
         if padded and options.out is None:
@@ -219,6 +221,7 @@ def _attention(
             library.save_for_backward(ctx, args, output)
             ctx.num_inputs, ctx.returns_lse = len(inputs), return_softmax
             ctx.head_dims = (*[inputs[0].shape[-1]] * 2, inputs[-1].shape[-1]) if padded else None
+            ctx.surplus_columns = output[0].shape[-1] - inputs[-1].shape[-1] if padded else 0
             constant = results[2 if return_softmax else 1 :] if is_grad_enabled else results
             if constant:
                 ctx.mark_non_differentiable(*constant)
@@ -234,9 +237,14 @@ def _watched(args: AttentionArgs, inputs: Any, out: Tensor | None, is_grad_enabl
         return library.attention(args) if out is None else library.attention_into(args, out, inputs)
 
 
-def _recorded(args: AttentionArgs) -> Any:
+def _recorded(args: AttentionArgs, inputs: Any) -> Any:
     """The results of a call within an autograd.Function, which torch.compile traces too."""
     if _is_compiling():
+        if any(x is y for i, x in enumerate(inputs) for y in inputs[:i]):
+            raise NotImplementedError(
+                "q, k, v: expected different tensors in compiled FlashAttnFunc.apply, got one twice, whose gradients "
+                "torch does not add: compiled flash_attn_func takes it"
+            )
         return library.attention(args)
     context.check_savable(ATTENTION_INPUTS, (args.q, args.k, args.v))
     return calls.forward(args)
