@@ -9,8 +9,9 @@ import math
 
 import torch
 
+from flash_attn.limits import MAX_HEAD_DIM
+
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-MAX_HEAD_DIM = 256
 MAX_LENGTH = 2**30 - 1  # what the kernels count in 32 bits; the same here, so that a call fits both or none
 MAX_INT = 2**31 - 1
 MAX_SCALE = {torch.float32: 2e38, torch.float64: 1e308}  # by the dtype of the scores, where scale log2(e) is finite

@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 import torch
 
+from flash_attn.limits import MAX_HEAD_DIM
+
 from . import checks
 from .entry import entry_point
 from .overlap import check_written
@@ -67,8 +69,8 @@ def kvcache_plan(
              "seqlen_cache": seqlen_cache}  # fmt: skip
     for name, size in sizes.items():
         checks.require(0 <= size <= checks.MAX_INT, name, "a size in [0, 2^31)", size)
-    in_range = 1 <= head_dim <= checks.MAX_HEAD_DIM
-    checks.require(in_range, "head_dim", f"a value from 1 to {checks.MAX_HEAD_DIM}", head_dim)
+    in_range = 1 <= head_dim <= MAX_HEAD_DIM
+    checks.require(in_range, "head_dim", f"a value from 1 to {MAX_HEAD_DIM}", head_dim)
     divisible = heads % heads_k == 0 if heads_k > 0 else heads == 0
     checks.require(divisible, "nheads", f"a head count divisible by the K/V head count {heads_k}", heads)
     if heads_k > 0:

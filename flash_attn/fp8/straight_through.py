@@ -14,6 +14,7 @@ from flash_attn import eight_bit
 from flash_attn._types import TensorOrTuple, WindowSize
 from flash_attn.batch_invariance import is_batch_invariant
 from flash_attn.fp8.quantization import quantize
+from flash_attn.limits import MAX_HEAD_DIM
 from flash_attn.ops import arguments, context, library
 from flash_attn.ops.attention_args import (
     DENSE,
@@ -113,7 +114,7 @@ def _attend(
     scale = arguments.scale(softmax_scale, head_dim)
     arguments.check_constant("alibi_slopes", alibi_slopes)
     sinks = None if sinks is None else arguments.sinks(sinks)
-    if q.is_cuda and head_dim % 8 != 0 and head_dim < 256:
+    if q.is_cuda and head_dim % 8 != 0 and head_dim < MAX_HEAD_DIM:
         q, k, v = arguments.padded((q, k, v), head_dim)
     args = AttentionArgs(
         None, None, None, sequences.cu_seqlens_q, sequences.cu_seqlens_k, None, None, None, alibi_slopes, None,

@@ -157,10 +157,10 @@ def flash_attn_with_kvcache(
         reject(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k_new=cu_seqlens_k_new)
         reject_8_bit(q=q, k_cache=k_cache, v_cache=v_cache)
         result, lse = attend_over_cache(
-            q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad,
-            page_table, rotary_interleaved=rotary_interleaved, alibi_slopes=None, num_splits=0, return_softmax_lse=True,
-            out=out, plan=None, batch_invariant=num_splits == 1, lse_convention="fa2", sinks=sinks,
-            scaling=(None, None, None, None, None), sm_margin=sm_margin, **options,
+            q, k_cache, v_cache, k=k, v=v, rotary_cos=rotary_cos, rotary_sin=rotary_sin, cache_seqlens=cache_seqlens,
+            cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad, block_table=page_table,
+            rotary_interleaved=rotary_interleaved, return_softmax_lse=True, out=out, batch_invariant=num_splits == 1,
+            sinks=sinks, sm_margin=sm_margin, **options,
         )  # fmt: skip
         return _result(result, lse, return_softmax_lse)
     rows, cu_rows = pack(q, cu_seqlens_q)

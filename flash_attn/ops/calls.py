@@ -27,12 +27,12 @@ def unpack(q, k, v):
     return q, k, v
 
 
-def rows_contiguous(x):
+def rows_contiguous(x: torch.Tensor) -> torch.Tensor:
     """x with a contiguous last dimension, copied if it has to be."""
     return x if has_contiguous_rows(x) else x.contiguous()
 
 
-def has_contiguous_rows(x):
+def has_contiguous_rows(x: torch.Tensor) -> bool:
     return x.is_contiguous() or x.stride(-1) == 1 or x.shape[-1] <= 1
 
 

@@ -15,12 +15,12 @@ from torch.autograd import forward_ad
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from flash_attn.flash_attn_interface import flash_attn_func
+from flash_attn.limits import MAX_HEAD_DIM
 from flash_attn.ops import arguments, context
 from flash_attn.scoped import Scoped
 
 _TENSOR_TYPES = (Tensor, torch.nn.Parameter)
 _DTYPES = (torch.float16, torch.bfloat16)
-_MAX_HEAD_DIM = 256
 
 _scope = Scoped("flash_attn.sdpa.devices")
 _lock = Lock()
@@ -125,8 +125,8 @@ def _served_inputs(devices, query, key, value, attn_mask, dropout_p, is_causal, 
         key.shape == (batch, heads_k, seqlen_k, head_dim)
         and value.shape == (batch, heads_k, seqlen_k, value_dim)
         and (heads == heads_k or (enable_gqa and heads_k > 0 and heads % heads_k == 0))
-        and 0 < head_dim <= _MAX_HEAD_DIM
-        and 0 < value_dim <= _MAX_HEAD_DIM
+        and 0 < head_dim <= MAX_HEAD_DIM
+        and 0 < value_dim <= MAX_HEAD_DIM
         and batch > 0 and heads > 0 and seqlen_q > 0 and seqlen_k > 0
         and (attn_mask is None or (seqlen_q == attn_mask.seq_len_q and seqlen_k == attn_mask.seq_len_kv))
         and 0.0 <= dropout_p < 1.0

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from flash_attn.eight_bit import E4M3, EIGHT_BIT, named
 from flash_attn.ops import arguments
+from flash_attn.ops.quant_args import NO_QUANT, QuantArgs
 
 _HALF = (torch.float16, torch.bfloat16)
 ERRORS = (RuntimeError, TypeError, NotImplementedError)
@@ -43,16 +44,16 @@ def reject_unsupported(qv=None, attention_chunk=0, cu_seqlens_k_new=None, seqlen
         raise NotImplementedError(f"attention_chunk: expected 0, got {attention_chunk}: it is not supported")
 
 
-def scaling(q, k, v, q_descale, k_descale, v_descale, out=None):
-    """The arguments of flash_attn for 8-bit tensors; none where all are wider, whose descales have no effect."""
+def quant_args(q, k, v, q_descale, k_descale, v_descale, out=None):
+    """The arguments of flash_attn for 8-bit tensors; NO_QUANT where all are wider, whose descales have no effect."""
     given = {"q_descale": (q, q_descale), "k_descale": (k, k_descale), "v_descale": (v, v_descale)}
     for name, (_, descale) in given.items():
         if descale is not None and not isinstance(descale, Tensor):
             arguments.number(name, descale)
     if all(x.dtype not in EIGHT_BIT for x, _ in given.values()):
-        return {}
+        return NO_QUANT
     descales = {name: descale if x.dtype in EIGHT_BIT else None for name, (x, descale) in given.items()}
-    return {**descales, "out_dtype": None if out is None else _out_dtype(out, q)}
+    return QuantArgs(**descales, out_dtype=None if out is None else _out_dtype(out, q))
 
 
 def _out_dtype(out, q):
@@ -63,16 +64,6 @@ def _out_dtype(out, q):
     if q.dtype not in EIGHT_BIT and out.dtype != q.dtype:
         raise RuntimeError(f"out: expected the dtype of q ({named(q.dtype)}), got {named(out.dtype)}")
     return out.dtype
-
-
-def scaling_values(scaling):
-    """The same in the order in which flash_attn's functions pass it on, with v_descale_axis."""
-    return (*(scaling.get(name) for name in ("q_descale", "k_descale", "v_descale")), None, scaling.get("out_dtype"))
-
-
-def named_options(scaling, sm_margin, out=None, sinks=None):
-    """What `attend` takes by name."""
-    return {"scaling": (*scaling_values(scaling), "exact"), "sm_margin": sm_margin, "out": out, "sinks": sinks}
 
 
 def reject_training(q, k, v):

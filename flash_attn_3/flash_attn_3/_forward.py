@@ -11,10 +11,10 @@ import functools
 import torch
 from torch import Tensor
 
+from flash_attn.flash_attn_interface import attend, attend_rows_in_use
 from flash_attn.inference import attend_over_cache
 from flash_attn.ops import arguments, context, outputs
-from flash_attn.ops.attend import attend, attend_rows_in_use
-from flash_attn.ops.attention_args import DENSE, Sequences
+from flash_attn.ops.attention_args import DENSE, Options, Sequences
 from flash_attn.ops.lse import mark_masked_rows
 from flash_attn.ops.rows import equal_steps, pack, sequence_of_rows, unpack
 from flash_attn_3 import _checks
@@ -56,14 +56,14 @@ def forward(
     _checks.reject_unsupported(qv, attention_chunk, cu_seqlens_k_new, seqlens_rotary)
     arguments.check_tensors(("q", "k", "v"), (q, k, v))
     num_splits = _checks.unused(num_splits, pack_gqa, scheduler_metadata, max_seqlen_q, max_seqlen_k)
-    scaling = _checks.scaling(q, k, v, q_descale, k_descale, v_descale, out)
+    quant = _checks.quant_args(q, k, v, q_descale, k_descale, v_descale, out)
     score = (softmax_scale, causal, (window_size_left, window_size_right), softcap)
     own_rows = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_q": seqused_q}
     appends = not _all_none(k_new, v_new, rotary_cos, rotary_sin)
     if appends:
         _checks.reject_beside("with new keys or rotary embedding", **own_rows)
     of_cache = not _all_none(seqused_k, page_table, kv_batch_idx, leftpad_k)
-    options = {"scaling": scaling, "sm_margin": sm_margin, "out": out}
+    options = {"quant": quant, "sm_margin": sm_margin, "out": out}
     if appends or (of_cache and _all_none(*own_rows.values()) and v.shape[-1:] == q.shape[-1:]):
         new = (k_new, v_new, rotary_cos, rotary_sin)
         where = (seqused_k, kv_batch_idx, leftpad_k, page_table)
@@ -80,7 +80,7 @@ def forward(
             q, k, v, *where, cu_seqlens_q, seqused_q, *score, names={}, **options
         )  # fmt: skip
     else:
-        result, lse, _ = attend((q, k, v), DENSE, *_options(score), **_checks.named_options(**options))
+        result, lse, _ = attend((q, k, v), DENSE, *_options(score), None, Options(**options))
         if not _some_row_is_masked(q.shape[1], k.shape[1], causal, window_size_right):
             return result, lse
     return result, mark_masked_rows(lse)
@@ -91,8 +91,8 @@ def _all_none(*values):
 
 
 def _options(score):
-    """Those of `attend` from dropout_p on, with the LSE."""
-    return (0.0, *score, None, False, True)
+    """Those of `attend` from dropout_p to is_grad_enabled, with the LSE."""
+    return (0.0, *score, None, False, True, True)
 
 
 def _some_row_is_masked(seqlen_q, seqlen_k, causal, right):
@@ -103,7 +103,7 @@ def _some_row_is_masked(seqlen_q, seqlen_k, causal, right):
 
 def _packed(
     q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, leftpad_k, max_seqlen_q, max_seqlen_k, softmax_scale,
-    causal, window_size, softcap, scaling, sm_margin, out,
+    causal, window_size, softcap, quant, sm_margin, out,
 ):  # fmt: skip
     """(out, lse) of queries, packed or in a batch, over packed keys."""
     _checks.packed(q, k, v, cu_seqlens_q, cu_seqlens_k)
@@ -113,33 +113,35 @@ def _packed(
         k.shape[0] if max_seqlen_k is None else max_seqlen_k, seqused_k, leftpad_k,
     )  # fmt: skip
     score = (softmax_scale, causal, window_size, softcap)
-    return _of_rows(q, k, v, rows, cu_seqlens_q, seqused_q, sequences, score, scaling, sm_margin, out)
+    return _of_rows(q, k, v, rows, cu_seqlens_q, seqused_q, sequences, score, quant, sm_margin, out)
 
 
-def _of_rows(q, k, v, rows, cu_seqlens_q, seqused_q, sequences, score, scaling, sm_margin, out, sinks=None):
+def _of_rows(q, k, v, rows, cu_seqlens_q, seqused_q, sequences, score, quant, sm_margin, out, sinks=None):
     """(out, lse) in the form of q, of which rows are packed."""
     packed_out = out if cu_seqlens_q is not None else None
     if out is not None and packed_out is None:
         outputs.reject_gradients(out, q, k, v, sinks)
         read = {"q": q, "k": k, "v": v, "seqused_q": seqused_q, "sinks": sinks, **sequences._asdict()}
-        outputs.check_result(out, q, v, scaling.get("out_dtype"), read)
-    named = _checks.named_options(scaling, sm_margin, packed_out, sinks)
-    result, lse, _ = attend_rows_in_use(seqused_q, (rows, k, v), sequences, *_options(score), **named)
+        outputs.check_result(out, q, v, quant.out_dtype, read)
+    options = Options(quant=quant, sm_margin=sm_margin, out=packed_out)
+    result, lse, _ = attend_rows_in_use(seqused_q, (rows, k, v), sequences, *_options(score), sinks, options)
     result, lse = unpack(q, cu_seqlens_q, result, lse)
     return (result if out is None or packed_out is not None else out.copy_(result)), lse
 
 
 def over_cache(
     q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, block_table,
-    softmax_scale, causal, window_size, softcap, rotary_interleaved, num_splits, *, scaling, sm_margin, out, names,
+    softmax_scale, causal, window_size, softcap, rotary_interleaved, num_splits, *, quant, sm_margin, out, names,
     sinks=None,
 ):  # fmt: skip
     """(out, lse) of `flash_attn.flash_attn_with_kvcache`. names: the caller's, see `_checks.renamed`."""
     try:
         return attend_over_cache(
-            q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad,
-            block_table, softmax_scale, causal, window_size, softcap, rotary_interleaved, None, max(num_splits, 0),
-            True, out, None, False, "fa2", sinks, _checks.scaling_values(scaling), sm_margin,
+            q, k_cache, v_cache, k=k, v=v, rotary_cos=rotary_cos, rotary_sin=rotary_sin, cache_seqlens=cache_seqlens,
+            cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad, block_table=block_table,
+            softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,
+            rotary_interleaved=rotary_interleaved, num_splits=max(num_splits, 0), return_softmax_lse=True, out=out,
+            sinks=sinks, quant=quant, sm_margin=sm_margin,
         )  # fmt: skip
     except _checks.ERRORS as error:
         raise _checks.renamed(error, names) from None
@@ -159,7 +161,7 @@ def packed_over_cache(*args, names, **named):
 
 def _packed_over_cache(
     q, k, v, seqused_k, kv_batch_idx, leftpad_k, page_table, cu_seqlens_q, seqused_q, softmax_scale, causal,
-    window_size, softcap, *, scaling, sm_margin, out, sinks=None,
+    window_size, softcap, *, quant, sm_margin, out, sinks=None,
 ):  # fmt: skip
     _check_cache(q, k, v, kv_batch_idx, page_table, cu_seqlens_q)
     rows, cu_rows = pack(q, cu_seqlens_q)
@@ -180,7 +182,7 @@ def _packed_over_cache(
         cu_rows, equal_steps(batch, capacity, q.device), rows.shape[0], capacity, lengths, leftpad_k, page_table
     )  # fmt: skip
     score = (softmax_scale, causal, window_size, softcap)
-    result, lse = _of_rows(q, k, v, rows, cu_seqlens_q, seqused_q, sequences, score, scaling, sm_margin, out, sinks)
+    result, lse = _of_rows(q, k, v, rows, cu_seqlens_q, seqused_q, sequences, score, quant, sm_margin, out, sinks)
     if sinks is not None and absent is not None and batch > 0:  # a request that takes no part has no sink
         rows_absent = absent[sequence_of_rows(cu_rows, rows.shape[0])]
         rows_absent = rows_absent if cu_seqlens_q is not None else rows_absent.view(batch, 1, -1)

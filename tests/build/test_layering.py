@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from flash_attn.limits import MAX_HEAD_DIM
+
 ROOT = Path(__file__).resolve().parents[2]
 CSRC = ROOT / "csrc" / "flash_attn"
 SOURCES = sorted(p for p in CSRC.rglob("*") if p.suffix in (".h", ".cpp", ".cu", ".cuh"))
@@ -165,6 +167,11 @@ def imported_modules(path):
 
 def python_files(folder):
     return sorted((ROOT / "flash_attn" / folder).rglob("*.py"))
+
+
+def test_the_largest_head_dim_is_one_on_both_sides():
+    tiles = (CSRC / "plan" / "tiles.h").read_text(encoding="utf-8")
+    assert int(re.search(r"constexpr int kMaxHeadDim = (\d+);", tiles).group(1)) == MAX_HEAD_DIM
 
 
 def test_cpu_backend_needs_neither_extension_nor_interface():

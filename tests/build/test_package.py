@@ -18,7 +18,6 @@ import flash_attn
 PACKAGE = Path(flash_attn.__file__).parent
 PUBLIC_MODULES = (
     "flash_attn",
-    "flash_attn.autograd_functions",
     "flash_attn.backends",
     "flash_attn.batch_invariance",
     "flash_attn.bert_padding",
@@ -83,7 +82,7 @@ def test_public_functions_are_found():
     assert {
         "flash_attn.flash_attn_interface.flash_attn_func",
         "flash_attn.inference.flash_attn_with_kvcache",
-        "flash_attn.autograd_functions.FlashAttnFunc.apply",
+        "flash_attn.flash_attn_interface.FlashAttnFunc.forward",
         "flash_attn.modules.mha.MHA.forward",
         "flash_attn.kvcache_plan.KvCachePlan.__init__",
         "flash_attn.bert_padding.unpad_input",
