@@ -134,7 +134,8 @@ def _check_cache(call):
     lengths, rows, padding, table = (
         _on_cpu(call[name]) for name in ("seqlens_k", "cache_batch_idx", "leftpad_k", "block_table")
     )
-    shape = torch.empty(()).expand(call["kcache"].shape)  # for rules that ask for sizes
+    number = torch.empty((), device="cpu", dtype=torch.float32)
+    shape = number.expand(call["kcache"].shape)  # for rules that ask for sizes
     cache = kvcache.Cache(shape, shape, table)
     entries = kvcache.check_entries(q, cache, k, lengths, rows, padding, call["window_left"])
     if call["rotary_cos"] is not None and k is not None:
