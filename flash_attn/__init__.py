@@ -21,9 +21,10 @@ from flash_attn.flash_attn_interface import (
 )
 from flash_attn.inference import flash_attn_combine, flash_attn_with_kvcache
 from flash_attn.kvcache_plan import KvCachePlan
-from flash_attn.ops import flops as _flops  # noqa: F401 (registers the formulas)
+from flash_attn.utils.after_import import import_after as _import_after
 
 __build__ = _build_info()
+_import_after("torch.utils.flop_counter", "flash_attn.ops.flops")  # which registers formulas there
 
 __all__ = [
     "KvCachePlan",

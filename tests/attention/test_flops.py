@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -120,3 +123,10 @@ def test_without_values_every_sequence_has_the_most_that_it_can(device):
         lengths = torch.empty(4, dtype=torch.int32, device=device)
         count = counted(lambda: flash_attn.flash_attn_with_kvcache(q, cache, cache, cache_seqlens=lengths))
         assert count == flops_of_torch(5, 32, 4)
+
+
+@pytest.mark.parametrize("modules", ["torch.utils.flop_counter, flash_attn", "flash_attn, torch.utils.flop_counter"])
+def test_formulas_are_there_in_either_order_of_imports(modules):
+    program = f"import {modules}; print(torch.ops.flash_attn_core.fwd in torch.utils.flop_counter.flop_registry)"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "True"
