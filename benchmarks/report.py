@@ -116,7 +116,7 @@ def publish(folder, target=RESULTS):
     paths = [store(name, result, target) for name, result in results.items()]
     for name in [name for name in PLOTS if name in results]:
         paths += write_plots(results[name], target / "plots", environment_line(results[name]), PLOTS[name])
-    return paths + lab_page().write_plots(results, target / "plots")
+    return paths
 
 
 def lab_page():

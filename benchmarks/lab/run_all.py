@@ -1,7 +1,7 @@
 """Every experiment whose figures the documents quote, and the command that measures it again.
 
 python benchmarks/lab/run_all.py                        the list: what each shows, its time, which page reads it
-python benchmarks/lab/run_all.py theory minimal         run some, in this order, and collect their results in --out
+python benchmarks/lab/run_all.py ablate minimal         run some, in this order, and collect their results in --out
 python benchmarks/lab/run_all.py --all [--dry-run]      all that pages read and one GPU measures; --dry-run: commands
 python benchmarks/lab/run_all.py --all --small          the same in miniature on a CPU: tells whether they run
 python benchmarks/report.py --publish build/lab/run     takes the results into benchmarks/results and the documents
@@ -107,10 +107,6 @@ EXPERIMENTS = (
     Experiment(
         "minimal", "what each technique of the teaching kernel gives", "bash examples/minimal/run.sh {out}/minimal", 45,
         "examples/minimal/README.md", written="minimal/minimal.json",
-    ),
-    Experiment(
-        "theory", "six kernels and one: bytes, FLOP, predicted and measured speed-up, memory",
-        "{python} benchmarks/lab/theory.py --measure --out {result}", 60, LAB_PAGE, small="--device cpu",
     ),
     Experiment(
         "ablate", "each technique of both forwards switched off, and a ladder to the kernel in use",

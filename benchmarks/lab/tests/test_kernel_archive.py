@@ -62,7 +62,7 @@ def archive(tmp_path, monkeypatch):
     monkeypatch.setattr(kernel_archive, "build_program", build_program)
     kernels, path = tmp_path / "kernels", tmp_path / "kernels.tar.xz"
     kernels.mkdir()
-    assert kernel_archive.build(["ablate", "minimal", "theory"], path, lambda line: None, folder=kernels)
+    assert kernel_archive.build(["ablate", "minimal", "grid"], path, lambda line: None, folder=kernels)
     return path, designs
 
 

@@ -86,12 +86,12 @@ def test_a_dry_run_prints_the_commands_and_runs_nothing(capsys, monkeypatch, tmp
     assert run_all.main(["--all", "--dry-run", "--out", str(out)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == len(run_all.of_one_gpu()) and not out.exists()
-    assert f"{sys.executable} benchmarks/lab/theory.py --measure --out {out}/theory.json" in lines
+    assert f"{sys.executable} benchmarks/lab/ablate.py --out {out}/ablate.json" in lines
     assert all("{" not in line for line in lines)
     assert sum(line.startswith("FLASH_ATTN_FAMILY=mma_sync ") for line in lines) == 1
 
 
-@pytest.mark.parametrize("arguments", (["nothing"], ["--all", "theory"]))
+@pytest.mark.parametrize("arguments", (["nothing"], ["--all", "ablate"]))
 def test_other_names_are_errors(arguments, capsys):
     with pytest.raises(SystemExit):
         run_all.main(arguments)
@@ -172,7 +172,7 @@ def test_one_name_of_the_variable_that_tells_of_built_kernels():
 SMALL = {experiment.name for experiment in EXPERIMENTS if experiment.small}
 
 
-@pytest.mark.parametrize("name", ["deterministic", "theory", "sdpa_step"])
+@pytest.mark.parametrize("name", ["deterministic", "sdpa_step"])
 def test_experiments_run_in_miniature_on_a_cpu(name, tmp_path, monkeypatch, capfd):
     """One of each program that no other test runs by its command line."""
     pytest.importorskip({"sdpa_step": "transformers"}.get(name, "torch"))
