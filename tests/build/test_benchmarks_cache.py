@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import Case, cache_groups
+from cases import Case
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "benchmarks"))
@@ -29,13 +29,6 @@ VARIANTS = (
     {"alibi": "heads"}, {"append": 1}, {"append": 1, "page_size": 16}, {"invariant": True},
     {"seqlen_q": 40, "causal": True, "page_size": 16}, {"nheads": 2},
 )  # fmt: skip
-
-
-def test_groups_are_measured_where_asked_for():
-    assert set(cache_groups()) == set(rows.CACHE_TIMING)
-    assert not set(rows.GROUPS) & set(rows.CACHE_TIMING)
-    found = rows.select(("decode",), False, "cuda", "bfloat16")
-    assert len(found) == 3 * 5 * 3 and {row.timing for row in found} == {"replay"}
 
 
 def test_bytes_are_the_keys_and_values_in_sight():
