@@ -141,7 +141,6 @@ def test_every_tool_is_a_stage(gpu_check):
     assert all(f"--tool {tool} --error-exitcode 3" in text for tool, text in options.items())
     assert ["--nan-outputs" in options[tool] for tool in TOOLS] == [False, False, True, False]
     assert ["kernel_substring=flash" in options[tool] for tool in TOOLS] == [False, True, False, True]
-    assert not [tool for tool in TOOLS if "--kernel-name-exclude" in options[tool]]
 
 
 @pytest.mark.parametrize("tool", TOOLS)
