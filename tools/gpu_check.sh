@@ -112,7 +112,7 @@ stage_bench() {
     : >"$log"
     limited bench "${BENCH_LIMIT:-90}" "$log" "$python" "$root/benchmarks/run.py" --out "$out" --name bench
     record bench "$(grep -E '^cells ' "$log" | paste -sd ';')" "$log"
-    sed -n '/^ms, TFLOPS/,$p' "$log"
+    sed -n '/^| /,$p' "$log"
 }
 
 stage_demo() {

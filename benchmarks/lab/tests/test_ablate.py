@@ -22,7 +22,7 @@ import sm80_designs
 import sm90_designs
 import study
 from errors import BuildError
-from sm80_designs import FwdDesign, default_design, ladder, switches
+from sm80_designs import FwdDesign, default_design, ladder
 from tile_designs import TABLES, TileDesign
 from toolchain import find_cutlass, find_toolkit
 
@@ -78,16 +78,6 @@ def test_the_ladder_goes_from_plain_loads_to_the_default_one_technique_a_rung(he
     for before, after in zip(designs, designs[1:]):
         changed = changed_fields(before, after)
         assert len(changed) == 1 or changed <= tile, changed
-
-
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_switches_change_one_thing_and_all_are_tried(head_dim):
-    default, tried = default_design(head_dim), set()
-    for entry in switches(head_dim):
-        changed = changed_fields(entry.design, default)
-        assert len(changed) == 1 or changed == {"fragments", "double_buffered"} or "block" in str(changed)
-        tried |= changed
-    assert tried == {field.name for field in dataclasses.fields(FwdDesign)} - {"head_dim"}
 
 
 @pytest.mark.parametrize(
