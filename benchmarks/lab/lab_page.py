@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import sys
 
-import ablate_report
 import step_model
-import sweep_report
+import study_report
 import theory
 import triton_report
 from markdown import markdown_table, mask, wrapped
@@ -22,18 +21,18 @@ def theory_kernels():
 
 def ablation_ladder():
     result = stored("ablate")
-    return [*ablate_report.ladder_table(result), "", run_line(result)]
+    return [*study_report.ladder_table(result), "", run_line(result)]
 
 
 def ablation_switches():
     result = stored("ablate")
-    tables = [ablate_report.switch_table(result, family) for family in result["families"]]
+    tables = [study_report.switch_table(result, family) for family in result["families"]]
     return [*tables[0], "", *tables[1]]
 
 
 def sweep():
     result = stored("sweep")
-    return [*sweep_report.summary(result), "", run_line(result)]
+    return [*study_report.summary(result), "", run_line(result)]
 
 
 def triton_ladder():
