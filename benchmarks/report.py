@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))  # absent under PYTHONS
 import pages
 from plots import write_plots
 from results import RESULTS, ROOT, device_name, environment_line, load, measured_commit, store
-from scores import memory_lines, modes, overhead_lines, rows_of, score_lines
+from scores import memory_lines, modes, overhead_lines, ratios, rows_of, score_line
 
 LAB = ROOT / "benchmarks" / "lab"
 PLOTS = {"grid": ("fwd_d128.png", "bwd_d128.png")}  # that a page shows
@@ -41,21 +41,22 @@ def missing_lines(result):
 
 
 def full_report(result):
-    """The whole report; the scores of the cells are the last lines."""
+    """The whole report; the scores are the last lines."""
     lines = []
     for group, mode in ((group, mode) for group in result["groups"] for mode in modes(result)):
         if rows_of(result, group, mode):
             lines += [*pages.row_table(result, group, mode), ""]
     lines += [*missing_lines(result), environment_line(result), *overhead_lines(result), *memory_lines(result)]
-    for group in sorted(result["groups"], key=lambda group: group == "cells"):
-        lines += score_lines(result, group=group)
-    return lines
+    return lines + ["", *pages.score_table(result)]
 
 
 def comparison(new, old, peer):
     """Scores of ours against ours, or against a peer, of an earlier result."""
     lines = [f"new: {environment_line(new)}", f"old: {environment_line(old)}"]
-    scores = [line for group in new["groups"] for line in score_lines(new, old, group, peer)]
+    scores, peer = [], peer or "ours"
+    for group, mode in ((group, mode) for group in new["groups"] for mode in modes(new)):
+        if found := ratios(new, old, peer, mode, group):
+            scores.append(score_line(found, f"{group} {mode}, ours vs {peer} of the old result"))
     return lines + (scores or [f"no common rows of {', '.join(new['groups'])} in {', '.join(modes(new))}"])
 
 

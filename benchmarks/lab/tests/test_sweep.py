@@ -53,13 +53,6 @@ def test_tiles_fit_and_the_first_of_a_group_is_in_use(kernel):
 
 
 @needs_gxx
-def test_the_whole_sweep_is_small():
-    designs = [entry.design for entries in tile_designs.groups().values() for entry in entries]
-    assert len(set(designs)) == len(designs) <= 80
-    assert len({design.name for design in designs}) == len(designs)
-
-
-@needs_gxx
 @pytest.mark.parametrize(
     "kernel, row, reason",
     [
