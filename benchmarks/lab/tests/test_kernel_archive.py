@@ -76,14 +76,6 @@ def test_libraries_are_found_without_a_compiler(archive, tmp_path, monkeypatch):
     assert (tmp_path / "unpacked" / "minimal" / "minimal").read_text() == "program"
 
 
-def test_what_was_not_built_is_left_out(archive, tmp_path):
-    path, designs = archive
-    kernel_archive.unpack(path, tmp_path)
-    other, told = default_design(128), []
-    assert kernel_library.Prebuilt(tmp_path).compile_all([designs[0], other], told.append) == {designs[0]: FACTS}
-    assert told == [f"LEFT OUT: {other.name}: not among the built kernels, or built from other sources"]
-
-
 def test_other_sources_are_other_kernels(archive, tmp_path, monkeypatch):
     path, (design, *_) = archive
     kernel_archive.unpack(path, tmp_path)

@@ -31,14 +31,6 @@ def compiler():
         pytest.skip("what Triton 3.6 makes of it")
 
 
-def test_rungs_add_up():
-    assert [rung.over for rung in RUNGS] == ["", *(rung.name for rung in RUNGS[:-1])]
-    for before, rung in zip(RUNGS, RUNGS[1:]):
-        assert sum(x != y for x, y in zip(before.variant, rung.variant)) == 1
-        assert set(rung.modes) <= set(before.modes)
-    assert RUNGS[-1].variant._replace(use_tma=None) == Variant()  # the comparator
-
-
 def interpret(folder):
     """What test_the_program_and_its_rungs_by_the_interpreter runs in a separate process."""
     import timing
