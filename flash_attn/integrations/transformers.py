@@ -14,7 +14,7 @@ transformers_cp.py has another one, for sequences whose tokens lie on several ra
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -92,9 +92,9 @@ def padding_mask(
     elif known and columns >= kv_length:
         return None
     if known and q_length > 1:
-        kept = min(cast(int, columns), kv_length)
+        kept = min(columns, kv_length)
         if attention_mask is None:
-            return torch.ones(batch_size, kept, dtype=torch.bool, device=device)
+            return torch.ones(batch_size, kept, dtype=torch.bool, device=device)  # type: ignore[arg-type]  # known: an int
         return attention_mask[:, :kept]
     # One shape for all steps of a static cache, so that compiled code and graphs serve them all.
     filled = torch.arange(kv_length, device=device) < columns
@@ -315,7 +315,7 @@ def _varlen_over_pages(
         q.flatten(0, 1), k, v, cu_seqlens_q, cu_seqlens_k, q.shape[1], table.shape[1] * k.shape[1], block_table=table,
         seqused_k=lengths, leftpad_k=first, **score, **training,
     )  # fmt: skip
-    return cast(Tensor, out.unflatten(0, q.shape[:2]))  # torch has no types for it
+    return out.unflatten(0, q.shape[:2])  # type: ignore[no-any-return]  # torch has no types for it
 
 
 def _gathered(

@@ -5,7 +5,7 @@ arXiv:2212.10554), as functions and as a module. Differentiable with respect to 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Optional, cast
+from typing import Any, Optional
 
 import torch
 from torch import Tensor
@@ -312,7 +312,7 @@ class RotaryEmbedding(DerivedBuffers):
             return
         self._seq_len_cached = seqlen
         positions = torch.arange(seqlen, device=device, dtype=torch.float32)
-        tables = self._tables(positions, seqlen, cast(torch.dtype, dtype))
+        tables = self._tables(positions, seqlen, dtype)  # type: ignore[arg-type]  # None as in flash_attn 2.8.3
         self._cos_cached, self._sin_cached, self._cos_k_cached, self._sin_k_cached = tables
 
     def _tables_covering(self, seqlen: int, device: torch.device, dtype: torch.dtype) -> _Tables:
@@ -323,7 +323,9 @@ class RotaryEmbedding(DerivedBuffers):
         return self._kept_tables()
 
     def _kept_tables(self) -> _Tables:
-        return cast(Tensor, self._cos_cached), cast(Tensor, self._sin_cached), self._cos_k_cached, self._sin_k_cached
+        cos, sin = self._cos_cached, self._sin_cached
+        assert cos is not None and sin is not None
+        return cos, sin, self._cos_k_cached, self._sin_k_cached
 
     def _tables(self, positions: Tensor, seqlen: int, dtype: torch.dtype) -> _Tables:
         """(cos, sin, cos_k, sin_k) in `dtype` at positions (n,), the last two None but for xPos, centred in seqlen."""
@@ -334,9 +336,9 @@ class RotaryEmbedding(DerivedBuffers):
         inv_freq = self.inv_freq.to(device) if exact else self._compute_inv_freq(device)
         angles = torch.outer(positions, inv_freq)
         cos, sin = angles.cos(), angles.sin()
-        if self.scale is None:
+        if self.scale is None or self.scale_base is None:
             return cos.to(dtype), sin.to(dtype), None, None
-        power = (positions - seqlen // 2) / cast(float, self.scale_base)
+        power = (positions - seqlen // 2) / self.scale_base
         scale = self.scale.to(device=device, dtype=torch.float32) ** power[:, None]
         return (cos * scale).to(dtype), (sin * scale).to(dtype), (cos / scale).to(dtype), (sin / scale).to(dtype)
 

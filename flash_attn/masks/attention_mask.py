@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -214,7 +214,8 @@ class AttentionMask:
             if packed:
                 given = cu_seqlens_k is not None
                 require(given, "cu_seqlens_k", "the cumulative lengths of a packed mask with causal", None)
-                diagonal = _packed_diagonal(cast(Tensor, cu_seqlens_k), cu_seqlens_q, t.shape[1])[0]
+                assert cu_seqlens_k is not None
+                diagonal = _packed_diagonal(cu_seqlens_k, cu_seqlens_q, t.shape[1])[0]
             else:
                 sk = t.shape[2]
                 diagonal = torch.arange(sk, device=t.device) + ((sk if seqlen_q is None else seqlen_q) - sk)
@@ -271,8 +272,8 @@ class AttentionMask:
         (block_q, block_k), mask_mod = block_mask.BLOCK_SIZE, block_mask.mask_mod
         block_size = (block_q, block_k)
         lists = [(blocks.PARTIAL, block_mask.kv_num_blocks, block_mask.kv_indices)]
-        if block_mask.full_kv_num_blocks is not None:
-            lists.append((WHOLE, block_mask.full_kv_num_blocks, cast(Tensor, block_mask.full_kv_indices)))
+        if block_mask.full_kv_num_blocks is not None and block_mask.full_kv_indices is not None:
+            lists.append((WHOLE, block_mask.full_kv_num_blocks, block_mask.full_kv_indices))
         kinds = blocks.block_map(lists, _num_blocks(block_size, sq, sk)[1])
         bits = None
         if getattr(mask_mod, "fn", mask_mod) is not noop_mask:
@@ -384,7 +385,8 @@ class AttentionMask:
         tensors = self.factors.tensors().values()
         batch, heads = max(x.shape[0] for x in tensors), math.lcm(*(x.shape[1] for x in tensors))
         seen = self.factors.visible(slice(0, batch), slice(0, heads), slice(0, sq), slice(0, sk), heads)
-        return cast(Tensor, seen)  # some factor hides
+        assert seen is not None  # some factor hides
+        return seen
 
     def __repr__(self) -> str:
         parts = [f"{name}={list(x.shape)}" for name, x in self.factors.tensors().items()]

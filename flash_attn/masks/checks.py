@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Optional, cast
+from typing import Optional
 
 import torch
 from torch import Tensor
@@ -38,7 +38,7 @@ def check_length(name: str, value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
         raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
     require(value >= 0, name, "a value >= 0", value)
-    return cast(int, value)  # a SymInt is one to its users
+    return value  # type: ignore[return-value]  # a SymInt is one to its users
 
 
 def check_factors(mask: MaskFactors, batch: int, heads: int, sq: int, sk: int, device: torch.device) -> None:

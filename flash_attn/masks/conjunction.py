@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -63,7 +62,8 @@ def bits_of(mask: MaskFactors, sq: int | None, sk: int | None) -> Tensor:
     words = torch.empty(batch, heads, sq, -(-sk // WORD_BITS), dtype=torch.int32, device=device)
     for rows in strips(sq, batch * heads * sk):
         seen = mask.visible(slice(0, batch), slice(0, heads), rows, slice(0, sk), heads)
-        words[:, :, rows] = pack_bits(cast(Tensor, seen))  # some factor hides
+        assert seen is not None  # some factor hides
+        words[:, :, rows] = pack_bits(seen)
     return words
 
 
@@ -77,7 +77,8 @@ def _decided_bits(mask: MaskFactors, sq: int | None, sk: int | None) -> Tensor |
 def _kinds(mask: MaskFactors, other: MaskFactors) -> Tensor:
     """The block_map of a mask, or that of one without, in the blocks of the other."""
     if mask.block_map is None:
-        return torch.full_like(cast(Tensor, other.block_map), WHOLE if mask.bits is None else PARTIAL)
+        assert other.block_map is not None
+        return torch.full_like(other.block_map, WHOLE if mask.bits is None else PARTIAL)
     return mask.block_map if mask.bits is not None else mask.block_map.clamp(max=1) * WHOLE
 
 

@@ -6,7 +6,7 @@ CPU backend, kernels and tests share this definition. Causal and window of the c
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -85,7 +85,8 @@ class MaskFactors(NamedTuple):
             first = cols.start - words.start * WORD_BITS
             bits = by_head(unpack_bits(part[:, :, rows, words])[..., first : first + cols.stop - cols.start])
         if self.block_map is None:
-            return cast(Tensor, bits)  # one of both is there
+            assert bits is not None  # one of both is there
+            return bits
         part, by_head = _select(self.block_map, batches, heads, num_heads)
         row_blocks = torch.arange(rows.start, rows.stop, device=part.device) // self.block_size[0]
         col_blocks = torch.arange(cols.start, cols.stop, device=part.device) // self.block_size[1]

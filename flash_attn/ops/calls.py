@@ -251,7 +251,7 @@ def _backward_into(
             args.deterministic, None, args.rng_state, args.dlse, args.batch_invariant, **args.named(),
         )  # fmt: skip
     for target, source in zip(wanted, written):
-        if target is not None and source is not None and target is not source:
+        if target is not source and target is not None and source is not None:
             target.copy_(source)
     context.written(wanted)
     return result

@@ -7,7 +7,7 @@ or as k.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor
 
@@ -43,7 +43,7 @@ def needs_copies(args: AttentionArgs) -> bool:
     if k.dtype not in eight_bit.EIGHT_BIT:
         return False
     by_sequence = any(x is not None and x.dim() == 2 and x.shape[0] > 1 for x in (args.k_descale, args.v_descale))
-    by_sequence = by_sequence or (args.v_per_channel and cast(Tensor, args.v_descale).dim() == 3)
+    by_sequence = by_sequence or (args.v_per_channel and args.v_descale is not None and args.v_descale.dim() == 3)
     may_overlap = args.seqused_k is not None and args.block_table is None  # a row may be a key of two sequences
     return (
         v.dtype is not k.dtype

@@ -10,7 +10,7 @@ so that the second result of the generator, unused, is empty.
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -269,8 +269,9 @@ def _flash_forward_into(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     batch_invariant = num_splits == 1 or is_batch_invariant()
     if cum_seq_q is not None:
+        assert out is not None
         return _varlen(
-            query, key, value, cast(torch.Tensor, out), cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal,
+            query, key, value, out, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal,
             return_debug_mask, scale, window, seqused_k, block_table, alibi_slopes, batch_invariant,
         )  # fmt: skip
     for name, tensor in (("seqused_k", seqused_k), ("block_table", block_table)):
