@@ -38,7 +38,7 @@ _RECIPROCAL = {
 # ---- arithmetic ----
 
 
-def descale_of(x: Tensor, axes, dtype: torch.dtype, power_of_two: bool = False) -> Tensor:
+def descale_of(x: Tensor, axes: tuple[int, ...], dtype: torch.dtype, power_of_two: bool = False) -> Tensor:
     """The descale of x over `axes`, which stay as axes of size 1. power_of_two: rounded up to one."""
     x = x.detach().to(torch.float32)
     if any(x.shape[axis] == 0 for axis in axes):
@@ -67,8 +67,8 @@ def largest_stored(descale: Tensor, dtype: torch.dtype, x_dtype: torch.dtype) ->
 
 def encode(x: Tensor, descale: Tensor, dtype: torch.dtype, most: Tensor | None = None) -> Tensor:
     """x quantised by a descale that broadcasts to it; nothing beyond `most`, which is like descale."""
-    most = LARGEST[dtype] if most is None else most
-    scaled = (x.detach().to(torch.float32) * descale.reciprocal()).clamp(-most, most)
+    scaled = x.detach().to(torch.float32) * descale.reciprocal()
+    scaled = scaled.clamp(-LARGEST[dtype], LARGEST[dtype]) if most is None else scaled.clamp(-most, most)
     if dtype is INT8:
         return scaled.nan_to_num(nan=0.0).round().to(INT8)
     return scaled.masked_fill(scaled.isnan(), float("nan")).to(E4M3)  # NaN of either sign is 0x7F
@@ -141,8 +141,8 @@ class Scaling(NamedTuple):
         """Of a call whose arguments `check` has passed."""
         heads = q.shape[-2]
         k_by_row, v_by_row = is_by_row(descales.k), is_by_row(descales.v) and not descales.v_per_channel
-        factors = [descales.q, None if k_by_row else descales.k]
-        factors = [by_head(x, heads) for x in factors if x is not None]
+        given = [descales.q, None if k_by_row else descales.k]
+        factors = [by_head(x, heads) for x in given if x is not None]
         query_factor = factors[0] * factors[1] if len(factors) == 2 else factors[0] if factors else None
         out_factor = None
         if descales.v is not None and not v_by_row:
@@ -153,7 +153,8 @@ class Scaling(NamedTuple):
                 out_factor = by_head(descales.v, heads).unsqueeze(-1)
         return Scaling(
             dtype, query_factor, out_factor,
-            by_row(descales.k, k) if k_by_row else None, by_row(descales.v, v) if v_by_row else None,
+            None if descales.k is None or not k_by_row else by_row(descales.k, k),
+            None if descales.v is None or not v_by_row else by_row(descales.v, v),
         )  # fmt: skip
 
     def queries(self, q: Tensor, sequence: int | Tensor | None = None) -> Tensor:
@@ -175,7 +176,7 @@ class Scaling(NamedTuple):
         out.copy_(result if factor is None else result.to(wide) * factor)
 
 
-def _of_sequences(factor, sequence, new_axes):
+def _of_sequences(factor: Tensor | None, sequence: int | Tensor | None, new_axes: int) -> Tensor | None:
     """A factor (1 or batch, heads, ...), with new_axes at its end, as it broadcasts to rows of heads."""
     if factor is None:
         return None
@@ -191,16 +192,23 @@ def _of_sequences(factor, sequence, new_axes):
 # ---- rules ----
 
 
-def named(dtype: torch.dtype) -> str:
+def named(dtype: torch.dtype | None) -> str:
     return str(dtype).replace("torch.", "")
 
 
-def _require(condition: bool, name: str, expected: str, got) -> None:
+def _require(condition: bool, name: str, expected: str, got: object) -> None:
     if not condition:
         raise RuntimeError(f"{name}: expected {expected}, got {got}")
 
 
-def check_dtypes(q, k, v, out_dtype, dropout_p=0.0, names=("k", "v")) -> None:
+def check_dtypes(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out_dtype: torch.dtype | None,
+    dropout_p: float = 0.0,
+    names: tuple[str, str] = ("k", "v"),
+) -> None:
     """The dtypes of a call of which something has 8 bits, or that names a descale or out_dtype."""
     k_name, v_name = names
     _require(q.dtype in (*_WIDE, E4M3), "q", "dtype float16, bfloat16 or float8_e4m3fn", named(q.dtype))
@@ -219,7 +227,7 @@ def check_dtypes(q, k, v, out_dtype, dropout_p=0.0, names=("k", "v")) -> None:
     _require(dropout_p == 0.0 or not some, "dropout_p", "0 with 8-bit tensors", dropout_p)
 
 
-def check_descales(q, k, v, descales: Descales, batch: int) -> None:
+def check_descales(q: Tensor, k: Tensor, v: Tensor, descales: Descales, batch: int) -> None:
     """The descales of q (.., heads, head_dim) and k, v (.., heads_k, head_dim), of a batch or packed, or of a cache."""
     heads, heads_k = q.shape[-2], k.shape[-2]
     rows = [k.shape[0], k.shape[1] if k.dim() == 4 else 1, heads_k]
@@ -235,7 +243,9 @@ def check_descales(q, k, v, descales: Descales, batch: int) -> None:
         _check_descale("v_descale", descales.v, v, q, by_heads + by_rows)
 
 
-def _check_descale(name, descale, x, q, shapes, one_element=True) -> None:
+def _check_descale(
+    name: str, descale: Tensor | None, x: Tensor, q: Tensor, shapes: list[list[int]], one_element: bool = True
+) -> None:
     if descale is None:
         return
     _require(x.dtype in EIGHT_BIT, name, f"None for {name[0]} of {named(x.dtype)}", "a tensor")

@@ -7,7 +7,7 @@ calls outside `explain` cost nothing more.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map_only
 
 from flash_attn import backends
 from flash_attn import flash_attn_interface as interface
+from flash_attn.inference import flash_attn_with_kvcache
 from flash_attn.kvcache_plan import KvCachePlan
 from flash_attn.observation import EXPLAINED_BY
 from flash_attn.ops import calls, context
@@ -29,7 +30,7 @@ _FUNCTIONS = [
     interface.flash_attn_varlen_func,
     interface.flash_attn_varlen_qkvpacked_func,
     interface.flash_attn_varlen_kvpacked_func,
-    interface.flash_attn_with_kvcache,
+    flash_attn_with_kvcache,
 ]
 
 
@@ -38,7 +39,7 @@ def add_functions(*functions: Callable[..., Any]) -> None:
     _FUNCTIONS.extend(functions)
 
 
-class Explanation(dict):
+class Explanation(dict[str, Any]):
     """The plans of a call: {"forward": dict, "backward": dict or None}; str() makes a table of them."""
 
     def __str__(self) -> str:
@@ -102,11 +103,11 @@ class _Answer(Exception):
 
 class _NonLeaf(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x):
+    def forward(ctx: Any, x: Tensor) -> Tensor:
         return x.data
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
         return grad
 
 
@@ -132,7 +133,7 @@ class _Planner:
     def __getattr__(self, name: str) -> Callable[..., Any]:
         explained_by = getattr(self._backend, EXPLAINED_BY[name])
 
-        def answer(*args, **kwargs):
+        def answer(*args: Any, **kwargs: Any) -> None:
             raise _Answer(explained_by(*args, **kwargs))
 
         return answer
@@ -153,11 +154,11 @@ class _Explaining(TorchDispatchMode):
     device_type = "cuda"
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._records = torch.is_grad_enabled()
         self._address = 1 << 60  # of what has no memory: one that no allocation has
         core = torch.ops.flash_attn_core
-        self._operators = {
+        self._operators: dict[Any, tuple[Callable[..., Any], Callable[..., dict[str, Any]]]] = {
             core.fwd.default: (AttentionArgs, self._attention),
             core.kvcache_fwd.default: (KvCacheArgs, self._kvcache),
             core.kvcache_append_fwd.default: (KvCacheArgs, self._kvcache),
@@ -167,7 +168,9 @@ class _Explaining(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         return False  # True imports the compiler
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         if func in self._operators:
             record, plans = self._operators[func]
@@ -193,13 +196,14 @@ class _Explaining(TorchDispatchMode):
         if differentiates and args.forward_only() is None:
             out, lse, _, rng_state, *_ = calls.forward_fake(args)
             tensors, options = saved_for_backward(args, out, lse, rng_state)
-            plans["backward"] = _plan(calls.backward, AttentionBackwardArgs(out, None, *tensors, *options))
+            saved: tuple[Any, ...] = *tensors, *options
+            plans["backward"] = _plan(calls.backward, AttentionBackwardArgs(out, None, *saved))
         return plans
 
     def _kvcache(self, args: KvCacheArgs) -> dict[str, Any]:
         return {"forward": _plan(calls.kvcache_forward, args)}
 
-    def _device(self, values) -> torch.device | None:
+    def _device(self, values: Iterable[Any]) -> torch.device | None:
         """The device of the GPU that an operator of these arguments computes on, if it does."""
         for value in values:
             if isinstance(value, (list, tuple)):
@@ -218,7 +222,7 @@ class _Explaining(TorchDispatchMode):
         return empty.set_(storage, x.storage_offset(), x.size(), x.stride())
 
 
-def _allocates(func) -> bool:
+def _allocates(func: Any) -> bool:
     """Whether an operator makes tensors of its own, and not views of its arguments or numbers."""
     return any(x.alias_info is None and "Tensor" in str(x.type) for x in func._schema.returns)
 

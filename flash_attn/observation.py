@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from torch import Tensor
-from torch.autograd import profiler  # whose _is_profiler_enabled is for checks without latency
+from torch.autograd import profiler as profiler  # whose _is_profiler_enabled is for checks without latency
 
 DEBUG = os.environ.get("FLASH_ATTN_DEBUG", "0") not in ("", "0")
 
@@ -39,8 +39,8 @@ class Observed:
         function = getattr(self._backend, name)
         return self._observed(name, function) if name in _OBSERVED else function
 
-    def _observed(self, name, function):
-        def call(*args, **kwargs):
+    def _observed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
             named = {**dict(zip(_names(name), args)), **kwargs}
             if DEBUG:
                 from flash_attn import value_checks
@@ -57,7 +57,7 @@ class Observed:
 
         return call
 
-    def _label(self, name, named, args, kwargs):
+    def _label(self, name: str, named: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         """Such as "flash_attn.fwd wgmma bf16 q[2, 4096, 16, 128] k[2, 4096, 4, 128] causal"."""
         parts = [f"flash_attn.{name}"]
         explain = getattr(self._backend, EXPLAINED_BY.get(name, ""), None)
@@ -75,7 +75,7 @@ class Observed:
 
 
 @cache
-def _names(name):
+def _names(name: str) -> tuple[str, ...]:
     """The names of a function's arguments: those of the CPU backend, which has the same."""
     from flash_attn import cpu
 

@@ -37,15 +37,15 @@ def remember_plan(plan: Tensor, call: dict[str, Any]) -> None:
         _planned[plan.data_ptr()] = _lengths(call["seqlens_k"], batch, capacity), _lengths(call["leftpad_k"], batch, 0)
 
 
-def _is_captured(x):
+def _is_captured(x: Tensor) -> bool:
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def _on_cpu(x):
+def _on_cpu(x: Any) -> Any:
     return None if x is None else x.cpu()
 
 
-def _lengths(x, batch, otherwise):
+def _lengths(x: Tensor | None, batch: int, otherwise: int) -> list[int]:
     return [otherwise] * batch if x is None else x.tolist()
 
 
@@ -65,16 +65,16 @@ def _check_finite(name: str, x: Tensor | None, first_row: int = 0, where: str = 
 # ---- dense and packed ----
 
 
-def _check_dense(call):
+def _check_dense(call: dict[str, Any]) -> None:
     for name in ("q", "k", "v"):
         _check_finite(name, call[name])
 
 
-def _check_dense_backward(call):
+def _check_dense_backward(call: dict[str, Any]) -> None:
     _check_finite("dout", call["dout"])
 
 
-def _check_cu_seqlens(name, cu_seqlens, total, most, most_name):
+def _check_cu_seqlens(name: str, cu_seqlens: Tensor, total: int, most: int, most_name: str) -> None:
     bounds = cu_seqlens.tolist()
     require(bounds[0] >= 0, name, "values >= 0", bounds[0])
     for i, (start, stop) in enumerate(zip(bounds, bounds[1:])):
@@ -83,12 +83,12 @@ def _check_cu_seqlens(name, cu_seqlens, total, most, most_name):
     require(bounds[-1] <= total, name, f"values of at most {total}, the rows that there are", bounds[-1])
 
 
-def _check_range(name, x, least, most):
+def _check_range(name: str, x: Tensor, least: int, most: int) -> None:
     for i, value in enumerate(x.tolist()):
         require(least <= value <= most, name, f"values in [{least}, {most}]", f"{value} at {i}")
 
 
-def _check_packed(call):
+def _check_packed(call: dict[str, Any]) -> None:
     q, k, v = call["q"], call["k"], call["v"]
     index = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "leftpad_k", "block_table")
     cu_q, cu_k, used, padding, table = (_on_cpu(call.get(name)) for name in index)
@@ -118,7 +118,7 @@ def _check_packed(call):
                 _check_finite(name, keys, rows.k0, f" in sequence {rows.index}")
 
 
-def _check_packed_backward(call):
+def _check_packed_backward(call: dict[str, Any]) -> None:
     dout, cu_q = call["dout"], _on_cpu(call["cu_seqlens_q"])
     if dout is not None:
         for start, stop in zip(cu_q.tolist(), cu_q.tolist()[1:]):
@@ -128,7 +128,7 @@ def _check_packed_backward(call):
 # ---- KV cache ----
 
 
-def _check_cache(call):
+def _check_cache(call: dict[str, Any]) -> None:
     q, k = call["q"], call["k"]
     caches = {"k_cache": call["kcache"], "v_cache": call["vcache"]}
     lengths, rows, padding, table = (
@@ -154,7 +154,7 @@ def _check_cache(call):
                 _check_finite(name, _cached_rows(x, table, entry), entry.needed, where)
 
 
-def _cached_rows(x, table, entry):
+def _cached_rows(x: Tensor, table: Tensor | None, entry: kvcache.CacheEntry) -> Tensor:
     """The cached rows of x that some query sees."""
     stop = max(entry.needed, entry.cached)
     if table is None:
@@ -162,7 +162,7 @@ def _cached_rows(x, table, entry):
     return gather_pages(x, table, entry.row, entry.needed, stop)
 
 
-def _check_plan(plan, lengths, padding):
+def _check_plan(plan: Tensor, lengths: list[int], padding: list[int]) -> None:
     planned = _planned.get(plan.data_ptr(), (lengths, padding))
     for name, made, asked in zip(("cache_seqlens", "cache_leftpad"), planned, (lengths, padding)):
         require(made == asked, "plan", f"one updated for {name} {asked}", f"one for {made}")

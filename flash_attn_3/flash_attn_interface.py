@@ -31,7 +31,8 @@ from flash_attn.ops.rows import RowsInUse
 from flash_attn_3 import _checks
 from flash_attn_3._C import no_scratch, scheduler_metadata
 from flash_attn_3._forward import over_cache, packed_over_cache
-from flash_attn_3._operators import _flash_attn_backward, _flash_attn_forward  # noqa: F401
+from flash_attn_3._operators import _flash_attn_backward as _flash_attn_backward
+from flash_attn_3._operators import _flash_attn_forward as _flash_attn_forward
 
 __all__ = [
     "flash_attn_combine",
@@ -61,7 +62,7 @@ _METADATA_NAMES = {
 }  # fmt: skip
 
 
-def _result(result, wanted):
+def _result(result: Any, wanted: Any) -> TensorOrTuple:
     """What a function returns from (out, lse, ...) of flash_attn if the LSE is wanted, else out."""
     return (result[0], mark_masked_rows(result[1])) if wanted else result
 
@@ -147,8 +148,8 @@ def flash_attn_qkvpacked_func(
     arguments.check_tensors(("qkv",), (qkv,))
     sinks = arguments.named_sinks(sinks, s_aux, learnable_sink)
     quant = _checks.quant_args(qkv, qkv, qkv, q_descale, k_descale, v_descale)
-    options = (0.0, softmax_scale, causal, window_size, softcap, None, deterministic, return_attn_probs, True, sinks)
-    options = (*options, Options(quant=quant, sm_margin=sm_margin))
+    score = (0.0, softmax_scale, causal, window_size, softcap, None, deterministic, return_attn_probs, True, sinks)
+    options = (*score, Options(quant=quant, sm_margin=sm_margin))
     if num_heads_q is not None:
         arguments.integer("num_heads_q", num_heads_q)
     if qkv.dim() == 5 and quant is not NO_QUANT and qkv.shape[2] == 3:
@@ -288,7 +289,7 @@ def flash_attn_with_kvcache(
     quant = _checks.quant_args(q, k_cache, v_cache, q_descale, k_descale, v_descale, out)
     sinks = arguments.named_sinks(sinks, s_aux, learnable_sink)
     score = (softmax_scale, causal, window_size, softcap)
-    options = {"quant": quant, "sm_margin": sm_margin, "out": out, "sinks": sinks}
+    options: dict[str, Any] = {"quant": quant, "sm_margin": sm_margin, "out": out, "sinks": sinks}
     where = (cache_seqlens, cache_batch_idx, cache_leftpad, page_table)
     new = (k, v, rotary_cos, rotary_sin)
     appends = any(x is not None for x in new)

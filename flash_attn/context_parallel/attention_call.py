@@ -15,6 +15,7 @@ from flash_attn.context_parallel.compute.ulysses import Heads
 from flash_attn.context_parallel.cp_plan import CpPlan, normal_window
 from flash_attn.context_parallel.exchange.consistency import raise_on_ranks_of_last_plan
 from flash_attn.cpu import checks
+from flash_attn.limits import MAX_HEAD_DIM
 from flash_attn.ops import arguments, context
 from flash_attn.ops.lse import check_convention
 
@@ -172,8 +173,8 @@ def _check_shapes(plan: CpPlan, q: Tensor, k: Tensor, v: Tensor) -> None:
         raise RuntimeError(f"v: expected {k.shape[-2]} heads as k, got {v.shape[-2]}")
     if k.shape[-2] == 0 or q.shape[-2] % k.shape[-2]:
         raise RuntimeError(f"k: expected a number of heads that divides {q.shape[-2]}, got {k.shape[-2]}")
-    if max(q.shape[-1], v.shape[-1]) > checks.MAX_HEAD_DIM:
-        most = checks.MAX_HEAD_DIM
+    if max(q.shape[-1], v.shape[-1]) > MAX_HEAD_DIM:
+        most = MAX_HEAD_DIM
         raise RuntimeError(f"q: expected head dims of at most {most}, got {q.shape[-1]} and {v.shape[-1]}")
 
 

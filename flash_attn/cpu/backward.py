@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any, cast
 
 import torch
 
@@ -13,16 +14,16 @@ from .explain import Problem, explain_attention
 from .forward import DENSE_Q_AXES, S_DMASK_MULTIPLE, Dropout, dropout_of_state, part_of, round_up
 from .overlap import check_written
 from .score_tensors import BiasGradients
-from .scores import LOG2E, ScoreOptions, ScoreRule, compute_dtype
-from .tiles import blocks, head_ranges, tile_shape, visited_tiles
+from .scores import LOG2E, ScoreOptions, ScoreRule, Tile, Unused, compute_dtype
+from .tiles import HeadRange, blocks, head_ranges, tile_shape, visited_tiles
 
 
 class Sums:
     """dk and dv to which a call adds, and the parts that it computes for them."""
 
-    def __init__(self, dtype: torch.dtype, dk: torch.Tensor | None, dv: torch.Tensor | None):
+    def __init__(self, dtype: torch.dtype, dk: torch.Tensor | None, dv: torch.Tensor | None) -> None:
         self.dtype = compute_dtype(dtype)
-        self._given = (dk, dv)
+        self._given = (cast(torch.Tensor, dk), cast(torch.Tensor, dv))  # as check_gradients() will have it
 
     @property
     def parts(self) -> list[torch.Tensor]:
@@ -33,7 +34,14 @@ class Sums:
         return [given.add_(part) for given, part in zip(self._given, self._parts)]
 
 
-def row_deltas(dout, out, lse, dlse, first_row: int | None, unused=None) -> torch.Tensor:
+def row_deltas(
+    dout: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    dlse: torch.Tensor | None,
+    first_row: int | None,
+    unused: Unused | None = None,
+) -> torch.Tensor:
     """rowsum(dout * out) - dlse, (b, h, sq) in the compute dtype: what the backward subtracts from dP.
 
     The rows before `first_row`, and those that a mask leaves `unused`, are fully masked, so their output is a constant:
@@ -52,7 +60,7 @@ def row_deltas(dout, out, lse, dlse, first_row: int | None, unused=None) -> torc
     return delta if dlse is None else delta - dlse.masked_fill(lse.isinf(), 0.0)
 
 
-def sink_gradient(sinks, lse, delta) -> torch.Tensor:
+def sink_gradient(sinks: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
     """The gradient (h) of sinks, from lse and delta (b, h, sq).
 
     A sink is a key whose value is 0, so its dP is 0 and dS = P * (dP - delta) = -exp(sink - lse) * delta in every row.
@@ -62,16 +70,16 @@ def sink_gradient(sinks, lse, delta) -> torch.Tensor:
 
 
 def attend_backward(
-    dout,
-    q,
-    k,
-    v,
-    out,
-    lse,
-    delta,
-    dq,
-    dk,
-    dv,
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    delta: torch.Tensor,
+    dq: torch.Tensor | None,
+    dk: torch.Tensor | None,
+    dv: torch.Tensor | None,
     rule: ScoreRule,
     dropout: Dropout | None,
     may_fuse: bool,
@@ -96,7 +104,20 @@ def attend_backward(
     return [dq, dk, dv]
 
 
-def _attend_backward_tiled(dout, q, k, v, lse, delta, dq, dk, dv, rule: ScoreRule, dropout, bias_grads) -> None:
+def _attend_backward_tiled(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    lse: torch.Tensor,
+    delta: torch.Tensor,
+    dq: torch.Tensor,
+    dk: torch.Tensor,
+    dv: torch.Tensor,
+    rule: ScoreRule,
+    dropout: Dropout | None,
+    bias_grads: BiasGradients | None,
+) -> None:
     sq, sk = q.shape[1], k.shape[1]
     first_row = rule.first_unmasked_row(sq, sk)
     dq[:, :first_row].zero_()
@@ -124,9 +145,9 @@ def _attend_backward_tiled(dout, q, k, v, lse, delta, dq, dk, dv, rule: ScoreRul
                 head_range, dout, q, lse, delta, row0, row1, rule, 1.0 if dropout is None else dropout.scale, unused
             )
             for tile, visible in visited_tiles(rule, head_range, row0, row1, cols, sq, sk):
-                dropped = None if dropout is None else dropout.dropped(streams, tile)
+                dropped = None if dropout is None or streams is None else dropout.dropped(streams, tile)
                 operands = (x[:, tile.col0 - lo : tile.col1 - lo] for x in (keys, values, keys_grad, values_grad))
-                block.process(*operands, tile, sq, sk, dropped, visible, bias_grads)
+                block.process(tuple(operands), tile, sq, sk, dropped, visible, bias_grads)
             head_range.store_rows(dq, row0, row1, block.queries_grad.mul_(rule.scale))
         head_range.store_keys(dk, lo, hi, keys_grad.mul_(rule.scale_over_query_scale))
         head_range.store_keys(dv, lo, hi, values_grad)
@@ -135,7 +156,19 @@ def _attend_backward_tiled(dout, q, k, v, lse, delta, dq, dk, dv, rule: ScoreRul
 class _QueryBlock:
     """What all tiles of one block of queries use: scaled queries, dout, delta, LSE, and the accumulated dq."""
 
-    def __init__(self, head_range, dout, q, lse, delta, row0, row1, rule: ScoreRule, o_scale: float, unused):
+    def __init__(
+        self,
+        head_range: HeadRange,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        lse: torch.Tensor,
+        delta: torch.Tensor,
+        row0: int,
+        row1: int,
+        rule: ScoreRule,
+        o_scale: float,
+        unused: Unused | None,
+    ) -> None:
         dtype = compute_dtype(q.dtype)
         self.rule, self.head_range, self.rows = rule, head_range, row1 - row0
         self.queries = head_range.queries(q, row0, row1, dtype).mul_(rule.query_scale)
@@ -150,9 +183,20 @@ class _QueryBlock:
         self.queries_grad = torch.zeros_like(self.queries)
 
     def process(
-        self, keys, values, keys_grad, values_grad, tile, sq: int, sk: int, dropped, visible, bias_grads
+        self,
+        operands: tuple[torch.Tensor, ...],
+        tile: Tile,
+        sq: int,
+        sk: int,
+        dropped: torch.Tensor | None,
+        visible: torch.Tensor | None,
+        bias_grads: BiasGradients | None,
     ) -> None:
-        """Accumulate dq, dk and dv over one more tile; dq still lacks the scale, dk is for the scaled queries."""
+        """Accumulate dq, dk and dv over one more tile; dq still lacks the scale, dk is for the scaled queries.
+
+        operands: keys, values and their gradients, of the tile.
+        """
+        keys, values, keys_grad, values_grad = operands
         p = torch.bmm(self.queries, keys.transpose(1, 2))
         derivative = self.rule.logits_(self.head_range.by_head(p, self.rows), tile, sq, sk, visible, True)
         p.sub_(self.lse).exp2_()
@@ -174,36 +218,36 @@ class _QueryBlock:
 
 @entry_point
 def bwd(
-    dout,
-    q,
-    k,
-    v,
-    out,
-    softmax_lse,
-    dq,
-    dk,
-    dv,
-    alibi_slopes,
-    p_dropout,
-    softmax_scale,
-    is_causal,
-    window_left,
-    window_right,
-    softcap,
-    deterministic,
-    gen,
-    rng_state,
-    dlse=None,
-    batch_invariant=False,
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    softmax_lse: torch.Tensor,
+    dq: torch.Tensor | None,
+    dk: torch.Tensor | None,
+    dv: torch.Tensor | None,
+    alibi_slopes: torch.Tensor | None,
+    p_dropout: float,
+    softmax_scale: float,
+    is_causal: bool,
+    window_left: int,
+    window_right: int,
+    softcap: float,
+    deterministic: bool,
+    gen: torch.Generator | None,
+    rng_state: torch.Tensor | None,
+    dlse: torch.Tensor | None = None,
+    batch_invariant: bool = False,
     *,
-    bias_grad=True,
-    explain=False,
-    accumulate_dkv=False,
-    dq_stage="",
-    dq_sum=None,
-    softmax_d=None,
-    **named,
-):
+    bias_grad: bool = True,
+    explain: bool = False,
+    accumulate_dkv: bool = False,
+    dq_stage: str = "",
+    dq_sum: torch.Tensor | None = None,
+    softmax_d: torch.Tensor | None = None,
+    **named: Any,
+) -> list[torch.Tensor | None] | dict[str, Any]:
     """Gradients of `fwd`; the arguments that `fwd` has mean the same.
 
     Arguments:
@@ -265,14 +309,20 @@ def bwd(
         dk, dv = sums.parts
     dropout = dropout_of_state(p_dropout, rng_state)
     bias_grads = BiasGradients.like(rule.tensors, compute_dtype(q.dtype)) if bias_grad else None
-    read = (dout, q, k, v, out, softmax_lse, delta)
     if batch_invariant or options.origins is not None:
         dq, dk, dv = (x.new_empty(x.shape) if grad is None else grad for grad, x in ((dq, q), (dk, k), (dv, v)))
-        for i, entry in enumerate(zip(*(x.split(1) for x in (*read, dq, dk, dv)))):
+        operands = (dout, q, k, v, out, softmax_lse, delta, dq, dk, dv)
+        for i, entry in enumerate(zip(*(x.split(1) for x in operands))):
             grads = None if bias_grads is None else bias_grads.entry(i)
-            attend_backward(*entry, *part_of(i, options, rule, dropout, sq, k.shape[1]), may_fuse, grads)
+            dout_i, q_i, k_i, v_i, out_i, lse_i, delta_i, dq_i, dk_i, dv_i = entry
+            rule_i, dropout_i = part_of(i, options, rule, dropout, sq, k.shape[1])
+            attend_backward(
+                dout_i, q_i, k_i, v_i, out_i, lse_i, delta_i, dq_i, dk_i, dv_i, rule_i, dropout_i, may_fuse, grads
+            )
     else:
-        dq, dk, dv = attend_backward(*read, dq, dk, dv, rule, dropout, may_fuse, bias_grads)
+        dq, dk, dv = attend_backward(
+            dout, q, k, v, out, softmax_lse, delta, dq, dk, dv, rule, dropout, may_fuse, bias_grads
+        )
     if sums is not None:
         dk, dv = sums.added()
     dbiases = [] if bias_grads is None else bias_grads.results(options)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -10,6 +10,9 @@ from .. import eight_bit
 from ..eight_bit import E4M3, EIGHT_BIT, Descales
 from . import checks
 from .overlap import same_view
+
+if TYPE_CHECKING:
+    from .kvcache import Cache, CacheEntry
 
 
 class TokenDescales(NamedTuple):
@@ -25,7 +28,7 @@ class Quantizer(NamedTuple):
     descales: Descales
     tokens: TokenDescales
 
-    def quantized(self, cache, entry, k: torch.Tensor, v: torch.Tensor):
+    def quantized(self, cache: Cache, entry: CacheEntry, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """New rows of an entry as the cache stores them; writes the descales that they bring."""
         new = ((cache.k, k, self.descales.k, self.tokens.k, False),
                (cache.v, v, self.descales.v, self.tokens.v, self.descales.v_per_channel))  # fmt: skip
@@ -39,7 +42,15 @@ class Quantizer(NamedTuple):
         return k is v if k is None or v is None else same_view(k, v)
 
     @staticmethod
-    def _quantized(cache, entry, stored, rows, descale, tokens, per_channel):
+    def _quantized(
+        cache: Cache,
+        entry: CacheEntry,
+        stored: torch.Tensor,
+        rows: torch.Tensor,
+        descale: torch.Tensor | None,
+        tokens: torch.Tensor | None,
+        per_channel: bool,
+    ) -> torch.Tensor:
         if rows.dtype == stored.dtype:
             return rows
         indices = cache.row_indices(entry.row, entry.cached, entry.total)
@@ -59,7 +70,14 @@ class Quantizer(NamedTuple):
         return eight_bit.encode(rows, descale, stored.dtype)
 
 
-def check_new_dtypes(q, kcache, vcache, k, v, rotary_cos) -> None:
+def check_new_dtypes(
+    q: torch.Tensor,
+    kcache: torch.Tensor,
+    vcache: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    rotary_cos: torch.Tensor | None,
+) -> None:
     """New rows have the cache's dtype or q's, any wider one if q has 8 bits."""
     if k.dtype != kcache.dtype:
         wide = checks.DTYPES if q.dtype is E4M3 else (q.dtype,)
@@ -70,7 +88,14 @@ def check_new_dtypes(q, kcache, vcache, k, v, rotary_cos) -> None:
         checks.require(not rotates_8bit, "rotary_cos", f"None with {name} of 8 bits", "a tensor")
 
 
-def check_tokens(kcache, vcache, k, v, descales: Descales, tokens: TokenDescales) -> None:
+def check_tokens(
+    kcache: torch.Tensor,
+    vcache: torch.Tensor,
+    k: torch.Tensor | None,
+    v: torch.Tensor | None,
+    descales: Descales,
+    tokens: TokenDescales,
+) -> None:
     caches = (("k", kcache, k, descales.k, tokens.k), ("v", vcache, v, descales.v, tokens.v))
     for name, cache, new, descale, token in caches:
         if token is None:

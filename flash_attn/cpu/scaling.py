@@ -22,7 +22,9 @@ class EightBit(NamedTuple):
     out_dtype: torch.dtype | None
 
     @staticmethod
-    def of(q, k, v, descales: Descales, out_dtype: torch.dtype | None) -> EightBit | None:
+    def of(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, descales: Descales, out_dtype: torch.dtype | None
+    ) -> EightBit | None:
         """None for a call that has no 8-bit tensor and none of these arguments."""
         has_8bit = any(getattr(x, "dtype", None) in eight_bit.EIGHT_BIT for x in (q, k, v))
         given = any(x is not None for x in (descales.q, descales.k, descales.v, out_dtype)) or descales.v_per_channel
@@ -30,10 +32,19 @@ class EightBit(NamedTuple):
 
 
 def check_operands(
-    q, k, v, axes, kv_axes, call: EightBit | None, p_dropout=0.0, names=("k", "v"), same_batch=False
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    axes: str,
+    kv_axes: str,
+    call: EightBit | None,
+    p_dropout: float = 0.0,
+    names: tuple[str, str] = ("k", "v"),
+    same_batch: bool = False,
 ) -> None:
     """`check_query` and `check_key_value`, of any dtypes that go together. same_batch: k has q's batch size."""
-    dtypes, further = (None, None), ()
+    dtypes: tuple[torch.dtype | None, torch.dtype | None] = (None, None)
+    further: tuple[torch.dtype, ...] = ()
     if call is not None:
         for name, x in zip(("q", *names), (q, k, v)):
             checks.check_on_cpu(name, x)
@@ -43,7 +54,7 @@ def check_operands(
     checks.check_key_value(q, k, v, kv_axes, q.shape[0] if same_batch else None, names, dtypes)
 
 
-def check_descales(q, k, v, call: EightBit | None, batch: int) -> None:
+def check_descales(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: EightBit | None, batch: int) -> None:
     """Of operands that `check_operands` has passed."""
     if call is not None:
         for name, x in zip(("q_descale", "k_descale", "v_descale"), call.descales[:3]):
@@ -52,11 +63,11 @@ def check_descales(q, k, v, call: EightBit | None, batch: int) -> None:
         eight_bit.check_descales(q, k, v, call.descales, batch)
 
 
-def output_dtype(q, v, call: EightBit | None) -> torch.dtype:
+def output_dtype(q: torch.Tensor, v: torch.Tensor, call: EightBit | None) -> torch.dtype:
     return q.dtype if call is None else eight_bit.result_dtype(q, v, call.out_dtype)
 
 
-def scaling_of(q, k, v, call: EightBit | None) -> Scaling | None:
+def scaling_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: EightBit | None) -> Scaling | None:
     """None where the operands are those of the call."""
     return None if call is None else Scaling.of(q, k, v, call.descales, compute_dtype(q.dtype))
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 
@@ -89,7 +89,7 @@ class ScoreOptions(NamedTuple):
     def has_score_tensors(self) -> bool:
         return self.mask is not None or self.attn_bias is not None or self.rel_bias is not None
 
-    def tensors_read(self) -> dict:
+    def tensors_read(self) -> dict[str, torch.Tensor | None]:
         """All tensors that a call may read, by name."""
         more = score_tensors.tensors_read(self) if self.has_score_tensors else {}
         return {"alibi_slopes": self.alibi_slopes, "sinks": self.sinks, **more}
@@ -189,7 +189,7 @@ class ScoreRule:
         mask_fits = self.is_unmasked(sq, sk) or self.is_square_causal(sq, sk)
         return mask_fits and self.scale > 0 and not self.softcap and self.slopes is None and self.tensors is None
 
-    def key_range(self, row0: int, row1: int, sq: int, sk: int):
+    def key_range(self, row0: int, row1: int, sq: int, sk: int) -> tuple[int, int]:
         """The keys [lo, hi) that the window shows to at least one of the rows [row0, row1)."""
         lo = 0 if self.left is None else max(0, row0 + sk - sq - self.left)
         hi = sk if self.right is None else min(sk, row1 + sk - sq + self.right)
@@ -203,15 +203,16 @@ class ScoreRule:
         """Which scores of a tile take part, bool that broadcasts to (batches, heads, rows, cols); None where the window
         alone decides.
         """
-        if not self.hides_by_tensors:
+        if self.tensors is None or not self.hides_by_tensors:
             return None
-        seen, (masks_left, masks_right) = self.tensors.visible(tile), self._masked_sides(tile, sq, sk)
-        if masks_left or masks_right:
+        seen = cast(torch.Tensor, self.tensors.visible(tile))  # one of them hides
+        left, right = self._masking_sides(tile, sq, sk)
+        if left is not None or right is not None:
             distance = self._distance(tile, sq, sk)
-            if masks_right:
-                seen = seen & (distance <= self.right)
-            if masks_left:
-                seen = seen & (distance >= -self.left)
+            if right is not None:
+                seen = seen & (distance <= right)
+            if left is not None:
+                seen = seen & (distance >= -left)
         return seen
 
     def unused(self, batch: int, heads: int, kv_heads: int, sq: int, sk: int) -> Unused | None:
@@ -222,37 +223,37 @@ class ScoreRule:
         keys_seen = torch.zeros(batch, heads, sk, dtype=torch.bool, device="cpu")
         for rows in strips(sq, batch * heads * sk):
             seen = self.visible(Tile(slice(0, batch), slice(0, heads), rows.start, rows.stop, 0, sk), sq, sk)
+            assert seen is not None
             rows_seen[:, :, rows] = seen.any(-1)
             keys_seen |= seen.any(-2)
         return Unused(~rows_seen, ~keys_seen.view(batch, kv_heads, heads // max(1, kv_heads), sk).any(2))
 
     def logits_(
         self, s: torch.Tensor, tile: Tile, sq: int, sk: int, visible: torch.Tensor | None, with_derivative: bool = False
-    ):
+    ) -> torch.Tensor | None:
         """Make logits of products q·k, in place; s: (batches, heads, rows, cols) of the tile, of q times query_scale.
 
         Softcap, then ALiBi and biases; masked ones become -inf. visible: what `visible` says of the tile. On request
         returns d(logit) / d(scaled product), like s, or None where it is 1.
         """
         derivative = self._cap_(s, with_derivative)
-        masks_left, masks_right = self._masked_sides(tile, sq, sk) if visible is None else (False, False)
-        distance = None
-        if self.slopes is not None or masks_left or masks_right:
+        left, right = self._masking_sides(tile, sq, sk) if visible is None else (None, None)
+        if self.slopes is not None or left is not None or right is not None:
             distance = self._distance(tile, sq, sk)
         if self.slopes is not None:
             slopes = self.slopes[tile.batches, tile.heads][:, :, None, None]
             s.addcmul_(slopes, (distance - self.position_shift).abs().to(s.dtype), value=-LOG2E)
         if self.tensors is not None:
             self.tensors.add_(s, tile, self.first_distance(tile, sq, sk), LOG2E)
-        if masks_right:
-            s.masked_fill_(distance > self.right, -math.inf)
-        if masks_left:
-            s.masked_fill_(distance < -self.left, -math.inf)
+        if right is not None:
+            s.masked_fill_(distance > right, -math.inf)
+        if left is not None:
+            s.masked_fill_(distance < -left, -math.inf)
         if visible is not None:
             s.masked_fill_(~visible, -math.inf)
         return derivative
 
-    def _cap_(self, s: torch.Tensor, with_derivative: bool):
+    def _cap_(self, s: torch.Tensor, with_derivative: bool) -> torch.Tensor | None:
         if not self.softcap:
             return None
         s.tanh_()
@@ -260,11 +261,12 @@ class ScoreRule:
         s.mul_(self.softcap * LOG2E)
         return derivative
 
-    def _masked_sides(self, tile: Tile, sq: int, sk: int) -> tuple[bool, bool]:
-        """Whether the window hides a score of the tile on its left and on its right."""
+    def _masking_sides(self, tile: Tile, sq: int, sk: int) -> tuple[int | None, int | None]:
+        """left and right, None where that side of the window hides no score of the tile."""
         lowest = tile.col0 - (tile.row1 - 1 + sk - sq)
         highest = tile.col1 - 1 - (tile.row0 + sk - sq)
-        return self.left is not None and lowest < -self.left, self.right is not None and highest > self.right
+        left = self.left if self.left is not None and lowest < -self.left else None
+        return left, self.right if self.right is not None and highest > self.right else None
 
     def _distance(self, tile: Tile, sq: int, sk: int) -> torch.Tensor:
         """j - (i + sk - sq), (rows, cols)."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .scores import Tile
+from .scores import ScoreRule, Tile
 
 TILE_ELEMENTS = 1 << 20
 STACKED_ROWS = 256
@@ -20,13 +20,13 @@ MIN_COLS = 512
 MAX_COLS = 8192
 
 
-def blocks(start: int, stop: int, size: int) -> Iterator[tuple]:
+def blocks(start: int, stop: int, size: int) -> Iterator[tuple[int, int]]:
     """[start, stop) as consecutive blocks (lo, hi) of at most `size`."""
     for lo in range(start, stop, size):
         yield lo, min(lo + size, stop)
 
 
-def tile_shape(sq: int, sk: int, group: int) -> tuple:
+def tile_shape(sq: int, sk: int, group: int) -> tuple[int, int]:
     """Query rows and key columns of one tile, for `group` query heads per K/V head."""
     rows = max(1, min(sq, max(16, STACKED_ROWS // group // 16 * 16)))
     cols = min(MAX_COLS, max(MIN_COLS, TILE_ELEMENTS // (16 * rows * group)))
@@ -94,7 +94,9 @@ class HeadRange:
         return s.view(self.b1 - self.b0, (self.kv1 - self.kv0) * self.group, rows, s.shape[-1])
 
 
-def visited_tiles(rule, head_range: HeadRange, row0: int, row1: int, cols: int, sq: int, sk: int):
+def visited_tiles(
+    rule: ScoreRule, head_range: HeadRange, row0: int, row1: int, cols: int, sq: int, sk: int
+) -> Iterator[tuple[Tile, torch.Tensor | None]]:
     """(tile, visible) of each tile of these rows of which a score takes part; visible: see ScoreRule.visible."""
     lo, hi = rule.key_range(row0, row1, sq, sk)
     if rule.tensors is not None:

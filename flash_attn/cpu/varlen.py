@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple, Optional, TypeVar
 
 import torch
 
@@ -19,6 +19,7 @@ from .scaling import EightBit, check_descales, check_operands, output_dtype, res
 from .score_tensors import BiasGradients, check_columns
 from .scores import ScoreOptions, ScoreRule, compute_dtype
 
+MaybeTensor = TypeVar("MaybeTensor", torch.Tensor, Optional[torch.Tensor])  # of functions that make None of None
 PACKED_AXES = "total, heads, head_dim"
 PAGED_AXES = "blocks, page_size, heads, head_dim"
 # softmax_d leaves this many extra rows per sequence, so that each sequence may be padded to a full m_block.
@@ -29,14 +30,14 @@ _MOST_ROWS = 0x3FFFFFFF  # of a sequence, as on the GPU
 class Sequence(NamedTuple):
     """Query rows [q0, q1) of the packed q; key rows [k0, k1) of the packed k, or of the sequence's own pages."""
 
-    index: int
+    index: int  # type: ignore[assignment]
     q0: int
     q1: int
     k0: int
     k1: int
 
 
-def _spans(cu_seqlens: torch.Tensor, total: int):
+def _spans(cu_seqlens: torch.Tensor, total: int) -> list[tuple[int, int]]:
     """(start, stop) of every sequence: the running maximum of cu_seqlens, clamped to the rows that exist, so that no
     two sequences have a row in common whatever it holds.
     """
@@ -44,12 +45,20 @@ def _spans(cu_seqlens: torch.Tensor, total: int):
     return list(zip(bounds, bounds[1:]))
 
 
-def sequences(total_q, k, cu_seqlens_q, cu_seqlens_k, seqused_k=None, leftpad_k=None, block_table=None):
+def sequences(
+    total_q: int,
+    k: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    seqused_k: torch.Tensor | None = None,
+    leftpad_k: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+) -> list[Sequence]:
     """The rows of every sequence. With seqused_k the beginnings of the keys are those of cu_seqlens_k, in any order,
     and their lengths seqused_k, clamped to the rows that exist.
     """
     paged = block_table is not None
-    capacity = block_table.shape[1] * k.shape[1] if paged else k.shape[0]
+    capacity = k.shape[0] if block_table is None else block_table.shape[1] * k.shape[1]
     spans = _spans(cu_seqlens_k, _MOST_ROWS if paged else capacity)
     starts, used = [start for start, _ in spans], [stop - start for start, stop in spans]
     if seqused_k is not None:
@@ -65,7 +74,7 @@ def sequences(total_q, k, cu_seqlens_q, cu_seqlens_k, seqused_k=None, leftpad_k=
     return result
 
 
-def _problems(layout) -> list[Problem]:
+def _problems(layout: list[Sequence]) -> list[Problem]:
     """The sequences that have queries, as what there is to compute."""
     return [Problem(1, s.q1 - s.q0, s.k1 - s.k0) for s in layout if s.q1 > s.q0]
 
@@ -98,7 +107,7 @@ def gather_pages(cache: torch.Tensor, block_table: torch.Tensor, row: int, start
     return rows.flatten(0, 1)[start - first * page_size : stop - first * page_size]
 
 
-def _sequence_keys(x: torch.Tensor | None, block_table: torch.Tensor | None, sequence: Sequence):
+def _sequence_keys(x: MaybeTensor, block_table: torch.Tensor | None, sequence: Sequence) -> MaybeTensor:
     """The keys or values of one sequence as a batch of one, (1, sk, h_k, d), or None of None."""
     if x is None:
         return None
@@ -109,40 +118,40 @@ def _sequence_keys(x: torch.Tensor | None, block_table: torch.Tensor | None, seq
 
 @entry_point
 def varlen_fwd(
-    q,
-    k,
-    v,
-    out,
-    cu_seqlens_q,
-    cu_seqlens_k,
-    seqused_k,
-    leftpad_k,
-    block_table,
-    alibi_slopes,
-    max_seqlen_q,
-    max_seqlen_k,
-    p_dropout,
-    softmax_scale,
-    zero_tensors,
-    is_causal,
-    window_left,
-    window_right,
-    softcap,
-    return_softmax,
-    gen,
-    num_splits=0,
-    return_max_logit=False,
-    batch_invariant=False,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor | None,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    seqused_k: torch.Tensor | None,
+    leftpad_k: torch.Tensor | None,
+    block_table: torch.Tensor | None,
+    alibi_slopes: torch.Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    p_dropout: float,
+    softmax_scale: float,
+    zero_tensors: bool,
+    is_causal: bool,
+    window_left: int,
+    window_right: int,
+    softcap: float,
+    return_softmax: bool,
+    gen: torch.Generator | None,
+    num_splits: int = 0,
+    return_max_logit: bool = False,
+    batch_invariant: bool = False,
     *,
-    explain=False,
-    q_descale=None,
-    k_descale=None,
-    v_descale=None,
-    v_per_channel=False,
-    out_dtype=None,
-    rng_state=None,
-    **named,
-):
+    explain: bool = False,
+    q_descale: torch.Tensor | None = None,
+    k_descale: torch.Tensor | None = None,
+    v_descale: torch.Tensor | None = None,
+    v_per_channel: bool = False,
+    out_dtype: torch.dtype | None = None,
+    rng_state: torch.Tensor | None = None,
+    **named: Any,
+) -> list[torch.Tensor | None] | dict[str, Any]:
     """Forward attention of packed sequences; the arguments that `fwd` has mean the same.
 
     Arguments:
@@ -218,12 +227,18 @@ def varlen_fwd(
         attend(queries, keys, values, result, row_lse, rule_i, dropout_i, sinks, max_logit)
         if scaling is not None:
             scaling.store(rows_out, result, i)
-        if s_dmask.numel():
+        if s_dmask.numel() and dropout_i is not None:
             write_s_dmask(queries, keys, row_lse, rule_i, dropout_i, s_dmask[i : i + 1])
     return [out, lse, s_dmask, rng_state_of(dropout), *([max_logit] if return_max_logit else [])]
 
 
-def _check_packed(cu_seqlens_q, cu_seqlens_k, block_table, max_seqlen_q, max_seqlen_k) -> int:
+def _check_packed(
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    block_table: torch.Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+) -> int:
     """The checks that forward and backward have in common; returns the number of sequences."""
     batch = checks.check_cu_seqlens(cu_seqlens_q, cu_seqlens_k)
     checks.check_block_table(block_table, batch)
@@ -234,41 +249,41 @@ def _check_packed(cu_seqlens_q, cu_seqlens_k, block_table, max_seqlen_q, max_seq
 
 @entry_point
 def varlen_bwd(
-    dout,
-    q,
-    k,
-    v,
-    out,
-    softmax_lse,
-    dq,
-    dk,
-    dv,
-    cu_seqlens_q,
-    cu_seqlens_k,
-    alibi_slopes,
-    max_seqlen_q,
-    max_seqlen_k,
-    p_dropout,
-    softmax_scale,
-    zero_tensors,
-    is_causal,
-    window_left,
-    window_right,
-    softcap,
-    deterministic,
-    gen,
-    rng_state,
-    dlse=None,
-    batch_invariant=False,
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    softmax_lse: torch.Tensor,
+    dq: torch.Tensor | None,
+    dk: torch.Tensor | None,
+    dv: torch.Tensor | None,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    alibi_slopes: torch.Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    p_dropout: float,
+    softmax_scale: float,
+    zero_tensors: bool,
+    is_causal: bool,
+    window_left: int,
+    window_right: int,
+    softcap: float,
+    deterministic: bool,
+    gen: torch.Generator | None,
+    rng_state: torch.Tensor | None,
+    dlse: torch.Tensor | None = None,
+    batch_invariant: bool = False,
     *,
-    bias_grad=True,
-    explain=False,
-    accumulate_dkv=False,
-    dq_stage="",
-    dq_sum=None,
-    softmax_d=None,
-    **named,
-):
+    bias_grad: bool = True,
+    explain: bool = False,
+    accumulate_dkv: bool = False,
+    dq_stage: str = "",
+    dq_sum: torch.Tensor | None = None,
+    softmax_d: torch.Tensor | None = None,
+    **named: Any,
+) -> list[torch.Tensor | None] | dict[str, Any]:
     """Gradients of `varlen_fwd` (without pages); the arguments that `bwd` has mean the same.
 
     Returns [dq, dk, dv, softmax_d] and further gradients as `bwd` does: dq, dk and dv like q, k and v; rows that belong
@@ -300,7 +315,7 @@ def varlen_bwd(
         return stage.end(q, dq)
     dropout = dropout_of_state(p_dropout, rng_state)
     dq = stage.new_dq(q, dq)
-    grads = [q.new_zeros(q.shape) if dq is None else dq.zero_(), None, None]
+    grads = [q.new_zeros(q.shape) if dq is None else dq.zero_()]
     if stage.adds:
         if sums is not None:
             dk, dv = sums.parts
@@ -326,13 +341,20 @@ def varlen_bwd(
                 dsinks[0] += sink_gradient(sinks, row_lse, delta)
         if not stage.adds:
             continue
+        dout_i, q_i, out_i = (x[rows].unsqueeze(0) for x in (dout, q, out))
+        k_i, v_i = (x[cols].unsqueeze(0) for x in (k, v))
+        dq_i, dk_i, dv_i = (grad[span].unsqueeze(0) for grad, span in zip(grads, (rows, cols, cols)))
         attend_backward(
-            *(x[rows].unsqueeze(0) for x in (dout, q)),
-            *(x[cols].unsqueeze(0) for x in (k, v)),
-            out[rows].unsqueeze(0),
+            dout_i,
+            q_i,
+            k_i,
+            v_i,
+            out_i,
             row_lse,
             delta,
-            *(grad[span].unsqueeze(0) for grad, span in zip(grads, (rows, cols, cols))),
+            dq_i,
+            dk_i,
+            dv_i,
             rule_i.at(origin, sq, sk),
             None if dropout is None else dropout.for_batch(i).at(origin),
             may_fuse,
@@ -342,4 +364,4 @@ def varlen_bwd(
     if sums is not None:
         grads[1:] = sums.added()
     dbiases = [] if bias_grads is None else bias_grads.results(options)
-    return [*grads, softmax_d, *dsinks, *dbiases]
+    return [*grads, *([] if stage.adds else [None, None]), softmax_d, *dsinks, *dbiases]

@@ -172,7 +172,7 @@ def flash_attn_with_kvcache(
         **options,
     )  # fmt: skip
     result, lse = unpack(q, cu_seqlens_q, result, lse)
-    if out is not None:
+    if out is not None and packed_out is not None:
         result = out if packed_out.data_ptr() == out.data_ptr() else out.copy_(result)
     return _result(result, lse, return_softmax_lse)
 
@@ -229,11 +229,19 @@ def flash_attn_varlen_func(
     return _result(result, lse, return_softmax_lse)
 
 
-def _result(result, lse, with_lse):
+def _result(result: Tensor, lse: Tensor, with_lse: bool) -> Any:
     return (result, mark_masked_rows(lse), lse.new_empty(0), lse.new_empty(0)) if with_lse else result
 
 
-def _reject_scores(qv, only_qv, attention_chunk, score_mod, mask_mod, rel_bias, ver):
+def _reject_scores(
+    qv: object,
+    only_qv: object,
+    attention_chunk: object,
+    score_mod: object,
+    mask_mod: object,
+    rel_bias: object,
+    ver: object,
+) -> None:
     reject(
         qv=qv, only_qv=only_qv or None, attention_chunk=attention_chunk or None, score_mod=score_mod,
         mask_mod=mask_mod, rel_bias=rel_bias,

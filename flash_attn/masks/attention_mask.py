@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -13,6 +14,9 @@ from . import blocks, ranges
 from .checks import INTEGERS, check_length, check_tensor, require
 from .conjunction import conjunction
 from .factors import INT_MAX, WHOLE, WORD_BITS, MaskFactors, pack_bits, strips
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
 
 # (batch, query heads, query, key), each a tensor of one index -> a bool tensor: whether the query sees the key.
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -51,7 +55,7 @@ class AttentionMask:
         """
         require((lo2 is None) == (hi2 is None), "hi2", "a second range of lo2 and hi2", "one of both")
         axes = ("total_q", "h_m, total_q") if packed else ("sq", "b_m, sq", "b_m, h_m, sq")
-        bounds = {"lo": lo, "hi": hi} if lo2 is None else {"lo": lo, "hi": hi, "lo2": lo2, "hi2": hi2}
+        bounds = {"lo": lo, "hi": hi} if lo2 is None or hi2 is None else {"lo": lo, "hi": hi, "lo2": lo2, "hi2": hi2}
         for name, x in bounds.items():
             check_tensor(name, x, INTEGERS, axes)
             require(x.shape == lo.shape, name, f"the shape of lo {list(lo.shape)}", list(x.shape))
@@ -107,7 +111,12 @@ class AttentionMask:
 
     @staticmethod
     def from_ranges(
-        q_ranges, k_ranges, attn_type_map, seqlen_q: int | None = None, seqlen_k: int | None = None, device=None
+        q_ranges: Tensor | Sequence[Sequence[int]],
+        k_ranges: Tensor | Sequence[Sequence[int]],
+        attn_type_map: Tensor | Sequence[int],
+        seqlen_q: int | None = None,
+        seqlen_k: int | None = None,
+        device: torch.device | str | None = None,
     ) -> AttentionMask:
         """Slices of the scores, as MagiAttention has them: queries of q_ranges[i] see keys of k_ranges[i].
 
@@ -205,6 +214,7 @@ class AttentionMask:
             if packed:
                 given = cu_seqlens_k is not None
                 require(given, "cu_seqlens_k", "the cumulative lengths of a packed mask with causal", None)
+                assert cu_seqlens_k is not None
                 diagonal = _packed_diagonal(cu_seqlens_k, cu_seqlens_q, t.shape[1])[0]
             else:
                 sk = t.shape[2]
@@ -237,7 +247,7 @@ class AttentionMask:
         nq, nk = _num_blocks(block_size, seqlen_q, seqlen_k)
         lists = [("cnt", cnt, "idx", idx)]
         require((full_cnt is None) == (full_idx is None), "full_idx", "full_cnt and full_idx", "one of both")
-        if full_cnt is not None:
+        if full_cnt is not None and full_idx is not None:
             lists.append(("full_cnt", full_cnt, "full_idx", full_idx))
         for cnt_name, count, idx_name, indices in lists:
             check_tensor(cnt_name, count, INTEGERS, ("b_m, h_m, nq",))
@@ -246,10 +256,12 @@ class AttentionMask:
             require(list(count.shape) == shape, cnt_name, f"shape {shape}", list(count.shape))
             require(list(indices.shape[:-1]) == shape, idx_name, f"shape {[*shape, 'most']}", list(indices.shape))
         kinds = blocks.block_map([(WHOLE, count, indices) for _, count, _, indices in lists], nk)
-        return AttentionMask(MaskFactors(block_map=kinds, block_size=tuple(block_size)), seqlen_q, seqlen_k)
+        return AttentionMask(
+            MaskFactors(block_map=kinds, block_size=(block_size[0], block_size[1])), seqlen_q, seqlen_k
+        )
 
     @staticmethod
-    def from_block_mask(block_mask) -> AttentionMask:
+    def from_block_mask(block_mask: BlockMask) -> AttentionMask:
         """A BlockMask of torch.nn.attention.flex_attention. Its mask_mod is evaluated by torch once, in partial blocks,
         which are known after a wait for the GPU; a noop_mask is not.
         """
@@ -257,9 +269,10 @@ class AttentionMask:
 
         noop_mask = getattr(flex_attention, "noop_mask", None)  # torch 2.5 has none
         sq, sk = getattr(block_mask, "seq_lengths", block_mask.shape[-2:])
-        block_size, mask_mod = tuple(block_mask.BLOCK_SIZE), block_mask.mask_mod
+        (block_q, block_k), mask_mod = block_mask.BLOCK_SIZE, block_mask.mask_mod
+        block_size = (block_q, block_k)
         lists = [(blocks.PARTIAL, block_mask.kv_num_blocks, block_mask.kv_indices)]
-        if block_mask.full_kv_num_blocks is not None:
+        if block_mask.full_kv_num_blocks is not None and block_mask.full_kv_indices is not None:
             lists.append((WHOLE, block_mask.full_kv_num_blocks, block_mask.full_kv_indices))
         kinds = blocks.block_map(lists, _num_blocks(block_size, sq, sk)[1])
         bits = None
@@ -271,7 +284,12 @@ class AttentionMask:
 
     @staticmethod
     def from_function(
-        mask_mod: MaskMod, b: int | None, h: int | None, seqlen_q: int, seqlen_k: int, device=None
+        mask_mod: MaskMod,
+        b: int | None,
+        h: int | None,
+        seqlen_q: int,
+        seqlen_k: int,
+        device: torch.device | str | None = None,
     ) -> AttentionMask:
         """mask_mod(b, h, q_idx, kv_idx), tensors of one index each, is True where the query sees the key: a mask_mod of
         FlexAttention. It is evaluated once for all scores, by torch, in strips of rows.
@@ -343,15 +361,15 @@ class AttentionMask:
         return next(iter(self.factors.tensors().values())).device
 
     @property
-    def state(self) -> tuple:
+    def state(self) -> tuple[tuple[int, int], ...]:
         """Addresses and versions of the factors: equal only while nothing has changed them. Key of plans."""
         return tuple((x.data_ptr(), x._version) for x in self.factors.tensors().values())
 
-    def to(self, device) -> AttentionMask:
+    def to(self, device: torch.device | str) -> AttentionMask:
         """The mask on a device; itself where it is there."""
         if self.device == torch.device(device):
             return self
-        moved = {name: x.to(device) for name, x in self.factors.tensors().items()}
+        moved: dict[str, Any] = {name: x.to(device) for name, x in self.factors.tensors().items()}
         return AttentionMask(self.factors._replace(**moved), self.seqlen_q, self.seqlen_k)
 
     def sequence(self, q0: int, q1: int, k0: int, k1: int) -> AttentionMask:
@@ -366,7 +384,9 @@ class AttentionMask:
         sk = check_length("seqlen_k", self.seqlen_k if seqlen_k is None else seqlen_k)
         tensors = self.factors.tensors().values()
         batch, heads = max(x.shape[0] for x in tensors), math.lcm(*(x.shape[1] for x in tensors))
-        return self.factors.visible(slice(0, batch), slice(0, heads), slice(0, sq), slice(0, sk), heads)
+        seen = self.factors.visible(slice(0, batch), slice(0, heads), slice(0, sq), slice(0, sk), heads)
+        assert seen is not None  # some factor hides
+        return seen
 
     def __repr__(self) -> str:
         parts = [f"{name}={list(x.shape)}" for name, x in self.factors.tensors().items()]
@@ -382,7 +402,9 @@ def _with_heads(x: Tensor, packed: bool) -> Tensor:
     return (x[None, None], x[:, None], x)[x.dim() - 2].contiguous()
 
 
-def _packed_diagonal(cu_seqlens: Tensor, cu_seqlens_other: Tensor | None, total: int):
+def _packed_diagonal(
+    cu_seqlens: Tensor, cu_seqlens_other: Tensor | None, total: int
+) -> tuple[Tensor, ranges.PackedRows]:
     """Of each of `total` packed rows, the position in the other lengths that is at the same distance from the end."""
     rows = ranges.PackedRows(cu_seqlens, total)
     if cu_seqlens_other is None:
@@ -391,11 +413,11 @@ def _packed_diagonal(cu_seqlens: Tensor, cu_seqlens_other: Tensor | None, total:
     return rows.position + (cu[rows.index + 1] - cu[rows.index]) - rows.length, rows
 
 
-def _num_blocks(block_size, seqlen_q, seqlen_k) -> tuple[int, int]:
+def _num_blocks(block_size: Sequence[int], seqlen_q: int, seqlen_k: int) -> tuple[int, int]:
     pair = len(block_size) == 2 and min(block_size) > 0
     require(pair, "block_size", "two positive ints (queries, keys)", tuple(block_size))
-    lengths = (check_length("seqlen_q", seqlen_q), check_length("seqlen_k", seqlen_k))
-    return tuple(-(-length // size) for length, size in zip(lengths, block_size))
+    block_q, block_k = block_size
+    return -(-check_length("seqlen_q", seqlen_q) // block_q), -(-check_length("seqlen_k", seqlen_k) // block_k)
 
 
 def _is_broadcast(x: Tensor, axis: int) -> bool:
@@ -411,12 +433,12 @@ def _packed_rows(mask: Tensor) -> Tensor:
     return words
 
 
-def _flatten(mask: AttentionMask):
+def _flatten(mask: AttentionMask) -> tuple[list[Tensor], tuple[Any, ...]]:
     tensors = mask.factors.tensors()
     return list(tensors.values()), (tuple(tensors), mask.factors.block_size, mask.seqlen_q, mask.seqlen_k)
 
 
-def _unflatten(tensors, context) -> AttentionMask:
+def _unflatten(tensors: Iterable[Any], context: tuple[Any, ...]) -> AttentionMask:
     names, block_size, *lengths = context
     mask = object.__new__(AttentionMask)  # torch passes placeholders too
     mask.factors = MaskFactors(**dict(zip(names, tensors)), block_size=block_size)

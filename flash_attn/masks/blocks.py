@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 from torch import Tensor
 
@@ -10,7 +12,7 @@ from .factors import WORD_BITS, pack_bits, strips
 PARTIAL = 1
 
 
-def block_map(lists, num_blocks_k: int) -> Tensor:
+def block_map(lists: Sequence[tuple[int, Tensor, Tensor]], num_blocks_k: int) -> Tensor:
     """Uint8 (b_m, h_m, nq, nk) from (class, counts, indices) of each list of blocks: the class of the last list that
     has the block, so the highest comes last.
 
@@ -27,7 +29,9 @@ def block_map(lists, num_blocks_k: int) -> Tensor:
     return result[..., :-1].contiguous()
 
 
-def function_bits(mask_mod, batch: int, heads: int, sq: int, sk: int, device) -> Tensor:
+def function_bits(
+    mask_mod: Callable[..., Tensor], batch: int, heads: int, sq: int, sk: int, device: torch.device | str | None
+) -> Tensor:
     """Bits of mask_mod(b, h, q_idx, kv_idx), evaluated in strips of rows."""
     b, h, cols = (torch.arange(size, device=device) for size in (batch, heads, sk))
     words = torch.empty(batch, heads, sq, -(-sk // WORD_BITS), dtype=torch.int32, device=device)
@@ -38,14 +42,16 @@ def function_bits(mask_mod, batch: int, heads: int, sq: int, sk: int, device) ->
     return words
 
 
-def _over_axes(mask_mod):
+def _over_axes(mask_mod: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """mask_mod, which takes single indices, over (b,), (h,), (rows,), (cols,): bool (b, h, rows, cols)."""
     for axes in ((None, None, None, 0), (None, None, 0, None), (None, 0, None, None), (0, None, None, None)):
         mask_mod = torch.vmap(mask_mod, in_dims=axes)
     return mask_mod
 
 
-def partial_block_bits(mask_mod, kinds: Tensor, block_size: tuple[int, int], sq: int, sk: int) -> Tensor:
+def partial_block_bits(
+    mask_mod: Callable[..., Tensor], kinds: Tensor, block_size: tuple[int, int], sq: int, sk: int
+) -> Tensor:
     """Bits of mask_mod in the partial blocks of a block_map, 0 elsewhere. Reads from the device which they are."""
     batch, heads, nq, nk = kinds.shape
     block_q, block_k = block_size

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Optional
+
 import torch
 from torch import Tensor
 
 from .factors import WORD_BITS, MaskFactors
 
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+_Sizes = tuple[Optional[int], tuple[int, ...]]  # of the next to last axis; what the last one may be
 
 
-def require(condition: bool, name: str, expected: str, got) -> None:
+def require(condition: bool, name: str, expected: str, got: object) -> None:
     """Raise RuntimeError "<name>: expected <expected>, got <got>" unless the condition holds."""
     if not condition:
         raise RuntimeError(f"{name}: expected {expected}, got {got}")
@@ -20,7 +23,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).replace("torch.", "")
 
 
-def check_tensor(name: str, x, dtypes: tuple, axes: tuple[str, ...]) -> None:
+def check_tensor(name: str, x: object, dtypes: tuple[torch.dtype, ...], axes: tuple[str, ...]) -> None:
     """A tensor of one of these dtypes, with the axes of one of these lists."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name}: expected a Tensor, got {type(x).__name__}")
@@ -30,12 +33,12 @@ def check_tensor(name: str, x, dtypes: tuple, axes: tuple[str, ...]) -> None:
     require(x.dim() in ranks, name, f"shape {' or '.join(f'({a})' for a in axes)}", list(x.shape))
 
 
-def check_length(name: str, value) -> int:
+def check_length(name: str, value: object) -> int:
     """A length that the caller has to give."""
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
         raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
     require(value >= 0, name, "a value >= 0", value)
-    return value
+    return value  # type: ignore[return-value]  # a SymInt is one to its users
 
 
 def check_factors(mask: MaskFactors, batch: int, heads: int, sq: int, sk: int, device: torch.device) -> None:
@@ -43,10 +46,10 @@ def check_factors(mask: MaskFactors, batch: int, heads: int, sq: int, sk: int, d
     require(not mask.is_packed, "mask", "a mask of dense sequences", "one of packed sequences")
     _check_common(mask, heads, device)
     words, (block_q, block_k) = -(-sk // WORD_BITS), mask.block_size
-    sizes = {"query_ranges": [sq, (2, 4)], "key_hidden": [sk, (2, 4)], "bits": [sq, words]}
+    sizes: dict[str, _Sizes] = {"query_ranges": (sq, (2, 4)), "key_hidden": (sk, (2, 4)), "bits": (sq, (words,))}
     if mask.block_map is not None:
         require(block_q > 0 and block_k > 0, "mask", "a block_size of positive ints", mask.block_size)
-        sizes["block_map"] = [-(-sq // block_q), -(-sk // block_k)]
+        sizes["block_map"] = -(-sq // block_q), (-(-sk // block_k),)
     for name, x in mask.tensors().items():
         require(x.dim() == 4, f"mask.{name}", "4 dimensions", list(x.shape))
         fits = x.shape[0] in (1, batch)
@@ -62,8 +65,8 @@ def check_packed_factors(
     require(mask.block_map is None, "mask", "no block_map for packed sequences", "one")
     require(total_k is not None or mask.key_hidden is None, "mask", "no key_hidden with block_table", "one")
     _check_common(mask, heads, device)
-    sizes = {"query_ranges": [total_q, (2, 4)], "key_hidden": [total_k, (2, 4)]}
-    sizes["bits"] = [total_q, -(-max_seqlen_k // WORD_BITS)]
+    sizes: dict[str, _Sizes] = {"query_ranges": (total_q, (2, 4)), "key_hidden": (total_k, (2, 4))}
+    sizes["bits"] = total_q, (-(-max_seqlen_k // WORD_BITS),)
     for name, x in mask.tensors().items():
         require(x.dim() == 3, f"mask.{name}", "3 dimensions", list(x.shape))
         _check_sizes(name, x, sizes[name])
@@ -80,8 +83,8 @@ def _check_common(mask: MaskFactors, heads: int, device: torch.device) -> None:
         require(x.is_contiguous(), f"mask.{name}", "a contiguous tensor", f"strides {list(x.stride())}")
 
 
-def _check_sizes(name: str, x: Tensor, sizes: list) -> None:
-    last = sizes[1] if isinstance(sizes[1], tuple) else (sizes[1],)
-    shown = f"{sizes[0]} x {' or '.join(str(size) for size in last)}"
-    fits = x.shape[-2] == sizes[0] and x.shape[-1] in last
+def _check_sizes(name: str, x: Tensor, sizes: _Sizes) -> None:
+    rows, last = sizes
+    shown = f"{rows} x {' or '.join(str(size) for size in last)}"
+    fits = x.shape[-2] == rows and x.shape[-1] in last
     require(fits, f"mask.{name}", f"{shown} as its last two sizes", f"shape {list(x.shape)}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -31,7 +32,9 @@ def conjunction(a: MaskFactors, b: MaskFactors, seqlen_q: int | None, seqlen_k: 
     return MaskFactors(query_ranges, key_hidden, bits, block_map, block_size)
 
 
-def _joined(x: Tensor | None, y: Tensor | None, join) -> tuple[Tensor | None, Tensor | None]:
+def _joined(
+    x: Tensor | None, y: Tensor | None, join: Callable[[Tensor, Tensor], Tensor | None]
+) -> tuple[Tensor | None, Tensor | None]:
     """(both, rest): join(x, y), or where that is None x and what remains, y."""
     if x is None or y is None:
         return (y if x is None else x), None
@@ -52,12 +55,15 @@ def bits_of(mask: MaskFactors, sq: int | None, sk: int | None) -> Tensor:
     require(not mask.is_packed, "mask", "a combination that packed ranges hold", "one that needs bits")
     known = sq is not None and sk is not None
     require(known, "mask", "masks of known seqlen_q and seqlen_k where they have to become bits", f"{sq} and {sk}")
+    assert sq is not None and sk is not None
     tensors = mask.tensors().values()
     batch, heads = max(x.shape[0] for x in tensors), math.lcm(*(x.shape[1] for x in tensors))
     device = next(iter(tensors)).device
     words = torch.empty(batch, heads, sq, -(-sk // WORD_BITS), dtype=torch.int32, device=device)
     for rows in strips(sq, batch * heads * sk):
-        words[:, :, rows] = pack_bits(mask.visible(slice(0, batch), slice(0, heads), rows, slice(0, sk), heads))
+        seen = mask.visible(slice(0, batch), slice(0, heads), rows, slice(0, sk), heads)
+        assert seen is not None  # some factor hides
+        words[:, :, rows] = pack_bits(seen)
     return words
 
 
@@ -71,6 +77,7 @@ def _decided_bits(mask: MaskFactors, sq: int | None, sk: int | None) -> Tensor |
 def _kinds(mask: MaskFactors, other: MaskFactors) -> Tensor:
     """The block_map of a mask, or that of one without, in the blocks of the other."""
     if mask.block_map is None:
+        assert other.block_map is not None
         return torch.full_like(other.block_map, WHOLE if mask.bits is None else PARTIAL)
     return mask.block_map if mask.bits is not None else mask.block_map.clamp(max=1) * WHOLE
 

@@ -5,8 +5,8 @@ CPU backend, kernels and tests share this definition. Causal and window of the c
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -53,10 +53,12 @@ class MaskFactors(NamedTuple):
     def sequence(self, q0: int, q1: int, k0: int, k1: int) -> MaskFactors:
         """The mask of one packed sequence, query rows [q0, q1) and key rows [k0, k1), as that of a batch of one."""
         parts = {"query_ranges": slice(q0, q1), "key_hidden": slice(k0, k1), "bits": slice(q0, q1)}
-        return self._replace(**{name: x[None, :, parts[name]] for name, x in self.tensors().items()})
+        changed: dict[str, Any] = {name: x[None, :, parts[name]] for name, x in self.tensors().items()}
+        return self._replace(**changed)
 
-    def _of_each(self, function) -> MaskFactors:
-        return self._replace(**{name: function(x) for name, x in self.tensors().items()})
+    def _of_each(self, function: Callable[[Tensor], Tensor]) -> MaskFactors:
+        changed: dict[str, Any] = {name: function(x) for name, x in self.tensors().items()}
+        return self._replace(**changed)
 
     def visible(self, batches: slice, heads: slice, rows: slice, cols: slice, num_heads: int) -> Tensor | None:
         """The scores that a dense mask leaves to batch entries, query heads (of num_heads), rows and keys: bool, with
@@ -73,7 +75,9 @@ class MaskFactors(NamedTuple):
                 seen = part if seen is None else seen & part
         return seen
 
-    def _in_blocks_or_bits(self, _, batches, heads, rows, cols, num_heads):
+    def _in_blocks_or_bits(
+        self, _: Tensor, batches: slice, heads: slice, rows: slice, cols: slice, num_heads: int
+    ) -> Tensor:
         bits = None
         if self.bits is not None:
             words = slice(cols.start // WORD_BITS, -(-cols.stop // WORD_BITS))
@@ -81,6 +85,7 @@ class MaskFactors(NamedTuple):
             first = cols.start - words.start * WORD_BITS
             bits = by_head(unpack_bits(part[:, :, rows, words])[..., first : first + cols.stop - cols.start])
         if self.block_map is None:
+            assert bits is not None  # one of both is there
             return bits
         part, by_head = _select(self.block_map, batches, heads, num_heads)
         row_blocks = torch.arange(rows.start, rows.stop, device=part.device) // self.block_size[0]
@@ -101,7 +106,7 @@ class MaskFactors(NamedTuple):
         return int(lo[filled].min()), int(hi[filled].max())
 
 
-def _select(x: Tensor, batches: slice, heads: slice, num_heads: int):
+def _select(x: Tensor, batches: slice, heads: slice, num_heads: int) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
     """The mask heads of a factor that these query heads take, and a function that makes one head each of them."""
     x = x if x.shape[0] == 1 else x[batches]
     if x.shape[1] == 1:
@@ -114,12 +119,12 @@ def _select(x: Tensor, batches: slice, heads: slice, num_heads: int):
     return x[:, first:stop], lambda seen: seen[:, of_head]
 
 
-def _in_query_ranges(x, batches, heads, rows, cols, num_heads):
+def _in_query_ranges(x: Tensor, batches: slice, heads: slice, rows: slice, cols: slice, num_heads: int) -> Tensor:
     part, by_head = _select(x, batches, heads, num_heads)
     return by_head(_inside(part[:, :, rows, None], torch.arange(cols.start, cols.stop, device=x.device)))
 
 
-def _not_key_hidden(x, batches, heads, rows, cols, num_heads):
+def _not_key_hidden(x: Tensor, batches: slice, heads: slice, rows: slice, cols: slice, num_heads: int) -> Tensor:
     part, by_head = _select(x, batches, heads, num_heads)
     return by_head(~_inside(part[:, :, None, cols], torch.arange(rows.start, rows.stop, device=x.device)[:, None]))
 
@@ -135,7 +140,8 @@ def pack_bits(seen: Tensor) -> Tensor:
     padded = torch.nn.functional.pad(seen, (0, -seen.shape[-1] % WORD_BITS))
     words = padded.unflatten(-1, (padded.shape[-1] // WORD_BITS, WORD_BITS))
     shifts = torch.arange(WORD_BITS, dtype=torch.int32, device=seen.device)
-    return (words.int() << shifts).sum(-1, dtype=torch.int32)
+    shifted: Tensor = words.int() << shifts
+    return shifted.sum(-1, dtype=torch.int32)
 
 
 def unpack_bits(words: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -40,29 +40,30 @@ class _BlockBase(nn.Module):
 
     fused_dropout_add_ln: bool
     residual_in_fp32: bool
+    mixer: Any
 
-    def _check_fused(self, *norms):
+    def _check_fused(self, *norms: nn.Module) -> None:
         for norm in norms if self.fused_dropout_add_ln else ():
             if not isinstance(norm, (nn.LayerNorm, RMSNorm)):
                 expected = "a norm_cls of nn.LayerNorm or RMSNorm"
                 raise RuntimeError(f"fused_dropout_add_ln: expected {expected}, got {type(norm).__name__}")
 
     @staticmethod
-    def _mark(parts, sequence_parallel, shared):
+    def _mark(parts: Iterable[nn.Module], sequence_parallel: bool, shared: bool) -> None:
         """Mark parameters for `flash_attn.utils.distributed`."""
         for p in (p for part in parts for p in part.parameters()):
             if sequence_parallel:
-                p._sequence_parallel = True
+                p._sequence_parallel = True  # type: ignore[attr-defined]
             if shared:
-                p._shared_params = True
+                p._shared_params = True  # type: ignore[attr-defined]
 
-    def _fused(self, norm, dropout, x, **options):
+    def _fused(self, norm: Any, dropout: Any, x: Tensor, **options: Any) -> Any:
         return layer_norm_fn(
             x, norm.weight, norm.bias, eps=norm.eps, dropout_p=dropout.p if self.training else 0.0,
             is_rms_norm=isinstance(norm, RMSNorm), **options,
         )  # fmt: skip
 
-    def _widened(self, residual):
+    def _widened(self, residual: Tensor) -> Tensor:
         return residual.to(torch.float32) if self.residual_in_fp32 else residual
 
     def allocate_inference_cache(self, batch_size: int, max_seqlen: int, dtype: Any = None, **kwargs: Any) -> Any:
@@ -70,8 +71,9 @@ class _BlockBase(nn.Module):
         return self.mixer.allocate_inference_cache(batch_size, max_seqlen, dtype=dtype, **kwargs)
 
 
-def _plain_norm(norm, x):
-    return norm(x.to(norm.weight.dtype))
+def _plain_norm(norm: Any, x: Tensor) -> Tensor:
+    normed: Tensor = norm(x.to(norm.weight.dtype))
+    return normed
 
 
 class Block(_BlockBase):
@@ -172,7 +174,9 @@ class Block(_BlockBase):
             hidden_states = self.mlp(normed)
         return hidden_states, residual
 
-    def _sum_and_norm(self, x, residual, dropout, drop_path, norm):
+    def _sum_and_norm(
+        self, x: Tensor, residual: Tensor | None, dropout: Any, drop_path: Any, norm: Any
+    ) -> tuple[Tensor, Any]:
         """-> (the norm of the sum, the sum, which is None where no one reads it)."""
         if self.fused_dropout_add_ln:
             rowscale = None
@@ -246,7 +250,7 @@ class ParallelBlock(_BlockBase):
         normed1, normed2, residual = sum_and_norms(hidden_states1, hidden_states2, residual)
         return self.mixer(normed1, **(mixer_kwargs or {})), self.mlp(normed2), residual
 
-    def _plain_norms(self, x1, x2, residual):
+    def _plain_norms(self, x1: Tensor, x2: Tensor | None, residual: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         total = self.dropout1(x1)
         if x2 is not None:
             total = total + self.dropout2(x2)
@@ -255,7 +259,7 @@ class ParallelBlock(_BlockBase):
         normed = _plain_norm(self.norm1, total)
         return normed, normed if self.tied_norm else _plain_norm(self.norm2, total), self._widened(total)
 
-    def _fused_norms(self, x1, x2, residual):
+    def _fused_norms(self, x1: Tensor, x2: Tensor | None, residual: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         if x2 is not None and self.training and self.dropout1.p != self.dropout2.p:
             raise RuntimeError(
                 f"fused_dropout_add_ln: expected resid_dropout2 to be resid_dropout1 ({self.dropout1.p}), "

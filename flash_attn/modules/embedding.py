@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -11,12 +13,16 @@ from flash_attn.utils.refused import tensor_parallel_class
 class _PositionEmbeddings(nn.Module):
     """The sum of token embeddings and learned ones of positions, where max_position_embeddings is above 0."""
 
-    def _add_positions(self, embeddings, input_ids, position_ids):
+    max_position_embeddings: int
+    position_embeddings: nn.Embedding
+
+    def _add_positions(self, embeddings: Tensor, input_ids: Tensor, position_ids: Tensor | None) -> Tensor:
         if self.max_position_embeddings <= 0:
             return embeddings
         if position_ids is None:
             position_ids = torch.arange(input_ids.shape[1], dtype=torch.int64, device=input_ids.device)
-        return embeddings + self.position_embeddings(position_ids)
+        positions: Tensor = self.position_embeddings(position_ids)
+        return embeddings + positions
 
 
 class GPT2Embeddings(_PositionEmbeddings):
@@ -41,7 +47,7 @@ class GPT2Embeddings(_PositionEmbeddings):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        like = {"device": device, "dtype": dtype}
+        like: dict[str, Any] = {"device": device, "dtype": dtype}
         width = embed_dim if word_embed_proj_dim is None else word_embed_proj_dim
         self.word_embeddings = nn.Embedding(vocab_size, width, padding_idx=padding_idx, **like)
         self.project_in = None
@@ -80,7 +86,7 @@ class BertEmbeddings(_PositionEmbeddings):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        like = {"device": device, "dtype": dtype}
+        like: dict[str, Any] = {"device": device, "dtype": dtype}
         self.word_embeddings = nn.Embedding(vocab_size, embed_dim, padding_idx=padding_idx, **like)
         self.max_position_embeddings = max_position_embeddings
         self.type_vocab_size = type_vocab_size
@@ -98,7 +104,8 @@ class BertEmbeddings(_PositionEmbeddings):
             return embeddings
         if token_type_ids is None:
             token_type_ids = torch.zeros_like(input_ids)
-        return embeddings + self.token_type_embeddings(token_type_ids)
+        types: Tensor = self.token_type_embeddings(token_type_ids)
+        return embeddings + types
 
 
 _STYLES = "RowwiseParallel"

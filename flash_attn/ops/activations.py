@@ -16,7 +16,8 @@ def gelu_fwd(x: Tensor) -> Tensor:
 
 def gelu_bwd(g: Tensor, x: Tensor) -> Tensor:
     """The gradient of `gelu_fwd` at x, for the gradient g of its result."""
-    return torch.ops.aten.gelu_backward(g, x, approximate="tanh").to(x.dtype)
+    gradient: Tensor = torch.ops.aten.gelu_backward(g, x, approximate="tanh")
+    return gradient.to(x.dtype)
 
 
 def bias_gelu(y: Tensor, bias: Tensor) -> Tensor:
@@ -70,7 +71,8 @@ class SwiGLUFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor]:
-        return swiglu_bwd(*ctx.saved_tensors, g)
+        x, y = ctx.saved_tensors
+        return swiglu_bwd(x, y, g)
 
 
 swiglu = SwiGLUFunction.apply

@@ -7,7 +7,7 @@ no values, every sequence has the most that it can.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -51,7 +51,14 @@ def _pairs(lengths_q: Iterable[int], lengths_k: Iterable[int]) -> int:
     return sum(max(q, 0) * max(k, 0) for q, k in zip(lengths_q, lengths_k))
 
 
-def _packed_pairs(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k=None, leftpad_k=None) -> int:
+def _packed_pairs(
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    seqused_k: Tensor | None = None,
+    leftpad_k: Tensor | None = None,
+) -> int:
     lengths_q = _lengths(cu_seqlens_q, max_seqlen_q)
     lengths_k = _lengths(cu_seqlens_k, max_seqlen_k)
     if seqused_k is not None:
@@ -61,10 +68,10 @@ def _packed_pairs(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, sequse
 
 
 def _pairs_of(args: AttentionArgs | AttentionBackwardArgs, q: Tensor, k: Tensor) -> int:
-    if args.cu_seqlens_q is None:
+    if args.cu_seqlens_q is None or args.cu_seqlens_k is None:
         return q.shape[0] * q.shape[1] * k.shape[1]
-    more = (args.seqused_k, args.leftpad_k) if isinstance(args, AttentionArgs) else ()
-    return _packed_pairs(args.cu_seqlens_q, args.cu_seqlens_k, args.max_seqlen_q, args.max_seqlen_k, *more)
+    used, padding = (args.seqused_k, args.leftpad_k) if isinstance(args, AttentionArgs) else (None, None)
+    return _packed_pairs(args.cu_seqlens_q, args.cu_seqlens_k, args.max_seqlen_q, args.max_seqlen_k, used, padding)
 
 
 @register_flop_formula(_core.fwd, get_raw=True)
@@ -96,7 +103,7 @@ def _kvcache(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
 # ---- the operators that distributed-attention clients call ----
 
 
-def _register_public(name, count):
+def _register_public(name: str, count: Callable[[Tensor, Tensor, int], int]) -> None:
     """The formula of a public operator: count of q, v and the pairs, of dense or packed sequences."""
     names = [argument.name for argument in getattr(_public, name).default._schema.arguments]
 
@@ -105,8 +112,9 @@ def _register_public(name, count):
         q, k, v = call["q"], call["k"], call["v"]
         if "cu_seqlens_q" not in call:
             return count(q, v, q.shape[0] * q.shape[1] * k.shape[1])
-        lengths = (call[name] for name in ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"))
-        return count(q, v, _packed_pairs(*lengths, call.get("seqused_k"), call.get("leftpad_k")))
+        cu_q, cu_k = call["cu_seqlens_q"], call["cu_seqlens_k"]
+        longest = call["max_seqlen_q"], call["max_seqlen_k"]
+        return count(q, v, _packed_pairs(cu_q, cu_k, *longest, call.get("seqused_k"), call.get("leftpad_k")))
 
     register_flop_formula(getattr(_public, name), get_raw=True)(formula)
 

@@ -5,6 +5,7 @@ cuBLASLt fuses the bias of `torch.nn.functional.linear` already; torch.compile f
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from flash_attn.ops.activations import gelu_fwd, sqrelu_fwd
 from flash_attn.utils.refused import refuse_process_group, tensor_parallel_class
 
-ACTIVATIONS = {"gelu_approx": gelu_fwd, "relu": F.relu, "sqrelu": sqrelu_fwd}
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu_approx": gelu_fwd, "relu": F.relu, "sqrelu": sqrelu_fwd}
 
 
 def fused_dense_func(
@@ -51,7 +52,9 @@ class FusedDense(nn.Linear):
         super().__init__(in_features, out_features, bias=bias, device=device, dtype=dtype)
         self.return_residual = return_residual
 
-    def forward(self, x: Tensor, process_group: Any = None) -> Tensor | tuple[Tensor, Tensor]:
+    def forward(  # type: ignore[override]
+        self, x: Tensor, process_group: Any = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """x: (..., in_features) -> (..., out_features), or with return_residual (out, x)."""
         return fused_dense_func(x, self.weight, self.bias, self.return_residual, process_group)
 
@@ -89,10 +92,10 @@ def fused_mlp_func(
     if checkpoint_lvl not in (0, 1, 2):
         raise RuntimeError(f"checkpoint_lvl: expected 0, 1 or 2, got {checkpoint_lvl!r}")
 
-    def first(x):
+    def first(x: Tensor) -> Tensor:
         return F.linear(x, weight1, bias1)
 
-    def second(hidden):
+    def second(hidden: Tensor) -> Tensor:
         return F.linear(ACTIVATIONS[activation](hidden), weight2, bias2)
 
     anew = partial(checkpoint, use_reentrant=False)

@@ -13,9 +13,23 @@ _NAMES = {"x": "x0", "weight": "weight0", "bias": "bias0", "eps": "epsilon"}  # 
 
 
 def _dropout_add_norm(
-    x0, residual, weight, bias, dropout_p, epsilon, rowscale, layerscale, prenorm, residual_in_fp32,
-    return_dropout_mask, is_rms_norm, x1=None, weight1=None, bias1=None, has_two=False,
-):  # fmt: skip
+    x0: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    dropout_p: float,
+    epsilon: float,
+    rowscale: Tensor | None,
+    layerscale: Tensor | None,
+    prenorm: bool,
+    residual_in_fp32: bool,
+    return_dropout_mask: bool,
+    is_rms_norm: bool,
+    x1: Tensor | None = None,
+    weight1: Tensor | None = None,
+    bias1: Tensor | None = None,
+    has_two: bool = False,
+) -> TensorOrTuple:
     """What all functions of this module and of `flash_attn.ops.rms_norm` compute."""
     try:
         x = x0
@@ -111,6 +125,7 @@ class DropoutAddNorm(nn.Module):
     """The parameters and options of `DropoutAddLayerNorm` and `DropoutAddRMSNorm`."""
 
     _is_rms_norm = False
+    bias: nn.Parameter | None
 
     def __init__(
         self,

@@ -8,7 +8,7 @@ so nothing here depends on them. Eager calls on plain tensors skip the dispatche
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -74,7 +74,7 @@ def kvcache_attention(args: KvCacheArgs) -> tuple[Tensor, Tensor]:
     if differentiating or needs_dispatch or context.transformed():
         new_out, lse = (_kvcache_append_op if appends else _kvcache_op)(*args)
         return (new_out if out is None else out), lse
-    return cast("tuple[Tensor, Tensor]", calls.kvcache_forward(args))
+    return calls.kvcache_forward(args)
 
 
 def update_kvcache_plan(args: KvCachePlanArgs) -> None:

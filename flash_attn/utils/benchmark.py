@@ -24,27 +24,29 @@ def _timed(call: Callable[[], Any], repeats: int, text: str, verbose: bool) -> T
     return timer, measurement
 
 
-def _first(result):
+def _first(result: Any) -> Any:
     return result[0] if isinstance(result, tuple) else result
 
 
-def _caller(fn, inputs, kwinputs, amp, amp_dtype) -> Callable[[], Tensor]:
+def _caller(
+    fn: Callable[..., Any], inputs: tuple[Any, ...], kwinputs: dict[str, Any], amp: bool, amp_dtype: torch.dtype
+) -> Callable[[], Tensor]:
     device = next((x.device.type for x in inputs if isinstance(x, Tensor)), "cuda")
 
-    def call():
+    def call() -> Any:
         with torch.autocast(device, dtype=amp_dtype, enabled=amp):
             return _first(fn(*inputs, **kwinputs))
 
     return call
 
 
-def _clear_gradients(inputs):
+def _clear_gradients(inputs: tuple[Any, ...]) -> None:
     for x in inputs:
         if isinstance(x, Tensor):
             x.grad = None
 
 
-def _gradient(out, grad):
+def _gradient(out: Tensor, grad: Tensor | None) -> Tensor:
     if grad is None:
         return torch.randn_like(out)
     if grad.shape != out.shape:
@@ -81,7 +83,7 @@ def benchmark_backward(
     out = _caller(fn, inputs, kwinputs, amp, amp_dtype)()
     grad = _gradient(out, grad)
 
-    def backward():
+    def backward() -> None:
         _clear_gradients(inputs)  # accumulating would be timed too
         out.backward(grad, retain_graph=True)
 
@@ -103,7 +105,7 @@ def benchmark_combined(
     forward = _caller(fn, inputs, kwinputs, amp, amp_dtype)
     grad = _gradient(forward(), grad)
 
-    def both():
+    def both() -> None:
         _clear_gradients(inputs)
         forward().backward(grad)
 
@@ -135,7 +137,7 @@ def pytorch_profiler(
     """Profile a call, and its backward, after 30 calls that are not. verbose: print the table. cpu: its events too."""
     call = _caller(fn, inputs, kwinputs, amp, amp_dtype)
 
-    def run():
+    def run() -> None:
         out = call()
         if backward:
             _clear_gradients(inputs)

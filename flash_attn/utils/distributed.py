@@ -72,7 +72,7 @@ class AllReduceFunc(torch.autograd.Function):
 all_gather, reduce_scatter, all_reduce = AllGatherFunc.apply, ReduceScatterFunc.apply, AllReduceFunc.apply
 
 
-def _marked(model, mark):
+def _marked(model: nn.Module, mark: str) -> list[nn.Parameter]:
     """The parameters with this attribute, in an order that all ranks agree on."""
     return [p for _, p in sorted(model.named_parameters()) if getattr(p, mark, False)]
 

@@ -10,7 +10,7 @@ _PARALLEL = "torch.distributed.tensor.parallel.parallelize_module"
 def tensor_parallel_class(name: str, module: str, styles: str) -> type:
     """A class that raises NotImplementedError: torch shards `module` itself, by the parallel `styles`."""
 
-    def __init__(self, *args, **kwargs):
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         raise NotImplementedError(
             f"{name}: expected {module} with {_PARALLEL} ({styles}), got {name}: it is not served"
         )

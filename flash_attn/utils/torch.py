@@ -2,7 +2,7 @@
 
 from functools import partial
 
-import torch
+from torch.amp import autocast_mode
 
-custom_fwd = partial(torch.amp.custom_fwd, device_type="cuda")
-custom_bwd = partial(torch.amp.custom_bwd, device_type="cuda")
+custom_fwd = partial(autocast_mode.custom_fwd, device_type="cuda")
+custom_bwd = partial(autocast_mode.custom_bwd, device_type="cuda")
