@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import sys
+import time
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -19,7 +20,7 @@ sys.path.insert(0, str(ROOT / "tools"))
 
 from binding_build import MODULE, build_binding
 from build_folder import alone_in, build_folder, is_writable, scratch_folder
-from build_log import log_to, say
+from build_log import announce, duration, log_to, say, show
 from errors import BuildError
 from install_plan import Plan, make_plan
 from kernel_build import build_from_environment, default_archs
@@ -37,6 +38,7 @@ class PlannedDistribution(Distribution):
     """A distribution that has an extension module only if the plan says so: a CPU-only wheel is a pure one."""
 
     plan: Plan | None = None
+    built = ""  # what was, and its size
 
     def has_ext_modules(self) -> bool:
         return self.plan is not None and self.plan.torch is not None
@@ -76,11 +78,14 @@ class BuildBinding(build_ext):
         try:
             with alone_in(build_folder()):  # until the module is copied: another install may ask for other kernels
                 module = build_folder() / "binding" / target.name
-                info = build_module(self.distribution.plan, module)
+                info = json.loads(build_module(self.distribution.plan, module))
                 shutil.copy2(module, target)
         except BuildError as error:
+            show("")
             sys.exit(f"error: {error}")
-        say(f"built {MODULE}: {info}")
+        self.distribution.built = (
+            f"{MODULE} for torch {info['torch']} and sm {';'.join(info['archs'])}, {target.stat().st_size / 1e6:.1f} MB"
+        )
 
 
 def build_module(plan: Plan, module: Path) -> str:
@@ -93,7 +98,9 @@ def build_module(plan: Plan, module: Path) -> str:
         knob = os.environ.get("FLASH_ATTN_CUDA_ARCHS")
         archs = parse_archs(knob) if knob else default_archs()
         archive = build_from_environment(site_dirs, plan.toolkit, archs)
-    headers = [plan.toolkit.include] if plan.toolkit else cuda_header_dirs(site_dirs, plan.torch.cuda.split(".")[0])
+    major = plan.torch.cuda.split(".")[0]
+    fits = plan.toolkit is not None and plan.toolkit.major == major  # beside an archive it may be another one
+    headers = [plan.toolkit.include] if fits else cuda_header_dirs(site_dirs, major)
     return build_binding(plan.torch, SOURCE_DIR, archive, headers, commit_of(ROOT), module)
 
 
@@ -145,6 +152,7 @@ def make_checked_plan(building: set[str]) -> Plan:
 
 
 def main() -> None:
+    start = time.monotonic()
     building = BUILD_COMMANDS.intersection(sys.argv[1:])
     if building:
         log_to(build_folder() / "build.log")
@@ -154,20 +162,23 @@ def main() -> None:
             sys.exit(f"error: {error}")
         plan = PlannedDistribution.plan
         if plan.torch is None:
-            say(f"NOTICE: installing flash_attn with its CPU backend only: {plan.cpu_only_reason}.")
+            tell = say if building == {"dist_info"} else announce  # pip runs both
+            tell(f"NOTICE: installing flash_attn with its CPU backend only: {plan.cpu_only_reason}.")
             say("        CUDA tensors will be refused. What a GPU install needs: docs/build.md.")
         else:
             say(f"flash_attn for torch {plan.torch.version} (CUDA {plan.torch.cuda})")
     commands = {"build_py": BuildPython, "build_ext": BuildBinding}
     if "bdist_wheel" in building:
         commands["bdist_wheel"] = wheel_command()
-    setup(
+    distribution = setup(
         license="BSD-3-Clause",
         distclass=PlannedDistribution,
         ext_modules=[Extension(MODULE, sources=["csrc/flash_attn/flash_api.cpp"])],
         cmdclass=commands,
         options=own_folders(set(sys.argv[1:])),
     )
+    if distribution.built:
+        announce(f"built {distribution.built}, in {duration(time.monotonic() - start)}")
 
 
 main()

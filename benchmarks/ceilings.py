@@ -24,13 +24,6 @@ def read_ceiling(device, gib=4, repeats=20):
     """{"gbs": fastest read of device memory seen, "method": how}; the share of a row is measured against it."""
     buffer = torch.ones(gib * 2**28, dtype=torch.float32, device=device)
     methods = {"torch.sum": lambda: buffer.sum(), "torch.amax": lambda: buffer.amax()}
-    try:
-        from gpu_kernels import make_reader
-
-        methods["triton"] = make_reader(buffer)
-        methods["triton"]()
-    except Exception:  # as for the clock: Triton raises its own types; torch's reductions remain
-        methods.pop("triton", None)
     best = {name: buffer.numel() * 4 / event_ms(read, repeats) / 1e6 for name, read in methods.items()}
     method = max(best, key=best.get)
     return {"gbs": best[method], "method": method}

@@ -60,7 +60,6 @@ def parse(arguments=None):
     parser.add_argument("--problems", nargs="+", default=["causal", "window", "packed"])
     parser.add_argument("--methods", nargs="+", choices=METHODS)
     parser.add_argument("--peers", nargs="*", choices=list(PEERS), default=list(PEERS))
-    parser.add_argument("--no-peers", dest="peers", action="store_const", const=[])
     parser.add_argument("--rounds", type=int, default=7, help="at most, of each row; fewer where they take long")
     parser.add_argument("--row-seconds", type=float, default=MOST_SECONDS, help="of a row's rounds, of which 2 are run")
     parser.add_argument("--seconds", type=float, default=480, help="rows that would start later are left out")
@@ -242,7 +241,7 @@ def row_of(problem: Problem, name: str, seconds, error, ranks: int) -> dict:
 
 
 def visible_pairs(problem: Problem) -> int:
-    from flash_attn.context_parallel import layouts
+    from flash_attn.context_parallel.plan import layouts
 
     cu = problem.cu or [0, problem.tokens]
     left = problem.window[0]
@@ -257,7 +256,7 @@ def bandwidths(options, ranks: Ranks) -> dict:
     following, previous = (ranks.rank + 1) % ranks.size, (ranks.rank - 1) % ranks.size
 
     def messages():
-        plan.transport.exchange([(following, sent)], [(previous, received)]).wait()
+        plan.communicator.exchange([(following, sent)], [(previous, received)]).wait()
 
     result = {"bytes": count}
     if ranks.size > 1:

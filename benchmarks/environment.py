@@ -4,36 +4,25 @@ from __future__ import annotations
 
 import datetime
 import importlib.metadata
-import os
 import platform
-import subprocess
+import sys
 from pathlib import Path
 
 import torch
 from shared import ROOT
 from timing import read_nvidia_smi
 
+sys.path.append(str(ROOT / "tools"))
+
+from machine import commit_of
+
 PEER_PACKAGES = ("triton", "flash_attn_3", "nvidia-cudnn-frontend")
 
 
 def git_state():
-    """(commit, dirty): the variable FLASH_ATTN_BUILD_COMMIT where the tree travels without its history, else of this
-    checkout, else (None, None)."""
-    stated = os.environ.get("FLASH_ATTN_BUILD_COMMIT")
-    if stated:
-        return stated, None
-    if not (ROOT / ".git").exists():  # an unpacked archive inside another checkout has no commit of its own
-        return None, None
-    try:
-        commit = run_git("rev-parse", "HEAD")
-        return commit, bool(run_git("status", "--porcelain", "--untracked-files=no"))
-    except (OSError, subprocess.SubprocessError):
-        return None, None
-
-
-def run_git(*arguments):
-    done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=20, check=True)
-    return done.stdout.strip()
+    """(commit, whether files differ from it) of this tree; (None, None) outside a checkout."""
+    commit = commit_of(ROOT)
+    return (None, None) if commit == "unknown" else (commit.removesuffix("-dirty"), commit.endswith("-dirty"))
 
 
 def cpu_name():

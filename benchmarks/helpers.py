@@ -1,6 +1,6 @@
 """Speed of the other operators: cross-entropy, layer norm and RMS norm against PyTorch on the same GPU.
 
-    python benchmarks/helpers.py [--out FILE.json] [--eager-only]
+    python benchmarks/helpers.py
 
 Device events around single calls on a cold L2 cache, interleaved, medians; bfloat16. GB/s counts the bytes that the
 operation has to move: logits once forward and twice backward; four matrices for a norm of a sum, either way.
@@ -8,8 +8,6 @@ operation has to move: logits once forward and twice backward; four matrices for
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import sys
 from contextlib import nullcontext
@@ -26,108 +24,79 @@ from timing import Budget, CudaTimer, interleave
 from flash_attn.ops.triton.cross_entropy import cross_entropy_loss
 from flash_attn.ops.triton.layer_norm import layer_norm_fn, rms_norm_fn
 
-CLASSES = (32000, 50257, 128256)
-LOGIT_ROWS = 8192
-FEATURES = (1024, 4096, 8192)
-NORM_ELEMENTS = 2**26
+CLASSES, LOGIT_ROWS = (32000, 50257, 128256), 8192
+FEATURES, NORM_ELEMENTS = (1024, 4096, 8192), 2**26
+NORMS = {"layer_norm": (layer_norm_fn, F.layer_norm, 2), "rms_norm": (rms_norm_fn, F.rms_norm, 1)}
 BUDGET = Budget(min_rounds=20, min_ms=0.0)
 
 
+def randn(*shape):
+    return torch.randn(shape, device="cuda").to(torch.bfloat16).requires_grad_()
+
+
 def cross_entropy_problem(classes):
-    """-> ({name: function of the logits}, inputs, bytes forward, bytes backward)."""
-    logits = torch.randn(LOGIT_ROWS, classes, device="cuda").to(torch.bfloat16).requires_grad_()
-    labels = torch.randint(classes, (LOGIT_ROWS,), device="cuda")
-    functions = {
-        "ours": lambda x: cross_entropy_loss(x, labels)[0],
-        "torch": lambda x: F.cross_entropy(x.float(), labels, reduction="none"),
-    }
+    """-> (ours, torch's, inputs, bytes forward, bytes backward)."""
+    logits, labels = randn(LOGIT_ROWS, classes), torch.randint(classes, (LOGIT_ROWS,), device="cuda")
     size = 2 * logits.numel()
-    return functions, (logits,), size, 2 * size
+
+    def torch_loss(x):
+        return F.cross_entropy(x.float(), labels, reduction="none")
+
+    return lambda x: cross_entropy_loss(x, labels)[0], torch_loss, (logits,), size, 2 * size
 
 
 def norm_problem(ours, theirs, parameters, features):
     """norm(x + residual) and the sum, as a block of a transformer wants them."""
-    shape = (NORM_ELEMENTS // features, features)
-    x, residual = (torch.randn(shape, device="cuda").to(torch.bfloat16).requires_grad_() for _ in range(2))
-    weights = [torch.randn(features, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in range(parameters)]
+    inputs = *(randn(NORM_ELEMENTS // features, features) for _ in "xr"), *(randn(features) for _ in range(parameters))
 
-    def ours_of(x, residual, weight, bias=None):
-        return ours(x, weight, bias, residual, prenorm=True)
-
-    def theirs_of(x, residual, *weights):
+    def torch_norm(x, residual, *weights):
         total = x + residual
         return theirs(total, (features,), *weights), total
 
+    def own_norm(x, residual, weight, bias=None):
+        return ours(x, weight, bias, residual, prenorm=True)
+
     size = 4 * 2 * NORM_ELEMENTS
-    return {"ours": ours_of, "torch": theirs_of}, (x, residual, *weights), size, size
+    return own_norm, torch_norm, inputs, size, size
 
 
 def problems():
-    for classes in CLASSES:
-        yield f"cross_entropy {LOGIT_ROWS} x {classes}", lambda n=classes: cross_entropy_problem(n)
-    for name, ours, theirs, parameters in (
-        ("layer_norm", layer_norm_fn, F.layer_norm, 2),
-        ("rms_norm", rms_norm_fn, F.rms_norm, 1),
-    ):
-        for features in FEATURES:
-            yield (
-                f"{name} {NORM_ELEMENTS // features} x {features}",
-                lambda o=ours, t=theirs, p=parameters, n=features: norm_problem(o, t, p, n),
-            )
+    """{name: function that makes the problem}"""
+    found = {f"cross_entropy {LOGIT_ROWS} x {n}": partial(cross_entropy_problem, n) for n in CLASSES}
+    for name, norm in NORMS.items():
+        found.update({f"{name} {NORM_ELEMENTS // n} x {n}": partial(norm_problem, *norm, n) for n in FEATURES})
+    return found
 
 
 def backward_of(function, inputs):
     outputs = function(*inputs)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-    douts = [torch.randn_like(out) for out in outputs]
-    return lambda: torch.autograd.grad(outputs, inputs, douts, retain_graph=True)
+    return partial(torch.autograd.grad, outputs, inputs, [torch.randn_like(x) for x in outputs], retain_graph=True)
 
 
-def measure(timer, calls):
-    """{name: median ms}, the calls in turn."""
-    for call in calls.values():  # the first compiles, which must not count as its time
-        for _ in range(3):
-            call()
-    times, _ = interleave(timer, {name: (nullcontext, call) for name, call in calls.items()}, BUDGET)
-    return {name: statistics.median(samples) for name, samples in times.items()}
-
-
-def measure_problem(name, make, timer, compiled):
-    """The rows of one problem, forward and backward."""
-    functions, inputs, *sizes = make()
-    if compiled:
-        torch._dynamo.reset()
-        functions["compiled"] = torch.compile(functions["torch"], dynamic=False)
-    rows = []
+def measure(name, make, timer):
+    """Prints the rows of one problem, forward and backward."""
+    ours, theirs, inputs, *sizes = make()
+    torch._dynamo.reset()
+    functions = {"ours": ours, "torch": theirs, "compiled": torch.compile(theirs, dynamic=False)}
     for mode, size in zip(("fwd", "bwd"), sizes):
-        calls = {
-            key: partial(function, *inputs) if mode == "fwd" else backward_of(function, inputs)
-            for key, function in functions.items()
-        }
-        ms = measure(timer, calls)
-        rows.append({"name": name, "mode": mode, "ms": ms, "bytes": size})
+        make_call = partial if mode == "fwd" else lambda function, *given: backward_of(function, given)
+        calls = {key: make_call(function, *inputs) for key, function in functions.items()}
+        for call in calls.values():  # the first compiles, which must not count as its time
+            for _ in range(3):
+                call()
+        times, _ = interleave(timer, {key: (nullcontext, call) for key, call in calls.items()}, BUDGET)
+        ms = {key: statistics.median(samples) for key, samples in times.items()}
         told = ", ".join(f"{key} {value / ms['ours']:.2f}x" for key, value in ms.items() if key != "ours")
         print(f"{name:32} {mode:4} {ms['ours']:8.3f} ms {size / ms['ours'] / 1e6:6.0f} GB/s, {told}", flush=True)
-    return rows
-
-
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="write the result as JSON")
-    parser.add_argument("--eager-only", action="store_true", help="leave torch.compile out")
-    arguments = parser.parse_args()
-    if not torch.cuda.is_available():
-        sys.exit("error: no GPU: torch.cuda is not available")
-    torch._functorch.config.donated_buffer = False  # it forbids the repeated backward of compiled code
-    timer = CudaTimer(torch.device("cuda"))
-    result = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": []}
-    print(f"{result['device']}, torch {result['torch']}; ratio: time of the peer over ours")
-    for name, make in problems():
-        result["rows"] += measure_problem(name, make, timer, not arguments.eager_only)
-        torch.cuda.empty_cache()  # the next problem needs the memory
-    if arguments.out:
-        arguments.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main()
+    if not torch.cuda.is_available():
+        sys.exit("error: no GPU: torch.cuda is not available")
+    torch._functorch.config.donated_buffer = False  # it forbids the repeated backward of compiled code
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; ratio: time of the peer over ours")
+    timer = CudaTimer(torch.device("cuda"))
+    for name, make in problems().items():
+        measure(name, make, timer)
+        torch.cuda.empty_cache()  # the next problem needs the memory

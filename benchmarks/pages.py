@@ -104,9 +104,9 @@ def everyone_block():
 # ---- features --------------------------------------------------------------------------------------------------------
 
 
-def row_table(result, groups):
-    """Every row of some groups: time, TFLOPS, the share of its plain call, peers."""
-    rows = [row for row in rows_of(result, groups) if "ours" in row["results"]]
+def row_table(result, groups, mode=None):
+    """Every row of some groups: time, TFLOPS or GB/s, the share of its plain call, peers."""
+    rows = [row for row in rows_of(result, groups, mode) if "ours" in row["results"]]
     peers = [name for name in result["implementations"] if name not in ("ours", PLAIN)]
     peers = [name for name in peers if any(name in row["results"] for row in rows)]
     lines = []
@@ -115,7 +115,11 @@ def row_table(result, groups):
         times = [row["results"][peer]["ms"] / mine["ms"] if peer in row["results"] else None for peer in peers]
         cells = [row["label"], significant(1000 * mine["ms"]), speed(row, "ours"), f"{share:.2f}" if share else "–"]
         lines.append([*cells, *map(gain, times)])
-    return markdown_table(["problem", "µs", "TFLOPS", "of plain", *(f"against `{peer}`" for peer in peers)], lines)
+    title, unit = (
+        f"{groups} {mode}" if mode else "problem",
+        "GB/s" if any(row.get("bytes") for row in rows) else "TFLOPS",
+    )
+    return markdown_table([title, "µs", unit, "of plain", *(f"against `{peer}`" for peer in peers)], lines)
 
 
 def features_block():

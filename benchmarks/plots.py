@@ -9,28 +9,16 @@ from scores import rows_of
 
 PLOTTED_GROUPS = ("cells", "dims")
 DPI = 80  # pages show them as wide as their text
-GRIDS = {"": PLOTTED_GROUPS, "b4h8": ("b4h8",)}  # prefix of a file's name: groups whose rows are one grid
 
 
-def curves(result, head_dim, mode, causal, groups=PLOTTED_GROUPS):
+def curves(result, head_dim, mode, causal):
     """{implementation: [(seqlen, TFLOPS), …] by seqlen} of the rows of one panel."""
     found, wanted = {}, (head_dim, mode, causal)
-    rows = [row for row in rows_of(result, groups) if (row["head_dim"], row["mode"], row["causal"]) == wanted]
+    rows = [row for row in rows_of(result, PLOTTED_GROUPS) if (row["head_dim"], row["mode"], row["causal"]) == wanted]
     for row in sorted(rows, key=lambda row: row["seqlen_k"]):
         for name, entry in row["results"].items():
             found.setdefault(name, []).append((row["seqlen_k"], entry["tflops"]))
     return found
-
-
-def grid_figures(result):
-    """The (grid, mode, head dim) triples that have something to plot."""
-    found = {
-        (grid, row["mode"], row["head_dim"])
-        for row in result["rows"]
-        for grid, groups in GRIDS.items()
-        if row["group"] in groups and row["results"]
-    }
-    return sorted(found)
 
 
 def new_figure(width, height):
@@ -63,29 +51,28 @@ def draw_panel(axes, lines, colors, title):
     axes.grid(alpha=0.3)
 
 
-def draw_grid(result, grid, mode, head_dim, caption):
+def draw_grid(result, mode, head_dim, caption):
     """The figure of both masks."""
     figure, colors, entries = new_figure(11, 4.6), colors_of(result), {}
     panels = figure.subplots(1, 2, sharey=True)
     for axes, causal in zip(panels, (False, True)):
-        draw_panel(axes, curves(result, head_dim, mode, causal, GRIDS[grid]), colors, mask(causal))
+        draw_panel(axes, curves(result, head_dim, mode, causal), colors, mask(causal))
         handles, labels = axes.get_legend_handles_labels()
         entries.update(zip(labels, handles))
     panels[0].set_ylabel("TFLOPS")
     figure.legend(entries.values(), entries.keys(), loc="outside right center", frameon=False)
-    shape = f"{grid}, " if grid else ""
-    figure.suptitle(f"{shape}{mode}, head dim {head_dim}, {result['dtype']}\n{caption}", fontsize=9)
+    figure.suptitle(f"{mode}, head dim {head_dim}, {result['dtype']}\n{caption}", fontsize=9)
     return figure
 
 
 def write_plots(result, folder, caption, only=None):
     """Writes PNGs into `folder`, of all figures or of those whose names are in `only`; returns their paths."""
-    makers = {}
-    for grid, mode, head_dim in grid_figures(result):
-        name = "_".join(part for part in (grid, mode.replace("+", "_"), f"d{head_dim}.png") if part)
-        makers[name] = lambda key=(grid, mode, head_dim): draw_grid(result, *key, caption)
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    paths = [Path(folder) / name for name in makers if only is None or name in only]
-    for path in paths:
-        makers[path.name]().savefig(path, dpi=DPI)
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = []
+    for mode, head_dim in sorted({(row["mode"], row["head_dim"]) for row in rows_of(result, PLOTTED_GROUPS)}):
+        path = folder / f"{mode.replace('+', '_')}_d{head_dim}.png"
+        if only is None or path.name in only:
+            draw_grid(result, mode, head_dim, caption).savefig(path, dpi=DPI)
+            paths.append(path)
     return paths

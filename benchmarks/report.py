@@ -21,36 +21,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))  # absent under PYTHONS
 import pages
 from plots import write_plots
 from results import RESULTS, ROOT, device_name, environment_line, load, measured_commit, store
-from scores import PLAIN, memory_lines, modes, overhead_lines, score_lines, share_of_plain, speed
+from scores import memory_lines, modes, overhead_lines, ratios, rows_of, score_line
 
 LAB = ROOT / "benchmarks" / "lab"
 PLOTS = {"grid": ("fwd_d128.png", "bwd_d128.png")}  # that a page shows
 OF_SEVERAL_GPUS = ("context_parallel",)  # may be of another commit than all others
-
-
-def row_cell(row, name):
-    """TFLOPS or GB/s, and (speed of ours to it), of one implementation in one row."""
-    entry, mine = row["results"].get(name), row["results"].get("ours")
-    if entry is None:
-        return "–"
-    ratio = f"({entry['ms'] / mine['ms']:.2f}x)" if mine and name != "ours" else ""
-    return f"{speed(row, name):>8} {ratio:>8}"
-
-
-def table(result):
-    """One line per row: ms of ours, then a column for each implementation that gave any result."""
-    names = [name for name in result["implementations"] if name != PLAIN]
-    names = [name for name in names if any(name in row["results"] for row in result["rows"])]
-    lines, group = [f"{'ms, TFLOPS (speed of ours to it)':<57}" + "".join(f"{name:>18}" for name in names)], None
-    for row in result["rows"]:
-        if row["group"] != group:
-            group = row["group"]
-            lines.append(f"-- {group}" + (" (GB/s of keys and values)" if row.get("bytes") else ""))
-        ours = f"{row['results']['ours']['ms']:9.4f}" if "ours" in row["results"] else f"{'–':>9}"
-        clock = f" {row['sm_mhz']:6.0f} MHz" if row.get("sm_mhz") else ""
-        cells = "".join(f"{row_cell(row, name):>18}" for name in names)
-        lines.append(f"{row['label']:<38} {row['mode']:<8} {ours}{cells}{clock}")
-    return lines + missing_lines(result)
 
 
 def missing_lines(result):
@@ -65,26 +40,23 @@ def missing_lines(result):
     ]
 
 
-def relative_lines(result):
-    """Speed of ours in rows with features or packed sequences, relative to its plain dense call in the same rounds."""
-    shares = [(row, share_of_plain(row)) for row in result["rows"]]
-    lines = [f"  {share:.3f} {row['label']} {row['mode']}" for row, share in shares if share is not None]
-    return ["speed of ours relative to its plain dense call (TFLOPS)", *lines] if lines else []
-
-
 def full_report(result):
-    """The whole report; the scores of the cells are the last lines."""
-    lines = table(result) + [environment_line(result)] + overhead_lines(result) + memory_lines(result)
-    lines += relative_lines(result)
-    for group in sorted(result["groups"], key=lambda group: group == "cells"):
-        lines += score_lines(result, group=group)
-    return lines
+    """The whole report; the scores are the last lines."""
+    lines = []
+    for group, mode in ((group, mode) for group in result["groups"] for mode in modes(result)):
+        if rows_of(result, group, mode):
+            lines += [*pages.row_table(result, group, mode), ""]
+    lines += [*missing_lines(result), environment_line(result), *overhead_lines(result), *memory_lines(result)]
+    return lines + ["", *pages.score_table(result)]
 
 
 def comparison(new, old, peer):
     """Scores of ours against ours, or against a peer, of an earlier result."""
     lines = [f"new: {environment_line(new)}", f"old: {environment_line(old)}"]
-    scores = [line for group in new["groups"] for line in score_lines(new, old, group, peer)]
+    scores, peer = [], peer or "ours"
+    for group, mode in ((group, mode) for group in new["groups"] for mode in modes(new)):
+        if found := ratios(new, old, peer, mode, group):
+            scores.append(score_line(found, f"{group} {mode}, ours vs {peer} of the old result"))
     return lines + (scores or [f"no common rows of {', '.join(new['groups'])} in {', '.join(modes(new))}"])
 
 
@@ -116,7 +88,7 @@ def publish(folder, target=RESULTS):
     paths = [store(name, result, target) for name, result in results.items()]
     for name in [name for name in PLOTS if name in results]:
         paths += write_plots(results[name], target / "plots", environment_line(results[name]), PLOTS[name])
-    return paths + lab_page().write_plots(results, target / "plots")
+    return paths
 
 
 def lab_page():

@@ -16,7 +16,7 @@ DIGITS = 6
 DROPPED = {
     "plain_id", "rounds", "relative_error", "design", "one_gpu_seconds", "failed",
 }  # fmt: skip
-MEMORY, MEMORY_OF = {"peak_bytes", "result_bytes"}, ("grid", "theory")  # told of these results alone
+MEMORY, MEMORY_OF = {"peak_bytes", "result_bytes"}, ("grid",)  # only this result tells of memory
 OUT_OF_MEMORY = "out of memory"  # the one note of a row that is stored
 LINE = 2000  # characters: what is longer is written over several lines
 

@@ -1,8 +1,8 @@
-"""Measures attention side by side with its peers; prints a table and writes a JSON result, plots on demand.
+"""Measures attention side by side with its peers; prints a table and writes a JSON result.
 
 python benchmarks/run.py                            forward on the GPU (on the CPU without one), all groups
 python benchmarks/run.py --mode fwd bwd fwd+bwd     the modes to measure
-python benchmarks/run.py --peers all --plots        every implementation that is installed, and PNGs beside the JSON
+python benchmarks/run.py --peers all                every implementation that is installed
 python benchmarks/run.py --quick                    a third of the cells, shorter
 python benchmarks/run.py --groups decode decode_layers prefill_cache   attention over a KV cache, not in the default
 python benchmarks/run.py --groups cells b4h8 --peers sdpa_flash naive --budget 40   at one batch size too, likewise
@@ -41,9 +41,8 @@ from ceilings import fp8_products, read_ceiling
 from environment import describe_origin
 from implementations import DEFAULT_PEERS, IMPLEMENTATIONS, choose, make_inputs
 from measure import measure, prepare, skipped
-from plots import write_plots
 from report import full_report
-from results import ROOT, environment_line
+from results import ROOT
 from rows import ALL_GROUPS, CACHE_HOST_CASE, CACHE_TIMING, GROUPS, HOST_CASE, MODE_FLOPS, Row, modes_of, select
 from scores import OURS, PLAIN, speed
 from shared import row_bar
@@ -71,7 +70,6 @@ def parse(arguments):
     parser.add_argument(
         "--max-ms", type=float, default=math.inf, help="ms at most per row, all implementations together"
     )
-    parser.add_argument("--plots", action="store_true", help="draw the plots too, in a folder named as the result")
     parser.add_argument(
         "--out", type=Path, default=ROOT / "build" / "benchmarks", help="folder of the JSON (build/benchmarks)"
     )
@@ -174,8 +172,6 @@ def main(arguments=None):
             result["fp8_products"] = fp8_products(device)
     keep(result["rows"])
     print("\n".join([f"{path} ({spent['spent_s']} s)"] + full_report(result)))
-    if options.plots:
-        print("\n".join(map(str, write_plots(result, path.with_suffix(""), environment_line(result)))))
     return 1 if any(set(OURS) & set(entry["failed"]) for entry in result["rows"]) else 0
 
 

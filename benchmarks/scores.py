@@ -65,18 +65,6 @@ def judged_pairs(result):
     return pairs + [(DETERMINISTIC, peer) for peer in names if peer != DETERMINISTIC and DETERMINISTIC in names]
 
 
-def score_lines(result, baseline=None, group="cells", peer=None):
-    """The scores of a group, one line per mode and pair, within one run or against `peer` (ours) of an earlier one."""
-    pairs = [("ours", peer or "ours")] if baseline or peer else judged_pairs(result)
-    told = " of the old result" if baseline else ""
-    found = {
-        f"{group} {mode}, {name} vs {other}{told}": ratios(result, baseline or result, other, mode, group, name)
-        for mode in modes(result)
-        for name, other in pairs
-    }
-    return [score_line(rows, title) for title, rows in found.items() if rows]
-
-
 def overhead_lines(result):
     problems = {"host_overhead": "b1 s128 h16 d64", "host_overhead_cache": "cache, b1 k1024 h32/8 d128"}
     lines = []

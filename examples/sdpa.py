@@ -1,3 +1,4 @@
+# pip install .    (--llama: '.[examples]')
 """A model that calls scaled_dot_product_attention, by these kernels: in a scope, or for the whole process.
 
     python examples/sdpa.py [--device cuda]

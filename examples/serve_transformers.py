@@ -1,3 +1,4 @@
+# pip install '.[examples]'
 """A model of transformers generates from a paged KV cache: a small server loop around "fa_native".
 
     python examples/serve_transformers.py [--device cuda] [--model llama] [--page-size 16]

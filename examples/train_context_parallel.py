@@ -1,12 +1,12 @@
-"""Trains the character model of train_char_lm.py with each sequence shared out to several processes, and with one.
+# pip install .
+"""Trains the character model of train_char_lm.py with each sequence divided among several processes, and with one.
 
 python examples/train_context_parallel.py [--ranks N] [--device cpu|cuda] [--method ring] [--layout zigzag] [--steps N]
 
-Every process has the whole model and some tokens of every sequence: `CpPlan.shard` gives it those of the inputs and of
-the targets, attention sees the others' keys through `flash_attn_cp_func`, and the gradients of the parameters are
-summed over all. A context of 131 characters shows that no length has to be divisible by anything. On the CPU (gloo) all
-is float64 and the losses are those of one process to 1e-9; on GPUs (NCCL, one each) bfloat16, to 0.05. The exit status
-is 1 where they are not.
+Every process has the whole model and some tokens of every sequence. `CpPlan.shard` selects these from the inputs and
+targets, `flash_attn_cp_func` attends to the keys of all processes, and the gradients of parameters are summed over the
+processes. Lengths are arbitrary: the context has 131 characters. On the CPU (gloo, float64) the losses equal those of
+one process within 1e-9, on GPUs (NCCL, one GPU per process, bfloat16) within 0.05; otherwise the exit status is 1.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ALLOWED = {"cpu": 1e-9, "cuda": 0.05}
 
 
 class Rotary(nn.Module):
-    """Rotary embedding of q and k of tokens at given positions, in the dtype of q and k."""
+    """Rotary embedding of q and k for tokens at given positions, in the dtype of q and k."""
 
     def __init__(self, head_dim, positions):
         super().__init__()
@@ -48,7 +48,7 @@ class Rotary(nn.Module):
 
 
 def make_model(vocabulary, config, attention, positions):
-    """The same for the same seed, whatever the positions; float64 on the CPU."""
+    """The same model for the same seed, with any positions; float64 on the CPU."""
     torch.manual_seed(config.seed)
     model = lm.CharacterGPT(vocabulary, config, attention)
     for block in model.blocks:
@@ -57,7 +57,7 @@ def make_model(vocabulary, config, attention, positions):
 
 
 def train(model, config, device, ids, shard, sum_over_ranks):
-    """The losses of all steps; shard: the tokens that are here; sum_over_ranks: in place."""
+    """The losses of all steps. shard: selects this process's tokens. sum_over_ranks: sums a tensor in place."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate)
     losses = []
     for inputs, targets in lm.batches(ids, config, config.steps, config.seed, device):

@@ -1,3 +1,4 @@
+# pip install '.[examples]'
 """transformers' Trainer with these kernels: a small model of gpt-oss's shape learns a book, packed instead of padded.
 
     python examples/train_transformers.py [--device cuda] [--steps 12] [--batch 4]

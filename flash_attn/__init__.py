@@ -12,18 +12,19 @@ from flash_attn.batch_invariance import is_batch_invariant, set_batch_invariant
 from flash_attn.dropout import dropout_mask
 from flash_attn.explanation import explain
 from flash_attn.flash_attn_interface import (
-    flash_attn_combine,
     flash_attn_func,
     flash_attn_kvpacked_func,
     flash_attn_qkvpacked_func,
     flash_attn_varlen_func,
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
-    flash_attn_with_kvcache,
 )
+from flash_attn.inference import flash_attn_combine, flash_attn_with_kvcache
 from flash_attn.kvcache_plan import KvCachePlan
+from flash_attn.utils.after_import import import_after as _import_after
 
 __build__ = _build_info()
+_import_after("torch.utils.flop_counter", "flash_attn.ops.flops")  # which registers formulas there
 
 __all__ = [
     "KvCachePlan",

@@ -1,7 +1,10 @@
 """What this installation was built for: the contents of `flash_attn.__build__`."""
 
+from __future__ import annotations
+
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -10,7 +13,7 @@ from flash_attn import backends
 RELEASE = "0.1.0"
 
 
-def build_info() -> dict:
+def build_info() -> dict[str, Any]:
     """Return release, backends, archs, head_dims, dtypes, cuda, torch and commit of this installation.
 
     Without the CUDA extension nothing was compiled: archs and head_dims are empty, cuda is None, dtypes are those of

@@ -7,7 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flash_attn.flash_attn_interface import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
+from flash_attn.flash_attn_interface import flash_attn_func, flash_attn_varlen_func
+from flash_attn.inference import flash_attn_with_kvcache
 
 BATCH, SEQLEN, NHEADS, NHEADS_K = 2, 129, 4, 2
 CAUSAL_WINDOW = (64, 0)
@@ -44,44 +45,47 @@ def reference(q: Tensor, k: Tensor, v: Tensor, window: tuple[int, int] = (-1, -1
         hidden |= key < position - left
     if right >= 0:
         hidden |= key > position + right
-    return (scores.masked_fill(hidden, float("-inf")).softmax(-1) @ v).transpose(1, 2)
+    out: Tensor = scores.masked_fill(hidden, float("-inf")).softmax(-1) @ v
+    return out.transpose(1, 2)
 
 
-def _inputs(device, dtype, head_dim):
+def _inputs(device: str, dtype: torch.dtype, head_dim: int) -> tuple[list[Tensor], list[Tensor]]:
     generator = torch.Generator().manual_seed(0)
     shapes = ((BATCH, SEQLEN, heads, head_dim) for heads in (NHEADS, NHEADS_K, NHEADS_K))
     on_cpu = [torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(dtype) for shape in shapes]
     return on_cpu, [x.to(device) for x in on_cpu]
 
 
-def _training(device, dtype, head_dim):
+def _training(device: str, dtype: torch.dtype, head_dim: int) -> list[tuple[Tensor, Tensor]]:
     """Forward and backward of a dense batch -> pairs (result, expected)."""
     on_cpu, inputs = _inputs(device, dtype, head_dim)
     wanted = [x.float().requires_grad_() for x in on_cpu]
     inputs = [x.requires_grad_() for x in inputs]
-    out, expected = flash_attn_func(*inputs, causal=True), reference(*wanted, window=(-1, 0))
+    (q, k, v), (q_wanted, k_wanted, v_wanted) = inputs, wanted
+    out, expected = flash_attn_func(q, k, v, causal=True), reference(q_wanted, k_wanted, v_wanted, (-1, 0))
     generator = torch.Generator().manual_seed(1)
     dout = torch.randn(expected.shape, generator=generator, dtype=torch.float32, device="cpu").to(dtype)
     grads = torch.autograd.grad(out, inputs, dout.to(device))
     return [(out, expected), *zip(grads, torch.autograd.grad(expected, wanted, dout.float()))]
 
 
-def _varlen(device, dtype, head_dim):
+def _varlen(device: str, dtype: torch.dtype, head_dim: int) -> list[tuple[Tensor, Tensor]]:
     """Two packed sequences of different lengths with a window."""
     on_cpu, inputs = _inputs(device, dtype, head_dim)
     lengths = (SEQLEN, 17)
     cu_seqlens = torch.tensor([0, lengths[0], sum(lengths)], dtype=torch.int32, device=device)
-    packed = [torch.cat([x[i, :length] for i, length in enumerate(lengths)]) for x in inputs]
+    q, k, v = (torch.cat([x[i, :length] for i, length in enumerate(lengths)]) for x in inputs)
     out = flash_attn_varlen_func(
-        *packed, cu_seqlens, cu_seqlens, max(lengths), max(lengths), causal=True, window_size=CAUSAL_WINDOW
+        q, k, v, cu_seqlens, cu_seqlens, max(lengths), max(lengths), causal=True, window_size=CAUSAL_WINDOW
     )
-    expected = [
-        reference(*(x[i : i + 1, :length] for x in on_cpu), window=CAUSAL_WINDOW)[0] for i, length in enumerate(lengths)
-    ]
+    expected = []
+    for i, length in enumerate(lengths):
+        q, k, v = (x[i : i + 1, :length] for x in on_cpu)
+        expected.append(reference(q, k, v, CAUSAL_WINDOW)[0])
     return [(out, torch.cat(expected))]
 
 
-def _decode(device, dtype, head_dim):
+def _decode(device: str, dtype: torch.dtype, head_dim: int) -> list[tuple[Tensor, Tensor]]:
     """One new token appended to a KV cache."""
     (q, k, v), (q_device, k_device, v_device) = _inputs(device, dtype, head_dim)
     last = SEQLEN - 1
@@ -97,8 +101,10 @@ def _decode(device, dtype, head_dim):
 _CALLS = {"forward, backward": _training, "packed batch": _varlen, "KV cache": _decode}
 
 
-def _largest_error(pairs) -> float:
-    errors = [((x.detach().cpu().float() - y.detach()).abs().max() / y.detach().abs().max()).item() for x, y in pairs]
+def _largest_error(pairs: list[tuple[Tensor, Tensor]]) -> float:
+    errors: list[float] = [
+        ((x.detach().cpu().float() - y.detach()).abs().max() / y.detach().abs().max()).item() for x, y in pairs
+    ]
     return max(errors, key=lambda error: float("inf") if error != error else error)  # NaN is the largest
 
 

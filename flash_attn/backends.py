@@ -5,8 +5,11 @@ from __future__ import annotations
 import importlib
 from functools import cache
 from types import ModuleType
+from typing import cast
 
 from torch import Tensor
+
+from flash_attn import observation
 
 _MODULES = {"cuda": "flash_attn_2_cuda", "cpu": "flash_attn.cpu"}
 
@@ -42,7 +45,10 @@ def is_stand_in(module: ModuleType) -> bool:
 
 def of(tensor: Tensor, name: str = "q") -> ModuleType:
     """`get` for the device of a tensor; `device.type` makes a string, which costs as much as the rest of a look-up."""
-    return get("cuda" if tensor.is_cuda else "cpu" if tensor.is_cpu else tensor.device.type, name)
+    backend = get("cuda" if tensor.is_cuda else "cpu" if tensor.is_cpu else tensor.device.type, name)
+    if observation.DEBUG or observation.profiler._is_profiler_enabled:
+        return cast(ModuleType, observation.Observed(backend))
+    return backend
 
 
 def cuda_extension() -> ModuleType | None:

@@ -18,11 +18,11 @@ class _Switch(Scoped):
 
     def __init__(self) -> None:
         super().__init__("flash_attn.batch_invariant")
-        self.calls: dict[int, tuple[int, bool]] = {}
+        self.calls: dict[int | None, tuple[int, bool]] = {}
 
     @property
     def enabled(self) -> bool:
-        value = self.value
+        value: bool | None = self.value
         if value is not None:
             return value
         call = self.calls.get(get_ident())
@@ -67,8 +67,6 @@ class set_batch_invariant:
 
     _thread: int | None = None
 
-    _thread: int | None = None
-
     def __init__(self, enabled: bool) -> None:
         if not isinstance(enabled, bool):
             raise TypeError(f"enabled: expected a bool, got {type(enabled).__name__}")
@@ -82,7 +80,7 @@ class set_batch_invariant:
         _switch.enter(self._enabled)
         _survey()
 
-    def __exit__(self, *_) -> None:
+    def __exit__(self, *_: object) -> None:
         _switch.leave(self._enabled)
         _survey()
 

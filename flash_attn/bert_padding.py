@@ -114,7 +114,7 @@ def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -
     return output.view(batch, seqlen, *hidden_states.shape[1:])
 
 
-def _check_indices(name, x, indices):
+def _check_indices(name: str, x: Tensor, indices: Tensor) -> None:
     arguments.check_tensors((name, "indices"), (x, indices))
     if x.dim() == 0:
         raise RuntimeError(f"{name}: expected at least one dimension, got 0")
@@ -124,17 +124,17 @@ def _check_indices(name, x, indices):
         raise RuntimeError(f"indices: expected a tensor on {name}'s device ({x.device}), got one on {indices.device}")
 
 
-def _check_mask(name, mask, hidden_states):
+def _check_mask(name: str, mask: Tensor, hidden_states: Tensor) -> None:
     arguments.check_tensors(("hidden_states", name), (hidden_states, mask))
     if mask.shape != hidden_states.shape[:2]:
         raise RuntimeError(f"{name}: expected shape {list(hidden_states.shape[:2])}, got {list(mask.shape)}")
 
 
-def _gather_tokens(hidden_states, mask):
+def _gather_tokens(hidden_states: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     indices = mask.flatten().nonzero().flatten()
     return index_first_axis(hidden_states.flatten(0, 1), indices), indices
 
 
-def _cumulative(lengths):
+def _cumulative(lengths: Tensor) -> Tensor:
     """cu_seqlens, int32, of a vector of lengths."""
     return torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))

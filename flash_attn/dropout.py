@@ -42,7 +42,7 @@ def keep_scale(p: float) -> float:
     return 2.0**32 / (2**32 - dropout_threshold(p))
 
 
-def _multiply_wide(multiplier: int, word: torch.Tensor):
+def _multiply_wide(multiplier: int, word: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """High and low 32 bits of multiplier * word; the int64 product wraps modulo 2^64, which keeps all 64 bits."""
     product = word * multiplier
     return (product >> 32) & _WORD, product & _WORD
@@ -70,14 +70,14 @@ def _scramble(word: torch.Tensor) -> torch.Tensor:
     return word ^ (word >> 16)
 
 
-def _row_bits(key: tuple[torch.Tensor, torch.Tensor], first: int, stop: int):
+def _row_bits(key: tuple[torch.Tensor, torch.Tensor], first: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Fine and coarse random bits of rows [first, stop): int64 (batches, heads, rows)."""
     index = torch.arange(first, stop, device=key[0].device)
     coarse = (_scramble(index ^ key[0][..., None]) + key[1][..., None]) & _WORD
     return _scramble(coarse) | 1, coarse
 
 
-def _col_bits(key: tuple[torch.Tensor, torch.Tensor], first: int, stop: int):
+def _col_bits(key: tuple[torch.Tensor, torch.Tensor], first: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Fine and coarse random bits of the pairs of columns [first, stop): int64 (batches, heads, pairs)."""
     index = torch.arange(first, stop, device=key[0].device)
     odd = index // 4 % 2
@@ -94,11 +94,11 @@ def dropout_streams(
 ) -> DropoutStreams:
     """The streams of every (batch, head) in batches x heads; seed and offset are taken modulo 2^64."""
 
-    def words(values):
+    def words(values: Iterable[int] | torch.Tensor) -> torch.Tensor:
         values = values if isinstance(values, torch.Tensor) else list(values)
         return torch.as_tensor(values, dtype=torch.int64, device=device) & _WORD
 
-    def constant(value):
+    def constant(value: int) -> torch.Tensor:
         return torch.tensor(value & _WORD, dtype=torch.int64, device=device)
 
     counter = (words(batches)[:, None], words(heads)[None, :], constant(offset), constant(offset >> 32))

@@ -1,16 +1,16 @@
-"""8-bit tensors: value = code * descale. The one definition of their arithmetic and of the shapes of descales.
+"""8-bit tensors: value = 8-bit value * descale. The one definition of their arithmetic and of the shapes of descales.
 
-Codes are float8_e4m3fn or int8 (symmetric, -127 to 127), descales float32. Every step is one IEEE operation in
+8-bit values are float8_e4m3fn or int8 (symmetric, -127 to 127), descales float32. Every step is one IEEE operation in
 float32, rounded to nearest even, so that CPU, GPU and a kernel give the same bits:
 
     descale = max(min(amax, FLT_MAX) * fl(1 / 448), 2^-126)      amax = largest |x| that is no NaN; int8: 1 / 127
-    code    = rne(clamp(x * fl(1 / descale), -448, 448))                 rne: to e4m3 or to an integer
+    stored  = rne(clamp(x * fl(1 / descale), -448, 448))                 rne: to e4m3 or to an integer
 
-x is float32 (float64 is rounded to it, half precision is exact in it). Infinities saturate. NaN is the code 0x7F of
+x is float32 (float64 is rounded to it, half precision is exact in it). Infinities saturate. NaN is 0x7F in
 e4m3. int8 has no NaN: there it is 0, and where the descale is computed NaN makes the descale NaN.
 
-A descale rounded up to a power of two may have a code for the power beyond all finite values of x's dtype, 2^16 for
-float16. `most_codes` excludes it.
+With a descale rounded up to a power of two, e4m3 may hold the power beyond all finite values of x's dtype, 2^16 for
+float16. `largest_stored` excludes it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _WIDE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _HALF = (torch.float16, torch.bfloat16)
 _LARGEST_FLOAT32 = torch.finfo(torch.float32).max
 SMALLEST_DESCALE = 2.0**-126
-# The least n with a code 2^n where the descale, amax / LARGEST, was rounded up to a power of two; the code before it.
+# The least n with a stored 2^n if the descale, amax / LARGEST, was rounded up to a power of two; the value before it.
 _LAST_POWER = {E4M3: (8, 240.0), INT8: (6, 63.0)}
 _RECIPROCAL = {
     dtype: torch.tensor(1 / largest, dtype=torch.float32, device="cpu").item() for dtype, largest in LARGEST.items()
@@ -38,7 +38,7 @@ _RECIPROCAL = {
 # ---- arithmetic ----
 
 
-def descale_of(x: Tensor, axes, dtype: torch.dtype, power_of_two: bool = False) -> Tensor:
+def descale_of(x: Tensor, axes: tuple[int, ...], dtype: torch.dtype, power_of_two: bool = False) -> Tensor:
     """The descale of x over `axes`, which stay as axes of size 1. power_of_two: rounded up to one."""
     x = x.detach().to(torch.float32)
     if any(x.shape[axis] == 0 for axis in axes):
@@ -54,10 +54,11 @@ def descale_of(x: Tensor, axes, dtype: torch.dtype, power_of_two: bool = False) 
     return descale
 
 
-def most_codes(descale: Tensor, dtype: torch.dtype, x_dtype: torch.dtype) -> Tensor:
-    """The largest codes, like descale, whose values a tensor of x_dtype can hold. descale: powers of two, of finite x.
+def largest_stored(descale: Tensor, dtype: torch.dtype, x_dtype: torch.dtype) -> Tensor:
+    """The largest 8-bit values, like descale, that a tensor of x_dtype can hold once scaled.
 
-    The values of x_dtype end before a power of two, to which x may be rounded only by the largest descale.
+    descale: powers of two, of finite x. The values of x_dtype end before a power of two, to which x may be rounded only
+    by the largest descale.
     """
     exponent = math.frexp(min(torch.finfo(x_dtype).max, _LARGEST_FLOAT32))[1]
     power, before = _LAST_POWER[dtype]
@@ -65,20 +66,20 @@ def most_codes(descale: Tensor, dtype: torch.dtype, x_dtype: torch.dtype) -> Ten
 
 
 def encode(x: Tensor, descale: Tensor, dtype: torch.dtype, most: Tensor | None = None) -> Tensor:
-    """The codes of x for a descale that broadcasts to it; none beyond `most`, which is like descale."""
-    most = LARGEST[dtype] if most is None else most
-    scaled = (x.detach().to(torch.float32) * descale.reciprocal()).clamp(-most, most)
+    """x quantised by a descale that broadcasts to it; nothing beyond `most`, which is like descale."""
+    scaled = x.detach().to(torch.float32) * descale.reciprocal()
+    scaled = scaled.clamp(-LARGEST[dtype], LARGEST[dtype]) if most is None else scaled.clamp(-most, most)
     if dtype is INT8:
         return scaled.nan_to_num(nan=0.0).round().to(INT8)
     return scaled.masked_fill(scaled.isnan(), float("nan")).to(E4M3)  # NaN of either sign is 0x7F
 
 
-def decode(codes: Tensor, descale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """code * descale in `dtype`, computed in float32 (float64 for float64). descale broadcasts, None is 1."""
+def decode(stored: Tensor, descale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """8-bit values * descale in `dtype`, computed in float32 (float64 for float64). descale broadcasts, None is 1."""
     if descale is None:
-        return codes.to(dtype)
+        return stored.to(dtype)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    return (codes.to(wide) * descale).to(dtype)
+    return (stored.to(wide) * descale).to(dtype)
 
 
 # ---- descales ----
@@ -105,18 +106,6 @@ def is_by_row(descale: Tensor | None) -> bool:
     return descale is not None and descale.dim() == 3
 
 
-def can_join(q_descale: Tensor | None, k_descale: Tensor | None, heads_k: int) -> bool:
-    """Whether one descale of K says what both say of scores: of the tensor or of K/V heads."""
-    given = [x for x in (q_descale, k_descale) if x is not None and x.numel() != 1]
-    return all(x.dim() < 3 and x.shape[-1] == heads_k for x in given)
-
-
-def joined(q_descale: Tensor | None, k_descale: Tensor | None) -> Tensor | None:
-    """The descale of K that stands for both, where they can join."""
-    given = [x.reshape(()) if x.numel() == 1 else x for x in (q_descale, k_descale) if x is not None]
-    return given[0] * given[1] if len(given) == 2 else given[0] if given else None
-
-
 def by_row(descale: Tensor, x: Tensor) -> Tensor:
     """A descale by page or row in the shape of x, K or V, but for a last axis of 1: a view."""
     if x.dim() == 3:
@@ -136,7 +125,7 @@ def by_head(descale: Tensor, heads: int) -> Tensor:
 
 
 class Scaling(NamedTuple):
-    """What the descales of a call do to its operands, so that attention itself computes with codes.
+    """What the descales of a call do to its operands, so that attention itself computes with 8-bit values.
 
     Those of heads multiply queries, before, and the output, after; those of rows and pages multiply K and V.
     """
@@ -152,8 +141,8 @@ class Scaling(NamedTuple):
         """Of a call whose arguments `check` has passed."""
         heads = q.shape[-2]
         k_by_row, v_by_row = is_by_row(descales.k), is_by_row(descales.v) and not descales.v_per_channel
-        factors = [descales.q, None if k_by_row else descales.k]
-        factors = [by_head(x, heads) for x in factors if x is not None]
+        given = [descales.q, None if k_by_row else descales.k]
+        factors = [by_head(x, heads) for x in given if x is not None]
         query_factor = factors[0] * factors[1] if len(factors) == 2 else factors[0] if factors else None
         out_factor = None
         if descales.v is not None and not v_by_row:
@@ -164,7 +153,8 @@ class Scaling(NamedTuple):
                 out_factor = by_head(descales.v, heads).unsqueeze(-1)
         return Scaling(
             dtype, query_factor, out_factor,
-            by_row(descales.k, k) if k_by_row else None, by_row(descales.v, v) if v_by_row else None,
+            None if descales.k is None or not k_by_row else by_row(descales.k, k),
+            None if descales.v is None or not v_by_row else by_row(descales.v, v),
         )  # fmt: skip
 
     def queries(self, q: Tensor, sequence: int | Tensor | None = None) -> Tensor:
@@ -175,9 +165,9 @@ class Scaling(NamedTuple):
         """
         return decode(q, _of_sequences(self.query_factor, sequence, 1), self.dtype)
 
-    def scaled(self, codes: Tensor, rows: Tensor | None) -> Tensor:
-        """Codes of K or V times k_rows or v_rows, indexed as they are; where that is None, the codes."""
-        return codes if rows is None else decode(codes, rows, self.dtype)
+    def scaled(self, stored: Tensor, rows: Tensor | None) -> Tensor:
+        """8-bit K or V times k_rows or v_rows, indexed as they are; as it is if that is None."""
+        return stored if rows is None else decode(stored, rows, self.dtype)
 
     def store(self, out: Tensor, result: Tensor, sequence: int | Tensor | None = None) -> None:
         """result, of the operands, into out. sequence: as in `queries`."""
@@ -186,7 +176,7 @@ class Scaling(NamedTuple):
         out.copy_(result if factor is None else result.to(wide) * factor)
 
 
-def _of_sequences(factor, sequence, new_axes):
+def _of_sequences(factor: Tensor | None, sequence: int | Tensor | None, new_axes: int) -> Tensor | None:
     """A factor (1 or batch, heads, ...), with new_axes at its end, as it broadcasts to rows of heads."""
     if factor is None:
         return None
@@ -202,16 +192,23 @@ def _of_sequences(factor, sequence, new_axes):
 # ---- rules ----
 
 
-def named(dtype: torch.dtype) -> str:
+def named(dtype: torch.dtype | None) -> str:
     return str(dtype).replace("torch.", "")
 
 
-def _require(condition: bool, name: str, expected: str, got) -> None:
+def _require(condition: bool, name: str, expected: str, got: object) -> None:
     if not condition:
         raise RuntimeError(f"{name}: expected {expected}, got {got}")
 
 
-def check_dtypes(q, k, v, out_dtype, dropout_p=0.0, names=("k", "v")) -> None:
+def check_dtypes(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out_dtype: torch.dtype | None,
+    dropout_p: float = 0.0,
+    names: tuple[str, str] = ("k", "v"),
+) -> None:
     """The dtypes of a call of which something has 8 bits, or that names a descale or out_dtype."""
     k_name, v_name = names
     _require(q.dtype in (*_WIDE, E4M3), "q", "dtype float16, bfloat16 or float8_e4m3fn", named(q.dtype))
@@ -230,7 +227,7 @@ def check_dtypes(q, k, v, out_dtype, dropout_p=0.0, names=("k", "v")) -> None:
     _require(dropout_p == 0.0 or not some, "dropout_p", "0 with 8-bit tensors", dropout_p)
 
 
-def check_descales(q, k, v, descales: Descales, batch: int) -> None:
+def check_descales(q: Tensor, k: Tensor, v: Tensor, descales: Descales, batch: int) -> None:
     """The descales of q (.., heads, head_dim) and k, v (.., heads_k, head_dim), of a batch or packed, or of a cache."""
     heads, heads_k = q.shape[-2], k.shape[-2]
     rows = [k.shape[0], k.shape[1] if k.dim() == 4 else 1, heads_k]
@@ -246,7 +243,9 @@ def check_descales(q, k, v, descales: Descales, batch: int) -> None:
         _check_descale("v_descale", descales.v, v, q, by_heads + by_rows)
 
 
-def _check_descale(name, descale, x, q, shapes, one_element=True) -> None:
+def _check_descale(
+    name: str, descale: Tensor | None, x: Tensor, q: Tensor, shapes: list[list[int]], one_element: bool = True
+) -> None:
     if descale is None:
         return
     _require(x.dtype in EIGHT_BIT, name, f"None for {name[0]} of {named(x.dtype)}", "a tensor")

@@ -1,13 +1,13 @@
 """How a call would be computed, without computing it: `explain`.
 
-A dispatch mode stands where the operators of `flash_attn.ops.library` are carried out, so that a call takes its usual
-way up to there, with its own checks and conversions, and costs nothing more where no mode is on.
+A TorchDispatchMode intercepts the operators of `flash_attn.ops.library`: all checks and conversions run as usual, and
+calls outside `explain` cost nothing more.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -17,7 +17,9 @@ from torch.utils._pytree import tree_map_only
 
 from flash_attn import backends
 from flash_attn import flash_attn_interface as interface
+from flash_attn.inference import flash_attn_with_kvcache
 from flash_attn.kvcache_plan import KvCachePlan
+from flash_attn.observation import EXPLAINED_BY
 from flash_attn.ops import calls, context
 from flash_attn.ops.attention_args import AttentionArgs, AttentionBackwardArgs, KvCacheArgs, saved_for_backward
 
@@ -28,16 +30,8 @@ _FUNCTIONS = [
     interface.flash_attn_varlen_func,
     interface.flash_attn_varlen_qkvpacked_func,
     interface.flash_attn_varlen_kvpacked_func,
-    interface.flash_attn_with_kvcache,
+    flash_attn_with_kvcache,
 ]
-_EXPLAINED_BY = {
-    "fwd": "explain_fwd",
-    "varlen_fwd": "explain_varlen_fwd",
-    "bwd": "explain_bwd",
-    "varlen_bwd": "explain_varlen_bwd",
-    "fwd_kvcache": "explain_kvcache",
-    "fwd_fp8": "explain_fwd_fp8",
-}
 
 
 def add_functions(*functions: Callable[..., Any]) -> None:
@@ -45,7 +39,7 @@ def add_functions(*functions: Callable[..., Any]) -> None:
     _FUNCTIONS.extend(functions)
 
 
-class Explanation(dict):
+class Explanation(dict[str, Any]):
     """The plans of a call: {"forward": dict, "backward": dict or None}; str() makes a table of them."""
 
     def __str__(self) -> str:
@@ -74,11 +68,12 @@ def explain(*args: Any, **kwargs: Any) -> Explanation:
         kernel: the family: "mma_sync", "wgmma" or "split_kv" on CUDA; "tiled", "torch_flash", "by_row" on the CPU;
             "none" where there is nothing to compute.
         variant, dtype, head_dim, head_dim_v: of the instantiation, whose head dims are those of the call rounded up.
-        kv_dtype: "e4m3" or "int8", of an 8-bit cache on CUDA.
+        kv_dtype: "e4m3" or "int8", of 8-bit k and v on CUDA. qkv_dtype: "e4m3" if the kernel multiplies 8-bit values.
         block_m, block_n: rows and keys of a tile. tile_heads: its K/V heads ("split_kv").
         stages, warps, smem_bytes: of a thread block.
         grid, num_work_tiles: thread blocks launched, and the tiles that they take.
-        num_splits, split: how keys are split. workspace_bytes: memory beside the results.
+        num_splits, split: how keys are split. workspace_bytes: memory besides the results.
+        stages: what is launched, in order, on CUDA.
         threads: of the CPU.
 
     Raises what the call would raise for its arguments, and TypeError for another function.
@@ -108,11 +103,11 @@ class _Answer(Exception):
 
 class _NonLeaf(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x):
+    def forward(ctx: Any, x: Tensor) -> Tensor:
         return x.data
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
         return grad
 
 
@@ -136,13 +131,10 @@ class _Planner:
         self._backend = backend
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        explained_by = getattr(self._backend, _EXPLAINED_BY[name])
+        explained_by = getattr(self._backend, EXPLAINED_BY[name])
 
-        def answer(*args, **kwargs):
-            plan = explained_by(*args, **kwargs)
-            if plan:
-                raise _Answer(plan)
-            return ()  # no kernel here: the call goes on to others
+        def answer(*args: Any, **kwargs: Any) -> None:
+            raise _Answer(explained_by(*args, **kwargs))
 
         return answer
 
@@ -162,11 +154,11 @@ class _Explaining(TorchDispatchMode):
     device_type = "cuda"
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._records = torch.is_grad_enabled()
         self._address = 1 << 60  # of what has no memory: one that no allocation has
         core = torch.ops.flash_attn_core
-        self._operators = {
+        self._operators: dict[Any, tuple[Callable[..., Any], Callable[..., dict[str, Any]]]] = {
             core.fwd.default: (AttentionArgs, self._attention),
             core.kvcache_fwd.default: (KvCacheArgs, self._kvcache),
             core.kvcache_append_fwd.default: (KvCacheArgs, self._kvcache),
@@ -176,7 +168,9 @@ class _Explaining(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         return False  # True imports the compiler
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         if func in self._operators:
             record, plans = self._operators[func]
@@ -202,13 +196,14 @@ class _Explaining(TorchDispatchMode):
         if differentiates and args.forward_only() is None:
             out, lse, _, rng_state, *_ = calls.forward_fake(args)
             tensors, options = saved_for_backward(args, out, lse, rng_state)
-            plans["backward"] = _plan(calls.backward, AttentionBackwardArgs(out, None, *tensors, *options))
+            saved: tuple[Any, ...] = *tensors, *options
+            plans["backward"] = _plan(calls.backward, AttentionBackwardArgs(out, None, *saved))
         return plans
 
     def _kvcache(self, args: KvCacheArgs) -> dict[str, Any]:
         return {"forward": _plan(calls.kvcache_forward, args)}
 
-    def _device(self, values) -> torch.device | None:
+    def _device(self, values: Iterable[Any]) -> torch.device | None:
         """The device of the GPU that an operator of these arguments computes on, if it does."""
         for value in values:
             if isinstance(value, (list, tuple)):
@@ -227,7 +222,7 @@ class _Explaining(TorchDispatchMode):
         return empty.set_(storage, x.storage_offset(), x.size(), x.stride())
 
 
-def _allocates(func) -> bool:
+def _allocates(func: Any) -> bool:
     """Whether an operator makes tensors of its own, and not views of its arguments or numbers."""
     return any(x.alias_info is None and "Tensor" in str(x.type) for x in func._schema.returns)
 

@@ -1,4 +1,4 @@
-"""The public attention functions: one signature, one docstring, one call each.
+"""The public attention functions and the autograd functions under them, by the names of FlashAttention-2.
 
 All compute exact attention, softmax(softmax_scale * Q K^T + bias + mask) V, by the tiled online-softmax algorithm of
 FlashAttention-2 (Dao, 2023, arXiv:2307.08691), whose memory grows linearly with the sequence length; gradients
@@ -9,9 +9,9 @@ Common to all of them:
 dtypes       q, k, v of one dtype: float16 or bfloat16; on CPU tensors float32 and float64 too. Sums are kept in
              float32 (float64 for float64 inputs). Under torch.autocast float32 inputs become its dtype.
 8 bits       k and v may be float8_e4m3fn or int8, and q float8_e4m3fn where k is, without gradient and dropout: exact
-             attention of code * descale. CUDA has kernels for float8_e4m3fn q, k and v of head_dim 64, 128 and 256 (and
-             an equal head_dim_v) on compute capability 9.0 (docs/fp8.md), decodes over codes of k and v, and converts
-             what many queries see.
+             attention of stored value * descale. CUDA has kernels for float8_e4m3fn q, k and v of head_dim 64, 128 and
+             256 (and an equal head_dim_v) on compute capability 9.0 (docs/fp8.md), decodes over 8-bit k and v, and
+             converts what many queries see.
 heads        nheads divisible by nheads_k; query head i reads K/V head i // (nheads / nheads_k).
 head_dim     up to 256. On CUDA a head_dim that is no multiple of 8 costs a padded copy of the inputs.
 head_dim_v   of v and out, where a function names it: up to 256, head_dim or another. Where it differs, CUDA takes the
@@ -19,12 +19,11 @@ head_dim_v   of v and out, where a function names it: up to 256, head_dim or ano
              or ALiBi. Where the larger is up to 32, on GPUs other than Hopper, for small problems and few queries over
              many keys, those of q, k and v with the smaller one are padded by a copy.
 strides      any; a head dim with a stride other than 1 costs a copy.
-positions    aligned to the bottom right corner: query i of sq stands at position i + sk - sq among sk keys.
+positions    aligned to the bottom right corner: query i of sq is at position i + sk - sq among sk keys.
 masked rows  a fully masked row (a query that sees no key) has output 0, gradients 0 and LSE +inf (with sinks: LSE the
              sink).
-gradients    of out and softmax_lse with respect to q, k, v and sinks; what else asks for one (alibi_slopes, numbers as
-             tensors) is rejected. Not twice differentiable, no forward mode. torch.vmap computes one
-             sample after the other.
+gradients    of out and softmax_lse with respect to q, k, v and sinks; alibi_slopes or a number as a tensor that
+             requires one is rejected. Not twice differentiable, no forward mode. torch.vmap loops over the samples.
 
 Bad arguments raise RuntimeError, TypeError or NotImplementedError: the message names the argument, what was expected
 and what it was; nothing is computed then.
@@ -32,31 +31,28 @@ and what it was; nothing is computed then.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from flash_attn import backends
 from flash_attn._types import Descale, TensorOrTuple, WindowSize
-from flash_attn.autograd_functions import (  # noqa: F401
-    FlashAttnFunc,
-    FlashAttnKVPackedFunc,
-    FlashAttnQKVPackedFunc,
-    FlashAttnVarlenFunc,
-    FlashAttnVarlenKVPackedFunc,
-    FlashAttnVarlenQKVPackedFunc,
-)
 from flash_attn.inference import flash_attn_combine, flash_attn_with_kvcache  # noqa: F401
-from flash_attn.ops.attend import attend, attend_rows_in_use
-from flash_attn.ops.attention_args import DENSE, Sequences
+from flash_attn.ops import arguments, calls, context, library, normalize, outputs
+from flash_attn.ops.attention_args import ATTENTION_INPUTS, DENSE, PLAIN, AttentionArgs, Options, Sequences
+from flash_attn.ops.lse import check_convention, converted
 from flash_attn.ops.public import (
     _flash_attn_backward,
     _flash_attn_forward,
     _flash_attn_varlen_backward,
     _flash_attn_varlen_forward,
 )
+from flash_attn.ops.quant_args import NO_QUANT, QuantArgs
+from flash_attn.ops.rows import RowsInUse
 
 _wrapped_flash_attn_forward = _flash_attn_forward
 _wrapped_flash_attn_backward = _flash_attn_backward
@@ -65,70 +61,314 @@ _wrapped_flash_attn_varlen_backward = _flash_attn_varlen_backward
 
 flash_attn_gpu = backends.cuda_extension() or backends.get("cpu")
 
+_is_compiling = torch.compiler.is_compiling
+_EAGER = object()
+
+
+class _Attention(torch.autograd.Function):
+    """What the classes of FlashAttention-2 have in common.
+
+    `apply` takes, by position: the inputs; for packed sequences what tells them apart; dropout_p, softmax_scale,
+    causal, window_size, softcap, alibi_slopes, deterministic, return_softmax and is_grad_enabled=True as in flash_attn
+    2.8; sinks and `Options`, which flash_attn 2.8 does not have. With is_grad_enabled False nothing is recorded.
+    """
+
+    num_inputs = 3
+
+    @classmethod
+    def apply(cls, *args: Any) -> Any:
+        if _is_compiling():  # compiled code traces `forward` alone, unless it was left before
+            return cls.forward(None, *args)
+        sinks, options = args[-2:] if type(args[-1]) is Options else (None, PLAIN)
+        records = False
+        for x in args[: cls.num_inputs]:
+            if type(x) is not Tensor:
+                return cls.forward(None, *args)
+            if x.requires_grad:
+                records = True
+        if sinks is not None:
+            if type(sinks) is not Tensor and type(sinks) is not Parameter:
+                return cls.forward(None, *args)
+            records = records or sinks.requires_grad
+        if options.out is not None or context.is_watched():
+            return cls.forward(None, *args)
+        if records and torch.is_grad_enabled():
+            return super().apply(*args)  # type: ignore[no-untyped-call]  # of torch
+        return cls.forward(_EAGER, *args)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Any, *others: Any) -> Any:
+        if ctx.head_dims is not None and dout is not None:
+            dout = normalize.pad(dout, ctx.surplus_columns)
+        *grads, dsinks = library.input_gradients(ctx, dout, others[0] if ctx.returns_lse else None)
+        if ctx.head_dims is not None:
+            grads = [None if x is None else x[..., :size] for x, size in zip(grads, ctx.head_dims)]
+        rest = [None] * (len(ctx.needs_input_grad) - ctx.num_inputs)
+        if dsinks is not None:
+            rest[-2] = dsinks
+        return (*grads[: ctx.num_inputs], *rest)
+
+
+class FlashAttnFunc(_Attention):
+    """q, k, v."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Any, k: Any, v: Any, *options: Any) -> Any:
+        return _attention(ctx, (q, k, v), DENSE, *options)
+
+
+class FlashAttnQKVPackedFunc(_Attention):
+    """qkv."""
+
+    num_inputs = 1
+
+    @staticmethod
+    def forward(ctx: Any, qkv: Any, *options: Any) -> Any:
+        return _attention(ctx, (qkv,), DENSE, *options)
+
+
+class FlashAttnKVPackedFunc(_Attention):
+    """q, kv."""
+
+    num_inputs = 2
+
+    @staticmethod
+    def forward(ctx: Any, q: Any, kv: Any, *options: Any) -> Any:
+        return _attention(ctx, (q, kv), DENSE, *options)
+
+
+class FlashAttnVarlenFunc(_Attention):
+    """q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k; block_table follows return_softmax."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: Any, max_seqlen_k: Any,
+        dropout_p: Any, softmax_scale: Any, causal: Any, window_size: Any, softcap: Any, alibi_slopes: Any,
+        deterministic: Any, return_softmax: Any, block_table: Any = None, is_grad_enabled: Any = True,
+        sinks: Any = None, options: Options = PLAIN,
+    ) -> Any:  # fmt: skip
+        sequences = Sequences(
+            cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, options.seqused_k, options.leftpad_k, block_table
+        )
+        return _attention(
+            ctx, (q, k, v), sequences, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
+            deterministic, return_softmax, is_grad_enabled, sinks, options,
+        )  # fmt: skip
+
+
+class FlashAttnVarlenQKVPackedFunc(_Attention):
+    """qkv, cu_seqlens, max_seqlen."""
+
+    num_inputs = 1
+
+    @staticmethod
+    def forward(ctx: Any, qkv: Any, cu_seqlens: Any, max_seqlen: Any, *options: Any) -> Any:
+        return _attention(ctx, (qkv,), Sequences(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen), *options)
+
+
+class FlashAttnVarlenKVPackedFunc(_Attention):
+    """q, kv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k."""
+
+    num_inputs = 2
+
+    @staticmethod
+    def forward(ctx: Any, q: Any, kv: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: Any, max_seqlen_k: Any,
+                *options: Any) -> Any:  # fmt: skip
+        return _attention(ctx, (q, kv), Sequences(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), *options)
+
+
+def _attention(
+    ctx: Any,
+    inputs: tuple[Any, ...],
+    sequences: Sequences,
+    dropout_p: Any,
+    softmax_scale: Any,
+    causal: Any,
+    window_size: Any,
+    softcap: Any,
+    alibi_slopes: Any,
+    deterministic: Any,
+    return_softmax: Any,
+    is_grad_enabled: Any = True,
+    sinks: Any = None,
+    options: Options = PLAIN,
+) -> Any:
+    """The forward of all classes. ctx: that of an autograd.Function; _EAGER where nothing is recorded and nobody
+    watches; None where neither is sure."""
+    try:
+        if type(return_softmax) is not bool:
+            return_softmax = arguments.flag("return_attn_probs", return_softmax)
+        args = normalize.attention(
+            inputs, sequences, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+            return_softmax, sinks, options,
+        )  # fmt: skip
+        if ctx is _EAGER:
+            output = calls.forward(args)
+            if args.q is inputs[0] and not (return_softmax or args.return_max_logit):
+                return output[0]
+        elif ctx is None:
+            output = _watched(args, inputs, options.out, is_grad_enabled)
+        else:
+            output = _recorded(args, inputs)
+        out, lse, dmask, _, *max_logit = output
+        padded = args.q is not inputs[0] and args.q.shape[-1] != inputs[0].shape[-1]
+        if padded and options.out is None:
+            out = out[..., : inputs[-1].shape[-1]].contiguous()
+        results = (out, lse, dmask) if return_softmax else (out,)
+        if args.return_max_logit:
+            results = (*results, *max_logit)
+        if ctx is not _EAGER and ctx is not None:
+            library.save_for_backward(ctx, args, output)
+            ctx.num_inputs, ctx.returns_lse = len(inputs), return_softmax
+            ctx.head_dims = (*[inputs[0].shape[-1]] * 2, inputs[-1].shape[-1]) if padded else None
+            ctx.surplus_columns = output[0].shape[-1] - inputs[-1].shape[-1] if padded else 0
+            constant = results[2 if return_softmax else 1 :] if is_grad_enabled else results
+            if constant:
+                ctx.mark_non_differentiable(*constant)
+        return results if len(results) > 1 else out
+    except (RuntimeError, TypeError) as error:
+        arguments.rename(error, normalize.callers_names(inputs, sequences, options))
+        raise
+
+
+def _watched(args: AttentionArgs, inputs: Any, out: Tensor | None, is_grad_enabled: Any) -> Any:
+    """The results of a call that compilers, modes or transforms may watch, or that writes `out`."""
+    with contextlib.nullcontext() if is_grad_enabled else torch.no_grad():
+        return library.attention(args) if out is None else library.attention_into(args, out, inputs)
+
+
+def _recorded(args: AttentionArgs, inputs: Any) -> Any:
+    """The results of a call within an autograd.Function, which torch.compile traces too."""
+    if _is_compiling():
+        if any(x is y for i, x in enumerate(inputs) for y in inputs[:i]):
+            raise NotImplementedError(
+                "q, k, v: expected different tensors in compiled FlashAttnFunc.apply, got one twice, whose gradients "
+                "torch does not add: compiled flash_attn_func takes it"
+            )
+        return library.attention(args)
+    context.check_savable(ATTENTION_INPUTS, (args.q, args.k, args.v))
+    return calls.forward(args)
+
+
+def attend(inputs: tuple[Tensor, ...], sequences: Sequences, *options: Any) -> TensorOrTuple:
+    """`apply` of the class of these inputs. Compilers trace the operator in its forward, which has a gradient.
+
+    options: from dropout_p to `Options` as in `_Attention`, all of them; sequences: DENSE, or those of packed inputs.
+    """
+    if _is_compiling():
+        return _attention(None, inputs, sequences, *options)
+    if sequences is DENSE:
+        return (FlashAttnFunc if len(inputs) == 3 else FlashAttnQKVPackedFunc).apply(*inputs, *options)
+    *score, is_grad_enabled, sinks, more = options
+    more = more._replace(seqused_k=sequences.seqused_k, leftpad_k=sequences.leftpad_k)
+    return FlashAttnVarlenFunc.apply(
+        *inputs, *sequences[:4], *score, sequences.block_table, is_grad_enabled, sinks, more
+    )  # fmt: skip
+
+
+def attend_rows_in_use(
+    seqused_q: Tensor | None, inputs: tuple[Tensor, ...], sequences: Sequences, *options: Any
+) -> TensorOrTuple:
+    """`attend` of packed q, k and v where only the first rows of each sequence of q are in use: seqused_q (batch,),
+    None for all of them. The others come out as rows that belong to no sequence."""
+    if seqused_q is None:
+        return attend(inputs, sequences, *options)
+    *score, sinks, more = options
+    q, k, v = inputs = arguments.attention_inputs(normalize.NAMES[2], inputs)
+    arguments.check_sequences(sequences)
+    arguments.check_rank("q", q, "total, heads, head_dim")
+    assert sequences.cu_seqlens_q is not None
+    rows, out = RowsInUse(sequences.cu_seqlens_q, seqused_q, q), more.out
+    if out is not None:
+        outputs.reject_gradients(out, q, k, v, sinks)
+        read = {"q": q, "k": k, "v": v, "seqused_q": seqused_q, "sinks": sinks, **sequences._asdict()}
+        outputs.check_result(out, q, v, more.quant.out_dtype, read)
+    result = attend(
+        (rows.gather(q), k, v), sequences._replace(cu_seqlens_q=rows.cu_seqlens), *score, sinks,
+        more._replace(out=None),
+    )  # fmt: skip
+    result, *others = result if isinstance(result, tuple) else (result,)
+    if len(others) > 1:  # the LSE comes with S_dmask
+        others[0] = rows.scatter(others[0], 1)
+    result = rows.scatter(result)
+    if out is not None:
+        result = out.copy_(result)
+    return (result, *others) if others else result
+
+
+def _rare(
+    sinks: Tensor | None, s_aux: Tensor | None, learnable_sink: Tensor | None, lse_convention: str, **options: Any
+) -> tuple[bool, Tensor | None, Options]:
+    """(is_grad_enabled, sinks, Options) from arguments that a call rarely gives."""
+    check_convention(lse_convention)
+    name = arguments.name_of_sinks(sinks, s_aux, learnable_sink)
+    return True, arguments.named_sinks(sinks, s_aux, learnable_sink), Options(sinks_name=name, **options)
+
+
+def _in_convention(result: Any, lse_convention: str, return_attn_probs: Any) -> Any:
+    """The result with its LSE, the second one of several, in the convention that the caller wants."""
+    if not return_attn_probs:
+        return result
+    out, lse, *others = result
+    return (out, converted(lse, lse_convention), *others)
+
+
 _OPTIONS_DOC = """
-        dropout_p: float in [0, 1). Probability of dropping an entry of the attention matrix; kept entries are scaled
-            by 1 / (1 - dropout_p). The mask is that of `flash_attn.dropout_mask`. Pass 0.0 in evaluation.
+        dropout_p: float in [0, 1). Probability of dropping an entry of the attention matrix; kept ones are scaled by
+            1 / (1 - dropout_p). Pass 0.0 in evaluation. `flash_attn.dropout_mask` has the mask.
         softmax_scale: float, factor of Q K^T before the softmax. Default: 1 / sqrt(head_dim).
-        causal: bool. A query at position p sees the keys j <= p (positions as above: aligned bottom right).
-        window_size: (left, right), any pair of ints, in keys. A query at position p sees the keys
-            p - left <= j <= p + right; a negative value is unbounded on its side. causal caps right at 0.
-        softcap: float >= 0. If > 0, scores become softcap * tanh(softmax_scale * Q K^T / softcap).
-        alibi_slopes: float32 (nheads,) or (batch, nheads). Subtracts slope * |p - j| from the score of a query at
-            position p and key j.
-        deterministic: bool. Makes the backward bitwise reproducible from run to run; the forward always is.
+        causal: bool. A query at position p sees the keys j <= p. Query i of seqlen_q is at p = i + seqlen_k - seqlen_q.
+        window_size: (left, right) in keys. A query at p sees p - left <= j <= p + right; negative is unbounded.
+        softcap: float. If > 0, scores become softcap * tanh(softmax_scale * Q K^T / softcap).
+        alibi_slopes: float32 (nheads,) or (batch, nheads), without gradient. Scores get -slope * |p - j|.
+        deterministic: bool. Makes the backward reproducible to the bit; the forward always is.
         return_attn_probs: bool. Also return softmax_lse and S_dmask.
-        sinks: (nheads,), float32 (half precision is converted); keyword only. One more logit in the softmax of every
-            row of a head, in natural-log units (softmax_scale and softcap do not apply), without a value: it takes
-            probability and adds nothing to the output. -inf is no sink. Learnable.
-        return_max_logit: bool; keyword only. Also return max_logit, as the last result.
-        batch_invariant: bool; keyword only. Make out, softmax_lse, dk and dv of a sequence, and with deterministic dq,
-            independent to the last bit of the other sequences, of their number and of its position among them, whether
-            the batch is dense or packed; slower where sequences are few or short. `set_batch_invariant` asks for it
-            in all calls.
-        s_aux, learnable_sink: other names of sinks, which clients look for in the signature; keyword only. At most one
-            of the three is given (or the same tensor).
-        lse_convention: str, of softmax_lse; keyword only. "fa2": natural logarithm, +inf in a fully masked row. "fa3":
-            the same with -inf there. "flashinfer": logarithm to base 2, -inf there.
+
+    Keyword-only arguments:
+        sinks, s_aux, learnable_sink: (nheads,) float32 or half precision, one argument of three names. A further
+            logit, in natural-log units, in the softmax of every row, without a value. Learnable; -inf is no sink.
+        return_max_logit: bool. Also return max_logit.
+        batch_invariant: bool. The results of a sequence (dq: with deterministic) do not depend, to the last bit, on
+            the others in the batch. `set_batch_invariant` asks for it in all calls.
+        lse_convention: "fa2": softmax_lse is a natural logarithm, +inf in a fully masked row; "fa3": -inf there;
+            "flashinfer": to base 2, -inf there.
 """
 
 _DESCALES_DOC = """
-        q_descale: of float8_e4m3fn q, whose values are then code * descale: a number, or float32 on its device of one
-            element, (nheads,), (batch, nheads), or with nheads_k in place of nheads. None is 1. This and the following
-            are keyword only.
-        k_descale: of float8_e4m3fn or int8 k: as for q, with nheads_k; or of each row, (batch, 1 or seqlen_k,
-            nheads_k), packed (total_k, 1, nheads_k), with pages (num_pages, 1 or page_size, nheads_k).
-        v_descale: the same for v.
-        v_descale_axis: None, or "channel" for a v_descale of (nheads_k, head_dim_v) or (batch, nheads_k, head_dim_v).
-        out_dtype: dtype of out where q has 8 bits: float16 or bfloat16. Default: that of v, or bfloat16.
-        exp: "fast" allows CUDA's kernels of float8_e4m3fn q, k and v (head_dim 64 or 128, compute capability 9.0) to
-            round probabilities to codes whose mantissa is linear in the exponent, within 6 %: a quarter faster, the
-            output hardly less exact than with probabilities in e4m3, the LSE within 0.05. Ignored elsewhere.
+        q_descale, k_descale, v_descale: of 8-bit q (float8_e4m3fn), k and v (float8_e4m3fn or int8), whose values are
+            stored value * descale; forward only, without dropout. A number, or float32 of one element, (nheads,) or
+            (batch, nheads), for k and v with nheads_k, or for each of their rows:
+            {rows}. None is 1.
+        v_descale_axis: "channel" if v_descale is (nheads_k, head_dim_v) or (batch, nheads_k, head_dim_v), else None.
+        out_dtype: float16 or bfloat16, of out where q has 8 bits. Default: that of v, or bfloat16.
+        exp: "fast" lets kernels of 8-bit q, k and v approximate probabilities within 6 % (docs/fp8.md), or "exact".
 """
 
 _RESULT_DOC = """
-    Returns:
+    Returns out, or a tuple of those that are asked for:
         out: {out}, contiguous.
-        softmax_lse (with return_attn_probs): {lse}, logarithm of the sum of exp(scores) of each row, the sink
-            included, float32 (float64 for float64 inputs).
-        S_dmask (with return_attn_probs): for tests. Empty (0,) unless dropout_p > 0; then
-            (batch, nheads, round_up(seqlen_q, 128), round_up(seqlen_k, 128)) in q's dtype with the softmax
-            probabilities before dropout, dropped entries negative.
-        max_logit (with return_max_logit): (nheads,) in the dtype of softmax_lse, not differentiable. The largest logit
-            of each head that enters the softmax, over batch, queries and visible keys: after softmax_scale, softcap
-            and ALiBi, without the sink; -inf if no query sees a key, NaN if one of them is NaN or +inf.
+        softmax_lse (return_attn_probs): {lse} float32 (float64 for float64 q). Logarithm of the
+            sum of exp(scores) of each row, the sink included.
+        S_dmask (return_attn_probs): (0,), or with dropout the probabilities before it, dropped ones negative, of
+            (batch, nheads, seqlen_q, seqlen_k) rounded up to multiples of 128. For tests.
+        max_logit (return_max_logit): (nheads,), the largest visible logit of each head, without the sink, or -inf.
+
+    Gradients: of out and softmax_lse with respect to q, k, v and sinks, once. A row that sees no key has out 0.
+    Raises RuntimeError, TypeError, ValueError or NotImplementedError, which name the argument; nothing is computed
+    then.
 """
 
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
-def _documented(out: str, lse: str) -> Callable[[_Function], _Function]:
+def _documented(out: str, lse: str, rows: str = "") -> Callable[[_Function], _Function]:
     """Fill the common sections into a docstring, so that each is written once."""
 
     def fill(function: _Function) -> _Function:
         if function.__doc__ is not None:  # None under python -OO
             result = _RESULT_DOC.format(out=out, lse=lse).strip()
-            sections = {"<options>": _OPTIONS_DOC, "<descales>": _DESCALES_DOC, "<result>": result}
+            sections = {"<options>": _OPTIONS_DOC, "<descales>": _DESCALES_DOC.format(rows=rows), "<result>": result}
             for place, text in sections.items():
                 function.__doc__ = function.__doc__.replace(place, text.strip())
         return function
@@ -136,7 +376,7 @@ def _documented(out: str, lse: str) -> Callable[[_Function], _Function]:
     return fill
 
 
-@_documented(out="(batch, seqlen_q, nheads, head_dim_v)", lse="(batch, nheads, seqlen_q)")
+@_documented("(batch, seqlen_q, nheads, head_dim_v)", "(batch, nheads, seqlen_q)", "(batch, 1 or seqlen_k, nheads_k)")
 def flash_attn_func(
     q: Tensor,
     k: Tensor,
@@ -163,22 +403,47 @@ def flash_attn_func(
     out_dtype: torch.dtype | None = None,
     exp: str = "exact",
 ) -> TensorOrTuple:
-    """Attention over a batch of sequences of one length; MHA, GQA and MQA.
+    """Exact attention over a batch of sequences of one length: softmax(softmax_scale * Q K^T + bias + mask) V.
 
     Arguments:
-        q: (batch, seqlen_q, nheads, head_dim)
-        k: (batch, seqlen_k, nheads_k, head_dim)
-        v: (batch, seqlen_k, nheads_k, head_dim_v)
+        q: (batch, seqlen_q, nheads, head_dim), float16 or bfloat16, on the CPU also float32 and float64.
+        k: (batch, seqlen_k, nheads_k, head_dim) of q's dtype. Query head i reads K/V head i // (nheads / nheads_k).
+        v: (batch, seqlen_k, nheads_k, head_dim_v) of q's dtype. Head dims up to 256, any strides.
         <options>
         <descales>
 
     <result>
     """
-    return attend(
-        (q, k, v), DENSE, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
-        return_attn_probs, sinks, return_max_logit, batch_invariant, s_aux, learnable_sink, lse_convention,
-        (q_descale, k_descale, v_descale, v_descale_axis, out_dtype, exp),
-    )  # fmt: skip
+    quant = NO_QUANT
+    if not (
+        q_descale is k_descale is v_descale is None and v_descale_axis is None and out_dtype is None and exp == "exact"
+    ):
+        quant = QuantArgs(
+            q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, v_descale_axis=v_descale_axis,
+            out_dtype=out_dtype, exp=exp,
+        )  # fmt: skip
+    more: tuple[Any, ...] = ()
+    if not (
+        sinks is s_aux is learnable_sink is None
+        and return_max_logit is batch_invariant is False
+        and lse_convention == "fa2"
+        and quant is NO_QUANT
+    ):
+        more = _rare(
+            sinks,
+            s_aux,
+            learnable_sink,
+            lse_convention,
+            return_max_logit=return_max_logit,
+            batch_invariant=batch_invariant,
+            quant=quant,
+        )
+    score = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+    if _is_compiling():
+        result = _attention(None, (q, k, v), DENSE, *score, *more)
+    else:
+        result = FlashAttnFunc.apply(q, k, v, *score, *more)
+    return result if lse_convention == "fa2" else _in_convention(result, lse_convention, return_attn_probs)
 
 
 @_documented(out="(batch, seqlen, nheads, head_dim)", lse="(batch, nheads, seqlen)")
@@ -203,15 +468,31 @@ def flash_attn_qkvpacked_func(
     """`flash_attn_func` with q, k and v in one tensor; its gradient is written in place, without concatenation.
 
     Arguments:
-        qkv: (batch, seqlen, 3, nheads, head_dim)
+        qkv: (batch, seqlen, 3, nheads, head_dim), float16 or bfloat16, on the CPU also float32 and float64.
         <options>
 
     <result>
     """
-    return attend(
-        (qkv,), DENSE, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
-        return_attn_probs, sinks, return_max_logit, batch_invariant, s_aux, learnable_sink, lse_convention,
-    )  # fmt: skip
+    more: tuple[Any, ...] = ()
+    if not (
+        sinks is s_aux is learnable_sink is None
+        and return_max_logit is batch_invariant is False
+        and lse_convention == "fa2"
+    ):
+        more = _rare(
+            sinks,
+            s_aux,
+            learnable_sink,
+            lse_convention,
+            return_max_logit=return_max_logit,
+            batch_invariant=batch_invariant,
+        )
+    score = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+    if _is_compiling():
+        result = _attention(None, (qkv,), DENSE, *score, *more)
+    else:
+        result = FlashAttnQKVPackedFunc.apply(qkv, *score, *more)
+    return result if lse_convention == "fa2" else _in_convention(result, lse_convention, return_attn_probs)
 
 
 @_documented(out="(batch, seqlen_q, nheads, head_dim)", lse="(batch, nheads, seqlen_q)")
@@ -237,19 +518,39 @@ def flash_attn_kvpacked_func(
     """`flash_attn_func` with k and v in one tensor; its gradient is written in place, without concatenation.
 
     Arguments:
-        q: (batch, seqlen_q, nheads, head_dim)
-        kv: (batch, seqlen_k, 2, nheads_k, head_dim)
+        q: (batch, seqlen_q, nheads, head_dim), float16 or bfloat16, on the CPU also float32 and float64.
+        kv: (batch, seqlen_k, 2, nheads_k, head_dim) of q's dtype, nheads a multiple of nheads_k.
         <options>
 
     <result>
     """
-    return attend(
-        (q, kv), DENSE, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
-        return_attn_probs, sinks, return_max_logit, batch_invariant, s_aux, learnable_sink, lse_convention,
-    )  # fmt: skip
+    more: tuple[Any, ...] = ()
+    if not (
+        sinks is s_aux is learnable_sink is None
+        and return_max_logit is batch_invariant is False
+        and lse_convention == "fa2"
+    ):
+        more = _rare(
+            sinks,
+            s_aux,
+            learnable_sink,
+            lse_convention,
+            return_max_logit=return_max_logit,
+            batch_invariant=batch_invariant,
+        )
+    score = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+    if _is_compiling():
+        result = _attention(None, (q, kv), DENSE, *score, *more)
+    else:
+        result = FlashAttnKVPackedFunc.apply(q, kv, *score, *more)
+    return result if lse_convention == "fa2" else _in_convention(result, lse_convention, return_attn_probs)
 
 
-@_documented(out="(total_q, nheads, head_dim_v)", lse="(nheads, total_q)")
+@_documented(
+    "(total_q, nheads, head_dim_v)",
+    "(nheads, total_q)",
+    "(total_k, 1, nheads_k), with pages (num_pages, 1 or page_size, nheads_k)",
+)
 def flash_attn_varlen_func(
     q: Tensor,
     k: Tensor,
@@ -284,41 +585,68 @@ def flash_attn_varlen_func(
     out_dtype: torch.dtype | None = None,
     exp: str = "exact",
 ) -> TensorOrTuple:
-    """Attention over sequences of different lengths, concatenated without padding.
+    """Exact attention over sequences of different lengths, concatenated without padding.
 
-    Rows of q that belong to no sequence (beyond cu_seqlens_q[-1]) have output 0 and LSE +inf. Sequences of length 0
-    are allowed. Nothing here synchronises with the GPU: cu_seqlens that are not sorted, or beyond the rows that exist,
-    count as their running maximum within these, so that every row is written and none is read from outside.
+    Rows of q that belong to no sequence (beyond cu_seqlens_q[-1]) have output 0 and LSE +inf. Nothing synchronises with
+    the GPU: unsorted cu_seqlens, or those beyond the rows that exist, count as their running maximum within these.
 
     Arguments:
-        q: (total_q, nheads, head_dim), total_q the number of queries of all sequences.
-        k: (total_k, nheads_k, head_dim), or (num_pages, page_size, nheads_k, head_dim) with block_table.
-        v: like k, its last axis head_dim_v.
+        q: (total_q, nheads, head_dim), float16 or bfloat16, on the CPU also float32 and float64.
+        k: (total_k, nheads_k, head_dim) of q's dtype, or (num_pages, page_size, nheads_k, head_dim) with block_table.
+        v: like k, its last axis head_dim_v. Head dims up to 256; nheads a multiple of nheads_k; any strides.
         cu_seqlens_q: int32 or int64 (batch + 1,). Sequence i has the rows cu_seqlens_q[i] to cu_seqlens_q[i + 1] of q.
         cu_seqlens_k: int32 or int64 (batch + 1,), the same for k and v (lengths of keys, when paged).
-        max_seqlen_q: int, or integer tensor of one element: an upper bound of the query lengths. It sizes S_dmask;
-            no query is skipped if it is too small.
-        max_seqlen_k: the same for the key lengths; no key is skipped either. Over 8-bit pages CUDA has memory for so
-            many keys of a sequence; a call of longer ones is computed twice.
-        <options>
+        max_seqlen_q, max_seqlen_k: int, or integer tensor of one element: upper bounds of the lengths, which size
+            S_dmask; nothing is skipped if one is too small, but 8-bit pages are then computed twice.
         block_table: int32 (batch, max_pages). The pages of each sequence in k and v. Forward only.
-        seqused_q: int32 or int64 (batch,). How many of the first rows of each sequence of q are in use, at most its
-            length; keyword only. The others belong to no sequence, whatever they hold. Costs a sort of the rows and
-            copies of q and out; nothing waits for the GPU.
+        <options>
+        seqused_q: int32 or int64 (batch,). How many of the first rows of each sequence of q are in use; the others
+            belong to no sequence. Costs a sort of the rows and copies of q and out.
         seqused_k: int32 (batch,). Number of keys of each sequence, of which cu_seqlens_k then gives the first row
-            alone: they may go beyond the next sequence's. Keyword only. Forward only.
-        leftpad_k: int32 (batch,). Number of keys skipped at the start of each sequence; they count in its length and
-            in seqused_k; keyword only. Forward only.
+            alone. Forward only.
+        leftpad_k: int32 (batch,). Keys skipped at the start of each sequence, which count in its length. Forward only.
         <descales>
 
     <result>
     """
-    sequences = Sequences(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k, leftpad_k, block_table)
-    return attend_rows_in_use(
-        seqused_q, (q, k, v), sequences, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
-        deterministic, return_attn_probs, sinks, return_max_logit, batch_invariant, s_aux, learnable_sink,
-        lse_convention, (q_descale, k_descale, v_descale, v_descale_axis, out_dtype, exp),
-    )  # fmt: skip
+    quant = NO_QUANT
+    if not (
+        q_descale is k_descale is v_descale is None and v_descale_axis is None and out_dtype is None and exp == "exact"
+    ):
+        quant = QuantArgs(
+            q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, v_descale_axis=v_descale_axis,
+            out_dtype=out_dtype, exp=exp,
+        )  # fmt: skip
+    more: tuple[Any, ...] = ()
+    if not (
+        sinks is s_aux is learnable_sink is None
+        and return_max_logit is batch_invariant is False
+        and lse_convention == "fa2"
+        and quant is NO_QUANT
+        and seqused_k is leftpad_k is None
+    ):
+        more = _rare(
+            sinks,
+            s_aux,
+            learnable_sink,
+            lse_convention,
+            return_max_logit=return_max_logit,
+            batch_invariant=batch_invariant,
+            quant=quant,
+            seqused_k=seqused_k,
+            leftpad_k=leftpad_k,
+        )
+    score = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+    if seqused_q is not None or _is_compiling():
+        sequences = Sequences(
+            cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k, leftpad_k, block_table
+        )  # fmt: skip
+        result = attend_rows_in_use(seqused_q, (q, k, v), sequences, *score, *(more or (True, None, PLAIN)))
+    else:
+        result = FlashAttnVarlenFunc.apply(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *score, block_table, *more
+        )  # fmt: skip
+    return result if lse_convention == "fa2" else _in_convention(result, lse_convention, return_attn_probs)
 
 
 @_documented(out="(total, nheads, head_dim)", lse="(nheads, total)")
@@ -345,18 +673,34 @@ def flash_attn_varlen_qkvpacked_func(
     """`flash_attn_varlen_func` with q, k and v in one tensor; its gradient is written in place.
 
     Arguments:
-        qkv: (total, 3, nheads, head_dim), total the number of tokens of all sequences.
+        qkv: (total, 3, nheads, head_dim), float16 or bfloat16, on the CPU also float32 and float64.
         cu_seqlens: int32 or int64 (batch + 1,). Sequence i has the rows cu_seqlens[i] to cu_seqlens[i + 1].
         max_seqlen: int, or integer tensor of one element: an upper bound of the lengths.
         <options>
 
     <result>
     """
-    sequences = Sequences(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
-    return attend(
-        (qkv,), sequences, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
-        return_attn_probs, sinks, return_max_logit, batch_invariant, s_aux, learnable_sink, lse_convention,
-    )  # fmt: skip
+    more: tuple[Any, ...] = ()
+    if not (
+        sinks is s_aux is learnable_sink is None
+        and return_max_logit is batch_invariant is False
+        and lse_convention == "fa2"
+    ):
+        more = _rare(
+            sinks,
+            s_aux,
+            learnable_sink,
+            lse_convention,
+            return_max_logit=return_max_logit,
+            batch_invariant=batch_invariant,
+        )
+    score = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+    if _is_compiling():
+        sequences = Sequences(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
+        result = _attention(None, (qkv,), sequences, *score, *more)
+    else:
+        result = FlashAttnVarlenQKVPackedFunc.apply(qkv, cu_seqlens, max_seqlen, *score, *more)
+    return result if lse_convention == "fa2" else _in_convention(result, lse_convention, return_attn_probs)
 
 
 @_documented(out="(total_q, nheads, head_dim)", lse="(nheads, total_q)")
@@ -386,15 +730,35 @@ def flash_attn_varlen_kvpacked_func(
     """`flash_attn_varlen_func` with k and v in one tensor; its gradient is written in place.
 
     Arguments:
-        q: (total_q, nheads, head_dim)
-        kv: (total_k, 2, nheads_k, head_dim)
-        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k: as in `flash_attn_varlen_func`.
+        q: (total_q, nheads, head_dim), float16 or bfloat16, on the CPU also float32 and float64.
+        kv: (total_k, 2, nheads_k, head_dim) of q's dtype, nheads a multiple of nheads_k.
+        cu_seqlens_q, cu_seqlens_k: int32 or int64 (batch + 1,). Sequence i has the rows cu_seqlens_q[i] to
+            cu_seqlens_q[i + 1] of q, and the same of kv.
+        max_seqlen_q, max_seqlen_k: int, or integer tensor of one element: upper bounds of the lengths.
         <options>
 
     <result>
     """
-    sequences = Sequences(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    return attend(
-        (q, kv), sequences, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
-        return_attn_probs, sinks, return_max_logit, batch_invariant, s_aux, learnable_sink, lse_convention,
-    )  # fmt: skip
+    more: tuple[Any, ...] = ()
+    if not (
+        sinks is s_aux is learnable_sink is None
+        and return_max_logit is batch_invariant is False
+        and lse_convention == "fa2"
+    ):
+        more = _rare(
+            sinks,
+            s_aux,
+            learnable_sink,
+            lse_convention,
+            return_max_logit=return_max_logit,
+            batch_invariant=batch_invariant,
+        )
+    score = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+    if _is_compiling():
+        sequences = Sequences(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        result = _attention(None, (q, kv), sequences, *score, *more)
+    else:
+        result = FlashAttnVarlenKVPackedFunc.apply(
+            q, kv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *score, *more
+        )  # fmt: skip
+    return result if lse_convention == "fa2" else _in_convention(result, lse_convention, return_attn_probs)

@@ -15,6 +15,7 @@ from flash_attn.ops import arguments, library
 from flash_attn.ops import combine as combine_ops
 from flash_attn.ops import lse as lse_ops
 from flash_attn.ops.attention_args import KvCacheArgs
+from flash_attn.ops.quant_args import NO_QUANT, QuantArgs
 
 _OPTIONAL_TENSORS = ("k", "v", "rotary_cos", "rotary_sin", "cache_batch_idx", "cache_leftpad", "block_table", "out")
 
@@ -118,13 +119,23 @@ def flash_attn_with_kvcache(
         out: (batch, seqlen_q, nheads, head_dim), contiguous unless given.
         softmax_lse (with return_softmax_lse): (batch, nheads, seqlen_q) float32.
     """
+    quant = NO_QUANT
+    if not (
+        q_descale is k_descale is v_descale is None and v_descale_axis is k_descale_axis is None and out_dtype is None
+    ):
+        quant = QuantArgs(
+            q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, v_descale_axis=v_descale_axis,
+            out_dtype=out_dtype, k_descale_axis=k_descale_axis,
+        )  # fmt: skip
     try:
         return attend_over_cache(
-            q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad,
-            block_table, softmax_scale, causal, window_size, softcap, rotary_interleaved, alibi_slopes, num_splits,
-            return_softmax_lse, out, plan, batch_invariant, lse_convention,
-            arguments.named_sinks(sinks, s_aux, learnable_sink),
-            (q_descale, k_descale, v_descale, v_descale_axis, out_dtype), k_descale_axis=k_descale_axis,
+            q, k_cache, v_cache, k=k, v=v, rotary_cos=rotary_cos, rotary_sin=rotary_sin, cache_seqlens=cache_seqlens,
+            cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad, block_table=block_table,
+            softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,
+            rotary_interleaved=rotary_interleaved, alibi_slopes=alibi_slopes, num_splits=num_splits,
+            return_softmax_lse=return_softmax_lse, out=out, plan=plan, batch_invariant=batch_invariant,
+            lse_convention=lse_convention, sinks=arguments.named_sinks(sinks, s_aux, learnable_sink),
+            quant=quant,
         )  # fmt: skip
     except (RuntimeError, TypeError) as error:
         arguments.rename(error, {"sinks": arguments.name_of_sinks(sinks, s_aux, learnable_sink)})
@@ -135,34 +146,34 @@ def attend_over_cache(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
-    k: Tensor | None,
-    v: Tensor | None,
-    rotary_cos: Tensor | None,
-    rotary_sin: Tensor | None,
-    cache_seqlens: int | Tensor | None,
-    cache_batch_idx: Tensor | None,
-    cache_leftpad: Tensor | None,
-    block_table: Tensor | None,
-    softmax_scale: float | None,
-    causal: bool,
-    window_size: WindowSize,
-    softcap: float,
-    rotary_interleaved: bool,
-    alibi_slopes: Tensor | None,
-    num_splits: int,
-    return_softmax_lse: bool,
-    out: Tensor | None,
-    plan: KvCachePlan | None,
-    batch_invariant: bool,
-    lse_convention: str,
-    sinks: Tensor | None,
-    scaling: tuple,
+    *,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    block_table: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: WindowSize = (-1, -1),
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: Tensor | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+    out: Tensor | None = None,
+    plan: KvCachePlan | None = None,
+    batch_invariant: bool = False,
+    lse_convention: str = "fa2",
+    sinks: Tensor | None = None,
+    quant: QuantArgs = NO_QUANT,
     sm_margin: int = 0,
-    k_descale_axis: str | None = None,
 ) -> TensorOrTuple:
     """What `flash_attn_with_kvcache` returns for its arguments.
 
-    scaling: (q_descale, k_descale, v_descale, v_descale_axis, out_dtype). sm_margin: as in `attend`; 0 is the plan's.
+    sm_margin: multiprocessors that persistent grids leave to other kernels; 0 is the plan's.
     """
     arguments.check_tensors(("q", "k_cache", "v_cache"), (q, k_cache, v_cache))
     arguments.check_optional_tensors(
@@ -193,16 +204,16 @@ def attend_over_cache(
         arguments.check_kvcache_ranks(q, k_cache, k, block_table)
         lengths = arguments.cache_lengths(cache_seqlens, q, k_cache, k, block_table)
     scale = arguments.scale(softmax_scale, arguments.head_dim("q", q))
-    *scaling, v_descale_axis, out_dtype = scaling
-    is_channel = isinstance(v_descale_axis, str) and v_descale_axis == "channel"
-    channel, v_axis = ("channel", None) if is_channel else (None, v_descale_axis)
-    scaling = arguments.scaling(q, *scaling, channel, out_dtype)
-    scaling, tokens = arguments.cache_descales(scaling, (k_descale_axis, v_axis), (k_cache, v_cache), k)
+    fields = {} if quant is NO_QUANT else quant.cache_fields(q, (k_cache, v_cache), k)
     args = KvCacheArgs(
-        q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, lengths, cache_batch_idx, cache_leftpad, block_table,
-        alibi_slopes, out, None if plan is None else plan.tensor, *tokens, scale, causal, left, right,
-        arguments.number("softcap", softcap), arguments.flag("rotary_interleaved", rotary_interleaved), num_splits,
-        batch_invariant, sinks, *scaling, sm_margin=sm_margin,
+        q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
+        cache_seqlens=lengths, cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad, block_table=block_table,
+        alibi_slopes=alibi_slopes, out=out, plan=None if plan is None else plan.tensor,
+        k_token_descale=fields.pop("k_token_descale", None), v_token_descale=fields.pop("v_token_descale", None),
+        softmax_scale=scale, causal=causal, window_left=left, window_right=right,
+        softcap=arguments.number("softcap", softcap),
+        rotary_interleaved=arguments.flag("rotary_interleaved", rotary_interleaved), num_splits=num_splits,
+        batch_invariant=batch_invariant, sinks=sinks, sm_margin=sm_margin, **fields,
     )  # fmt: skip
     out, lse = library.kvcache_attention(args)
     return (out, lse_ops.converted(lse, lse_convention)) if return_softmax_lse else out

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from flash_attn._types import WindowSize
 from flash_attn.batch_invariance import is_batch_invariant
 from flash_attn.eight_bit import EIGHT_BIT, named
+from flash_attn.limits import MAX_HEAD_DIM
 from flash_attn.ops import arguments, calls, context, library
 from flash_attn.ops.attention_args import KvCachePlanArgs
 
@@ -80,23 +83,32 @@ class KvCachePlan:
         if context.is_tracing():  # what was computed so far is a constant to the trace
             self.update(cache_seqlens, cache_leftpad)
 
-    def _args(self, cache_seqlens, cache_leftpad, plan):
+    def _args(self, cache_seqlens: Tensor, cache_leftpad: Tensor | None, plan: Tensor | None) -> KvCachePlanArgs:
         left, right = self._window
-        return KvCachePlanArgs(
-            cache_seqlens, cache_leftpad, plan, *self._sizes, causal=right == 0, window_left=left, window_right=right,
-            num_splits=self.num_splits, batch_invariant=self.batch_invariant, eight_bit=self._eight_bit,
-            sm_margin=self.sm_margin,
-        )  # fmt: skip
+        sizes: Any = self._sizes  # mypy does not count them
+        return KvCachePlanArgs(  # type: ignore[call-arg]
+            cache_seqlens,
+            cache_leftpad,
+            plan,  # type: ignore[arg-type]  # None: a new one
+            *sizes,
+            right == 0,
+            left,
+            right,
+            self.num_splits,
+            self.batch_invariant,
+            self._eight_bit,
+            self.sm_margin,
+        )
 
     @staticmethod
-    def _check_heads(nheads, nheads_k, head_dim):
+    def _check_heads(nheads: int, nheads_k: int, head_dim: int) -> None:
         if nheads % nheads_k != 0 if nheads_k > 0 else nheads != 0:
             raise RuntimeError(f"nheads: expected a multiple of nheads_k ({nheads_k}), got {nheads}")
-        if head_dim > 256:
-            raise RuntimeError(f"head_dim: expected a head dim of at most 256, got {head_dim}")
+        if head_dim > MAX_HEAD_DIM:
+            raise RuntimeError(f"head_dim: expected a head dim of at most {MAX_HEAD_DIM}, got {head_dim}")
 
     @staticmethod
-    def _check_lengths(cache_seqlens, cache_leftpad):
+    def _check_lengths(cache_seqlens: Tensor, cache_leftpad: Tensor | None) -> None:
         arguments.check_tensors(("cache_seqlens",), (cache_seqlens,))
         arguments.check_optional_tensors(("cache_leftpad",), (cache_leftpad,))
 
@@ -125,8 +137,10 @@ class KvCachePlan:
             name, made, asked = next(x for x in zip(_SIZES, self._sizes, sizes) if x[1] != x[2])
             raise RuntimeError(f"plan: expected one made for {name} {asked}, got one for {made}")
         if (k_cache.dtype in EIGHT_BIT) is not self._eight_bit:
-            made = "8 bits" if self._eight_bit else "at least 16 bits"
-            raise RuntimeError(f"plan: expected one made for kv_cache_dtype {named(k_cache.dtype)}, got one for {made}")
+            width = "8 bits" if self._eight_bit else "at least 16 bits"
+            raise RuntimeError(
+                f"plan: expected one made for kv_cache_dtype {named(k_cache.dtype)}, got one for {width}"
+            )
         window = arguments.normal_window(causal, window_size)
         if window != self._window:
             raise RuntimeError(f"plan: expected one made for the window {window}, got one for {self._window}")

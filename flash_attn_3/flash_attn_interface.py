@@ -22,15 +22,17 @@ from torch import Tensor
 import flash_attn
 from flash_attn import explanation
 from flash_attn._types import WindowSize
+from flash_attn.flash_attn_interface import attend, attend_rows_in_use
 from flash_attn.ops import arguments, context
-from flash_attn.ops.attend import attend, attend_rows_in_use
-from flash_attn.ops.attention_args import DENSE, Sequences
+from flash_attn.ops.attention_args import DENSE, Options, Sequences
 from flash_attn.ops.lse import mark_masked_rows
+from flash_attn.ops.quant_args import NO_QUANT
 from flash_attn.ops.rows import RowsInUse
 from flash_attn_3 import _checks
 from flash_attn_3._C import no_scratch, scheduler_metadata
 from flash_attn_3._forward import over_cache, packed_over_cache
-from flash_attn_3._operators import _flash_attn_backward, _flash_attn_forward  # noqa: F401
+from flash_attn_3._operators import _flash_attn_backward as _flash_attn_backward
+from flash_attn_3._operators import _flash_attn_forward as _flash_attn_forward
 
 __all__ = [
     "flash_attn_combine",
@@ -60,7 +62,7 @@ _METADATA_NAMES = {
 }  # fmt: skip
 
 
-def _result(result, wanted):
+def _result(result: Any, wanted: Any) -> TensorOrTuple:
     """What a function returns from (out, lse, ...) of flash_attn if the LSE is wanted, else out."""
     return (result[0], mark_masked_rows(result[1])) if wanted else result
 
@@ -106,10 +108,12 @@ def flash_attn_func(
     _checks.unused(num_splits, pack_gqa)
     sinks = arguments.named_sinks(sinks, s_aux, learnable_sink)
     arguments.check_tensors(("q", "k", "v"), (q, k, v))
-    scaling = _checks.scaling(q, k, v, q_descale, k_descale, v_descale, out)
+    options = Options(
+        quant=_checks.quant_args(q, k, v, q_descale, k_descale, v_descale, out), sm_margin=sm_margin, out=out
+    )
     result = attend(
         (q, k, v), DENSE, 0.0, softmax_scale, causal, window_size, softcap, None, deterministic, return_attn_probs,
-        **_checks.named_options(scaling, sm_margin, out, sinks),
+        True, sinks, options,
     )  # fmt: skip
     return _result(result, return_attn_probs)
 
@@ -143,18 +147,18 @@ def flash_attn_qkvpacked_func(
     _checks.reject_unsupported(None, attention_chunk)
     arguments.check_tensors(("qkv",), (qkv,))
     sinks = arguments.named_sinks(sinks, s_aux, learnable_sink)
-    options = (0.0, softmax_scale, causal, window_size, softcap, None, deterministic, return_attn_probs)
-    scaling = _checks.scaling(qkv, qkv, qkv, q_descale, k_descale, v_descale)
-    named = _checks.named_options(scaling, sm_margin, sinks=sinks)
+    quant = _checks.quant_args(qkv, qkv, qkv, q_descale, k_descale, v_descale)
+    score = (0.0, softmax_scale, causal, window_size, softcap, None, deterministic, return_attn_probs, True, sinks)
+    options = (*score, Options(quant=quant, sm_margin=sm_margin))
     if num_heads_q is not None:
         arguments.integer("num_heads_q", num_heads_q)
-    if qkv.dim() == 5 and scaling and qkv.shape[2] == 3:
-        return _result(attend(qkv.unbind(2), DENSE, *options, **named), return_attn_probs)
+    if qkv.dim() == 5 and quant is not NO_QUANT and qkv.shape[2] == 3:
+        return _result(attend(qkv.unbind(2), DENSE, *options), return_attn_probs)
     if qkv.dim() != 4:
-        return _result(attend((qkv,), DENSE, *options, **named), return_attn_probs)
+        return _result(attend((qkv,), DENSE, *options), return_attn_probs)
     heads = _checks.split_heads(qkv, num_heads_q)
     try:
-        return _result(attend(heads, DENSE, *options, **named), return_attn_probs)
+        return _result(attend(heads, DENSE, *options), return_attn_probs)
     except _checks.ERRORS as error:
         raise _checks.renamed(error, _PARTS_OF_QKV) from None
 
@@ -211,7 +215,7 @@ def flash_attn_varlen_func(
     _checks.unused(num_splits, pack_gqa)
     sinks = arguments.named_sinks(sinks, s_aux, learnable_sink)
     arguments.check_tensors(("q", "k", "v"), (q, k, v))
-    scaling = _checks.scaling(q, k, v, q_descale, k_descale, v_descale, out)
+    quant = _checks.quant_args(q, k, v, q_descale, k_descale, v_descale, out)
     if seqused_k is not None and context.records_gradients(q, k, v, sinks):
         _checks.packed(q, k, v, cu_seqlens_q, cu_seqlens_k)
         keys = RowsInUse(cu_seqlens_k, seqused_k, k, "k")
@@ -219,7 +223,7 @@ def flash_attn_varlen_func(
     sequences = Sequences(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k)
     result = attend_rows_in_use(
         seqused_q, (q, k, v), sequences, 0.0, softmax_scale, causal, window_size, softcap, None, deterministic,
-        return_attn_probs, **_checks.named_options(scaling, sm_margin, out, sinks),
+        return_attn_probs, True, sinks, Options(quant=quant, sm_margin=sm_margin, out=out),
     )  # fmt: skip
     return _result(result, return_attn_probs)
 
@@ -282,10 +286,10 @@ def flash_attn_with_kvcache(
     num_splits = _checks.unused(num_splits, pack_gqa, scheduler_metadata, max_seqlen_q)
     rotary_interleaved = arguments.flag("rotary_interleaved", rotary_interleaved)
     arguments.check_tensors(("q", "k_cache", "v_cache"), (q, k_cache, v_cache))
-    scaling = _checks.scaling(q, k_cache, v_cache, q_descale, k_descale, v_descale, out)
+    quant = _checks.quant_args(q, k_cache, v_cache, q_descale, k_descale, v_descale, out)
     sinks = arguments.named_sinks(sinks, s_aux, learnable_sink)
     score = (softmax_scale, causal, window_size, softcap)
-    options = {"scaling": scaling, "sm_margin": sm_margin, "out": out, "sinks": sinks}
+    options: dict[str, Any] = {"quant": quant, "sm_margin": sm_margin, "out": out, "sinks": sinks}
     where = (cache_seqlens, cache_batch_idx, cache_leftpad, page_table)
     new = (k, v, rotary_cos, rotary_sin)
     appends = any(x is not None for x in new)

@@ -1,4 +1,4 @@
-"""Problems of context parallelism: the one-GPU problem, the ranks that solve it, their results as one."""
+"""Tests of context parallelism: a problem for one GPU, the ranks that solve it, and their joined results."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flash_attn.context_parallel import CpPlan, LocalGroup, flash_attn_cp_func
 
 @dataclass
 class Weights:
-    """The gradients that the results of a problem receive."""
+    """The gradients of a problem's results."""
 
     dout: torch.Tensor
     dlse: torch.Tensor
@@ -23,7 +23,7 @@ class Weights:
 
 @dataclass
 class Result:
-    """What all ranks give, put together; dsinks summed."""
+    """The joined results of all ranks; dsinks summed."""
 
     out: torch.Tensor
     lse: torch.Tensor
@@ -32,7 +32,7 @@ class Result:
 
 
 def self_attention(case: Case, device: str, lengths=(40, 1, 23, 0)) -> tuple[Problem, Weights]:
-    """A problem whose keys are its queries' tokens; lengths of the documents, where packed."""
+    """A problem with the same tokens as queries and keys. lengths: of the documents, if packed."""
     problem = make_problem(case, device, [(n, n) for n in lengths] if case.kind == "packed" else None)
     if case.kind == "packed":
         problem.k, problem.v = problem.k[: sum(lengths)], problem.v[: sum(lengths)]
@@ -45,7 +45,7 @@ def self_attention(case: Case, device: str, lengths=(40, 1, 23, 0)) -> tuple[Pro
 
 
 def make_plan(problem: Problem, group, **options) -> CpPlan:
-    """group: or a mesh."""
+    """group: a group or a mesh."""
     options["mesh" if hasattr(group, "get_group") else "group"] = group
     if problem.layout is None:
         return CpPlan.dense(problem.q.shape[1], **options)
@@ -59,7 +59,7 @@ def call_options(problem: Problem) -> dict:
 
 
 def run_rank(problem: Problem, weights: Weights, group, deterministic=False, **plan_options) -> Result:
-    """One rank's call and backward; every tensor of the result is of all tokens, dsinks of this rank's."""
+    """One rank's call and backward. The result has all tokens, but dsinks of this rank's tokens."""
     plan = make_plan(problem, group, **plan_options)
     axis = 0 if plan.is_packed else 1
     own = [plan.shard(x, axis).requires_grad_() for x in (problem.q, problem.k, problem.v)]
@@ -78,14 +78,14 @@ def run_rank(problem: Problem, weights: Weights, group, deterministic=False, **p
 
 
 def on_ranks(ranks: int | tuple[int, int], function) -> list:
-    """function(group) on ranks as threads; of a pair function(mesh)."""
+    """function(group) on ranks as threads; for a pair of ranks function(mesh)."""
     if isinstance(ranks, int):
         return LocalGroup(ranks).run(function)
     return LocalGroup(ranks[0] * ranks[1]).run(lambda rank: function(rank.mesh(*ranks)))
 
 
 def run_local(problem: Problem, weights: Weights, ranks: int | tuple[int, int], **options) -> Result:
-    """All ranks as threads, of a pair in a mesh. They agree on every result."""
+    """All ranks as threads, in a mesh for a pair. Asserts that all have the same result."""
     results = on_ranks(ranks, lambda group: run_rank(problem, weights, group, **options))
     first = results[0]
     for other in results[1:]:
@@ -98,7 +98,7 @@ def run_local(problem: Problem, weights: Weights, ranks: int | tuple[int, int], 
 
 
 def combined_out(problem: Problem, keep) -> torch.Tensor:
-    """The exact out, rounded to q's dtype as a sum of parts is: once before the sink joins them, once with it."""
+    """The exact out, rounded to q's dtype like a sum of parts: once without the sink, once with it."""
     exact, dtype = expected(problem, keep=keep), problem.q.dtype
     if problem.sinks is None:
         return exact.out.to(dtype)
@@ -108,7 +108,7 @@ def combined_out(problem: Problem, keep) -> torch.Tensor:
 
 
 def check_result(problem: Problem, weights: Weights, result: Result) -> None:
-    """By the criterion of one GPU; in float64 gradients to 1e-10 too."""
+    """The error criterion of one GPU; gradients in float64 within 1e-10."""
     case, keep = problem.case, None
     if case.dropout > 0:
         rows = problem.max_seqlen_q if problem.layout is not None else problem.q.shape[1]
@@ -128,7 +128,7 @@ def check_result(problem: Problem, weights: Weights, result: Result) -> None:
 
 
 def check_gradients_of_some_ranks(device: str, ranks: int | tuple[int, int], **options) -> None:
-    """The gradients of all tokens where ranks have losses of their own: the second of the LSE, the third of nothing."""
+    """Gradients if each rank has its own loss: that of the second depends on the LSE, that of the third is 0."""
     problem, _ = self_attention(Case(1, 65, 65, 2, 2, 16, "float64" if device == "cpu" else "bfloat16"), device)
     whole = [x.requires_grad_() for x in (problem.q, problem.k, problem.v)]
 

@@ -1,4 +1,4 @@
-"""A backend's calls as context parallelism makes them: with origins, and with gradients of keys that are added up."""
+"""Backend calls of context parallelism: with origins, and with gradients of keys that are added to sums."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def half(device):
 
 
 class Call:
-    """A batch with one origin per sequence: dense, of the last of LENGTHS, or packed."""
+    """A batch with one origin per sequence: dense with the last of LENGTHS, or packed."""
 
     def __init__(self, device, is_packed, heads, head_dims, lengths=LENGTHS, extra_rows=0):
         self.device, self.is_packed, self.heads = device, is_packed, heads
@@ -75,7 +75,7 @@ class Call:
         return module.varlen_bwd(*tensors, *self.cu, slopes, *longest, *rest, **named)[:3]
 
     def reference(self):
-        """The same call of the CPU backend in float64, whose origins test_cp_origins checks."""
+        """The same call in float64 by the CPU backend, whose origins test_cp_origins checks."""
         call = object.__new__(Call)
         call.__dict__ = {n: x.cpu() if isinstance(x, torch.Tensor) else x for n, x in self.__dict__.items()}
         call.cu = [x.cpu() for x in self.cu]

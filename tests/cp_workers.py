@@ -1,4 +1,4 @@
-"""What the processes of the distributed tests run; started by `run_processes`."""
+"""Functions that the processes of the distributed tests run; `run_processes` starts them."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from torch.multiprocessing import get_context
 from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
 from flash_attn.context_parallel import CpCache, CpPlan, flash_attn_cp_func, flash_attn_cp_kvcache
 
-SECONDS = 120  # of all that the processes of one test do
+SECONDS = 120  # for all processes of one test
 
 
 def run_processes(function, size: int, backend: str, *arguments) -> None:
-    """function(*arguments) in `size` processes with an initialised group; raises what a process raised."""
+    """function(*arguments) in `size` processes with an initialised group; raises the errors of processes."""
     context = get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed", "cp_workers"])
     with tempfile.TemporaryDirectory() as folder:
@@ -81,7 +81,7 @@ def attention(device: str, seed: int) -> None:
 
 
 def equal_bits(device: str) -> None:
-    """Two runs, whose messages may arrive in other orders, have the same results and gradients to the last bit."""
+    """Two runs have bitwise equal results and gradients, although messages may arrive in different orders."""
     torch.manual_seed(0)
     problem, weights = self_attention(Case(2, 130, 130, 4, 2, 32, "bfloat16", causal=True), device)
     for method in ("all_gather", "ring", "ulysses"):
@@ -91,7 +91,7 @@ def equal_bits(device: str) -> None:
 
 
 def compiled(device: str) -> None:
-    """Compiled code without a break in its graph, for two batches, has the results and gradients of other code."""
+    """Compiled code without graph breaks equals eager code, for two batches."""
     torch.manual_seed(2)
     dtype = torch.float64 if device == "cpu" else torch.bfloat16
 
@@ -114,7 +114,7 @@ def compiled(device: str) -> None:
 
 
 def graphs(device: str) -> None:
-    """A captured forward and backward, replayed on other contents."""
+    """A captured forward and backward, replayed with other contents."""
     torch.manual_seed(3)
     for method in ("all_gather", "ring", "ulysses"):
         plan = CpPlan.dense(512, method=method, check="plan")
@@ -144,7 +144,7 @@ def graphs(device: str) -> None:
 
 
 def cache(device: str) -> None:
-    """Decoding over a cache of which every rank has its rows, beside the whole."""
+    """Decoding over a cache that is divided among the ranks equals decoding over the whole."""
     torch.manual_seed(1)
     dtype = torch.float64 if device == "cpu" else torch.bfloat16
     q, k, v = (torch.randn(2, n, h, 16, device=device, dtype=dtype) for n, h in ((3, 4), (21, 2), (21, 2)))
@@ -161,7 +161,7 @@ def cache(device: str) -> None:
 
 
 def rows_and_columns(device: str) -> None:
-    """A DeviceMesh of two dimensions: attention of every method, and what one rank does otherwise."""
+    """A DeviceMesh of two dimensions: attention by every method, and errors of one rank."""
     from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -187,7 +187,7 @@ def rows_and_columns(device: str) -> None:
     with pytest.raises(RuntimeError, match="mesh: expected ranks that ascend along both dimensions"):
         CpPlan.dense(10, mesh=DeviceMesh(device, torch.arange(size).flip(0).view(size // 2, 2)))
     cube = init_device_mesh(device, (2, 1, size // 2), mesh_dim_names=("data", "ring", "ulysses"))
-    tokens = 10 + cube.get_local_rank("data")  # of a batch of its own, which the other ranks know nothing of
+    tokens = 10 + cube.get_local_rank("data")  # each data-parallel rank has its own batch
     plan = CpPlan.dense(tokens, mesh=cube["ring", "ulysses"])
     x = torch.arange(tokens, device=device)
     assert plan.size == size // 2 and torch.equal(plan.unshard(plan.shard(x, 0), 0), x)
@@ -217,7 +217,7 @@ def meshes(device: str) -> None:
 
 
 def mismatches(device: str) -> None:
-    """What one rank does otherwise raises on all, and the group is usable afterwards."""
+    """Different arguments on one rank raise on all; the group is usable afterwards."""
     rank, last = dist.get_rank(), dist.get_world_size() - 1
     with pytest.raises(RuntimeError, match="CpPlan: expected the same on every rank"):
         CpPlan.dense(10 + (rank == last))
@@ -231,12 +231,12 @@ def mismatches(device: str) -> None:
         short = q[:, :-1] if rank == last else q
         flash_attn_cp_func(short, q, q, plan=plan)
     assert flash_attn_cp_func(q, q, q, plan=plan).shape == q.shape
-    if plan.transport.checks_on_host:
-        errors_before_the_agreement(device, rank == last, last)
+    if plan.communicator.checks_on_host:
+        errors_before_the_comparison(device, rank == last, last)
 
 
-def errors_before_the_agreement(device: str, is_bad: bool, rank: int) -> None:
-    """What one rank does before it knows how to reach the others, or which plan is meant, raises on all."""
+def errors_before_the_comparison(device: str, is_bad: bool, rank: int) -> None:
+    """Errors that a rank finds before it has a communicator or a plan raise on all."""
     plan, shards = CpPlan.dense(8), CpCache()
     x = torch.randn(1, plan.num_tokens, 2, 8, device=device, dtype=torch.bfloat16)
     world = dist.group.WORLD
@@ -255,7 +255,7 @@ def errors_before_the_agreement(device: str, is_bad: bool, rank: int) -> None:
 
 
 def backward_orders(device: str) -> None:
-    """Backwards of compiled code that ranks call in different orders raise on all of them."""
+    """Backwards of compiled code in different orders raise on all ranks."""
     plan = CpPlan.dense(8)
     layer = torch.compile(lambda *qkv: flash_attn_cp_func(*qkv, plan=plan), backend="aot_eager", fullgraph=True)
     dtype = torch.float64 if device == "cpu" else torch.bfloat16
@@ -266,10 +266,10 @@ def backward_orders(device: str) -> None:
 
 
 def killed(device: str) -> None:
-    """A rank dies while the others wait for its keys: they raise, long before the group's time is over. Ends all."""
+    """A rank dies while the others wait for its keys: they raise long before the group's timeout. Ends all ranks."""
     plan = CpPlan.dense(64, check="plan")
     q = torch.randn(1, plan.num_tokens, 2, 8, device=device)
-    flash_attn_cp_func(q, q, q, plan=plan)  # compared now; the next call goes straight to the exchange
+    flash_attn_cp_func(q, q, q, plan=plan)  # compared now; the next call exchanges keys at once
     dist.barrier()
     if dist.get_rank() == 0:
         os._exit(0)
@@ -279,7 +279,7 @@ def killed(device: str) -> None:
 
 
 def random_plans(device: str, seed: int, count: int) -> None:
-    """Documents of any lengths in turn: every rank gets to the end, with the sum that one rank has."""
+    """Packed documents of random lengths equal one GPU's results, and no rank hangs."""
     generator = torch.Generator().manual_seed(seed)
     for index in range(count):
         lengths = torch.randint(0, 60, (5,), generator=generator).tolist()
@@ -299,7 +299,7 @@ def random_plans(device: str, seed: int, count: int) -> None:
 
 
 def copies(device: str) -> None:
-    """Bits of messages: in layers that follow each other without a wait, with buffers that grow, of both kinds."""
+    """Results equal those with messages: several layers without synchronisation, growing buffers, dense and packed."""
     generator = torch.Generator(device).manual_seed(11)
     for lengths in ((256,), (4096,), (3000,), (700, 20, 5000), (8192,)):
         cu = [sum(lengths[:i]) for i in range(len(lengths) + 1)]

@@ -1,4 +1,4 @@
-"""One backward of a backend by one call, and the same by chunks of its keys in stages."""
+"""A backward in one call, and in stages over chunks of its keys."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Chunks:
         )[:2]  # fmt: skip
 
     def keys(self, x, begin, end):
-        """Rows of keys from the `begin`-th before the last to the `end`-th before the last of each sequence."""
+        """Rows of the keys from the `begin`-th last to the `end`-th last of each sequence."""
         if not self.is_packed:
             return x[:, x.shape[1] - begin : x.shape[1] - end]
         parts, first = [], 0
@@ -81,7 +81,7 @@ class Chunks:
     def backward(
         self, begin=None, end=0, function="bwd", results=None, grads=(None,) * 3, deterministic=False, **stage
     ):
-        """With the keys between; begin None: from the first. Three results, or those of a stage."""
+        """With the keys from the `begin`-th last on, None for all. Three results, or those of a stage."""
         longest = max(k for _, k in self.lengths)
         begin = longest if begin is None else begin
         left, right = self.window
@@ -109,11 +109,11 @@ class Chunks:
 
     @property
     def has_sum(self) -> bool:
-        """Whether its kernels have a sum of dq."""
+        """Whether the kernels have a sum of dq."""
         return self.device == "cpu" or self.backward(function="explain", dq_stage="begin")["has_dq_sum"]
 
     def in_stages(self, ends, **options):
-        """dq, dk and dv of chunks [ends[i + 1], ends[i]) from the last key, the last chunk up to the first key."""
+        """dq, dk and dv by chunks [ends[i + 1], ends[i]) from the last key; the last chunk ends at the first key."""
         dq_sum, _, _, softmax_d = self.backward(dq_stage="begin", **options)
         kept, parts = {"dq_sum": dq_sum, "softmax_d": softmax_d}, []
         bounds = [*ends, max(k for _, k in self.lengths)]
@@ -123,7 +123,7 @@ class Chunks:
         return [dq, *(self._together([part[i] for part in parts], bounds) for i in range(2))]
 
     def _together(self, parts, bounds):
-        """Rows of all chunks in the order of the keys."""
+        """The rows of all chunks, in the order of keys."""
         if not self.is_packed:
             return torch.cat(parts[::-1], 1)
         rows, firsts = [], [0] * len(parts)

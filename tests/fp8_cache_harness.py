@@ -12,8 +12,6 @@ from fp8_harness import E4M3, INT8, LSE, WIDE_P, decode, lse_bound, lse_error, r
 from kvcache_harness import get_rows, make_problem, run
 from reference import attention
 
-from flash_attn import eight_bit
-
 FORMATS = (E4M3, INT8)
 
 
@@ -64,11 +62,17 @@ def rows_of(problem, cache, descale, i, first, stop):
     return rows * get_rows(problem, descale.expand(cache.shape[:3]), i, first, stop)[..., None]
 
 
+def can_join(q_descale, k_descale, heads_k):
+    """Whether CUDA takes one scale of K for both: of the tensor or of K/V heads."""
+    given = [x for x in (q_descale, k_descale) if x is not None and x.numel() != 1]
+    return all(x.dim() < 3 and x.shape[-1] == heads_k for x in given)
+
+
 def of_lse(problem, device, max_logit, q_descale, k_descale):
-    """The bound of the LSE. CUDA rounds queries of codes times their descales where those of K cannot hold both."""
+    """The bound of the LSE. CUDA rounds e4m3 queries times their scales if K's cannot hold both."""
     if problem.q.dtype is not E4M3 or q_descale is None:
         return LSE
-    joins = problem.k is None and eight_bit.can_join(q_descale, k_descale, problem.case.nheads_k)
+    joins = problem.k is None and can_join(q_descale, k_descale, problem.case.nheads_k)
     return LSE if joins else lse_bound(device, max_logit)
 
 

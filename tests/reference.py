@@ -51,10 +51,13 @@ def attention(
     sinks=None,
     keep=None,
     rp_dropout=1.0,
+    mask=None,
+    attn_bias=None,
+    rel_bias=None,
     dtype=torch.float64,
 ) -> Attention:
     """Dense attention. q (b, sq, h, d), k (b, sk, h_k, d), v (b, sk, h_k, d_v), alibi_slopes (h) or (b, h), finite
-    sinks (h), keep bool (b, h, sq, sk)."""
+    sinks (h), keep bool (b, h, sq, sk); mask bool and attn_bias broadcastable to it, rel_bias (h, 2 R + 1)."""
     sq, sk, group = q.shape[1], k.shape[1], q.shape[2] // k.shape[2]
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     q, k, v = (x.to(dtype).transpose(1, 2) for x in (q, k, v))
@@ -67,13 +70,20 @@ def attention(
         distance = (position - torch.arange(sk, device=q.device)[None, :]).abs()
         scores = scores - (alibi_slopes.double()[..., None, None] * distance).to(dtype)
     seen = visible(sq, sk, causal, window, q.device)
+    if mask is not None:
+        seen = seen & mask
+    if attn_bias is not None:
+        seen = seen & (attn_bias != float("-inf"))
+        scores = scores + attn_bias.to(dtype).masked_fill(attn_bias == float("-inf"), 0.0)
+    if rel_bias is not None:
+        scores = scores + rel_bias.to(dtype)[:, rel_columns(rel_bias, sq, sk)]
     scores = scores.masked_fill(~seen, float("-inf"))
     max_logit = torch.full(scores.shape[1:2], float("-inf"), dtype=dtype, device=q.device)
     if scores.numel() > 0:
         max_logit = scores.detach().amax((0, 2, 3))
     if sinks is None:
         dead_row = ~seen.any(dim=-1)
-        scores = scores.masked_fill(dead_row[:, None], 0.0)
+        scores = scores.masked_fill(dead_row[..., None], 0.0)
         lse = torch.logsumexp(scores, dim=-1).masked_fill(dead_row, float("inf"))
         probs = torch.softmax(scores, dim=-1).masked_fill(~seen, 0.0)
     else:
@@ -83,6 +93,13 @@ def attention(
         probs = torch.softmax(with_sink, dim=-1)[..., :-1]
     dropped = probs if keep is None else (probs * rp_dropout).masked_fill(~keep, 0.0)
     return Attention((dropped @ v).transpose(1, 2), lse, probs, max_logit)
+
+
+def rel_columns(rel_bias, sq, sk) -> torch.Tensor:
+    """The column (sq, sk) of rel_bias that belongs to each score, by the distance of key and query."""
+    reach = rel_bias.shape[1] // 2
+    position = torch.arange(sq, device=rel_bias.device)[:, None] + sk - sq
+    return (torch.arange(sk, device=rel_bias.device) - position).clamp(-reach, reach) + reach
 
 
 def gather_pages(pages, table_row, length) -> torch.Tensor:

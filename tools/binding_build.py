@@ -10,10 +10,12 @@ from pathlib import Path
 
 from build_log import say
 from errors import BuildError
+from machine import cpu_seconds
 from ninja_file import escaped, run_ninja, shell
 from target_env import TargetTorch, run_in_empty_folder
 
 MODULE = "flash_attn_2_cuda"
+OLD_GLIBC = Path(__file__).resolve().parent / "glibc_2_28.h"
 TORCH_LIBRARIES = ("c10", "torch", "torch_cpu", "torch_python", "c10_cuda", "torch_cuda")
 
 
@@ -40,6 +42,7 @@ def compile_command(torch: TargetTorch, source_dir: Path, cuda_includes: list[Pa
         *(f"-D{name}={value}" if value else f"-D{name}" for name, value in defines.items()),
         f"-I{source_dir}",
         *(f"-isystem{path}" for path in system),
+        *("-include", str(OLD_GLIBC)),
     ]
 
 
@@ -97,12 +100,14 @@ def build_binding(
         f"build {escaped(module_file.resolve())}: link flash_api.o | {escaped(archive.resolve())}\n"
     )
     (folder / "build.ninja").write_text(text, encoding="utf-8")
-    start = time.monotonic()
+    start, before = time.monotonic(), cpu_seconds()
     for _, _, line in run_ninja(folder, jobs=1):
         if line:
             say(line)
-    say(f"binding: flash_api.cpp against torch {torch.version} in {time.monotonic() - start:.1f} s")
-    return imported_info(torch, module_file)
+    info = imported_info(torch, module_file)
+    seconds, used = time.monotonic() - start, cpu_seconds() - before
+    say(f"binding: compiled, linked and imported for torch {torch.version} in {seconds:.1f} s, {used:.1f} CPU seconds")
+    return info
 
 
 def imported_info(torch: TargetTorch, module_file: Path) -> str:

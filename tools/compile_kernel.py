@@ -2,7 +2,7 @@
 
 Next to the object it leaves <object>.log (what nvcc and ptxas said) and <object>.json (key of the inputs, seconds,
 resources of each kernel). If the inputs have the contents of the last run, the object is kept as it is.
-Exit status 1 without an object: nvcc failed, a fatal ptxas diagnostic, or spills beyond the budget.
+Exit status 1 without an object: nvcc failed, a fatal ptxas diagnostic, or spills beyond the budget of the tuned CUDA.
 """
 
 from __future__ import annotations
@@ -77,13 +77,15 @@ def compile_source(command: list[str], log_file: Path) -> dict:
     return {"seconds": round(seconds, 1), "cpu_seconds": round(cpu_seconds, 1), "peak_mb": peak_mb, "kernels": kernels}
 
 
-def judge(log: str, stem: str, kernels: list[dict], budget_file: Path) -> list[str]:
-    """Reasons to refuse the object, none if it is good."""
+def judge(log: str, stem: str, kernels: list[dict], budget_file: Path, toolkit: str) -> tuple[list[str], list[str]]:
+    """(reasons to refuse the object, warnings). A spill with another CUDA than the tuned one must not stop an install:
+    torch decides which CUDA a user has."""
     reasons = [f"{stem}: ptxas: {line}" for line in fatal_diagnostics(log)]
-    excess = over_budget(load_budget(budget_file), stem, kernels)
-    if excess:
-        excess.append(f"(budgets: {budget_file.name})")
-    return reasons + excess
+    budget = load_budget(budget_file)
+    excess = over_budget(budget, stem, kernels)
+    if excess and toolkit.split(".")[0] != budget.get("tuned_cuda", toolkit.split(".")[0]):
+        return reasons, excess
+    return reasons + ([*excess, f"(budgets: {budget_file.name})"] if excess else []), []
 
 
 def other_warnings(log: str) -> list[str]:
@@ -124,7 +126,7 @@ def main() -> None:
         kernel["name"] = with_variant_names(kernel["name"], variants)
 
     log = log_file.read_text(encoding="utf-8")
-    reasons = judge(log, arguments.source.stem, record["kernels"], arguments.budget)
+    reasons, spills = judge(log, arguments.source.stem, record["kernels"], arguments.budget, arguments.toolkit)
     if reasons:
         arguments.object.unlink(missing_ok=True)
         sys.exit("\n".join(reasons))
@@ -135,7 +137,7 @@ def main() -> None:
         "unchanged": unchanged,
         "registers": max((k["registers"] for k in record["kernels"]), default=0),
         "spill_bytes": max((spill_bytes(k) for k in record["kernels"]), default=0),
-        "warnings": [] if unchanged else other_warnings(log),
+        "warnings": [] if unchanged else other_warnings(log) + spills,
     }
     print("@result " + json.dumps(result))
 

@@ -53,11 +53,7 @@ def counts():
         ("lines about itself", benchmarks + laboratory + tools + pages + tests, 16000),
         ("words of documents", words(documents), 60000),
         ("words of the longest document", max(words([path]) for path in documents), None),
-        (
-            "bytes of results",
-            sum(path.stat().st_size for path in results),
-            10**6,
-        ),
+        ("bytes of results", sum(path.stat().st_size for path in results), 10**6),
         ("lines of csrc", lines(files("csrc")), None),
         ("lines of the package", lines(files("flash_attn")), None),
     ]

@@ -2,4 +2,7 @@
 
 
 class BuildError(RuntimeError):
-    """The build cannot go on. The message says what was expected, what was found and what to do."""
+    """The build cannot go on. The message says what was expected and what was found; its last line, what to do."""
+
+    def __init__(self, message: str, remedy: str = "") -> None:
+        super().__init__(f"{message}\n  {remedy}" if remedy else message)

@@ -80,10 +80,6 @@ find_sanitizer() {
     return 1
 }
 
-# Kernels that a tool leaves out, by a part of their mangled names: only those whose report is shown to be wrong, each
-# with the reason.
-declare -A excluded_kernels=([memcheck]="" [racecheck]="" [initcheck]="" [synccheck]="")
-
 # Every tensor gets its own allocation, so that an access beyond it is seen. racecheck and synccheck look at our kernels
 # only: they are slow, while initcheck has to follow the writes of all kernels, and does not see those by TMA: it gets
 # outputs and gradients that are NaN beforehand (tests/sanitize/sanitize_cases.py). torch probes driver functions that
@@ -96,16 +92,13 @@ stage_sanitize() {
         return
     fi
     for tool in ${SANITIZE_TOOLS:-memcheck racecheck initcheck synccheck}; do
-        local log=$out/$tool.log limit=${tool^^}_LIMIT kernel
+        local log=$out/$tool.log limit=${tool^^}_LIMIT
         local options=(--tool "$tool" --error-exitcode 3 --print-limit 20) cases=()
         case $tool in
         memcheck) options+=(--report-api-errors no) ;;
         initcheck) cases=(--nan-outputs) ;;
         *) options+=(--kernel-name kernel_substring=flash) ;;
         esac
-        for kernel in ${excluded_kernels[$tool]:-}; do
-            options+=(--kernel-name-exclude "kernel_substring=$kernel")
-        done
         : >"$log"
         limited "$tool" "${!limit:-${SANITIZE_LIMIT:-50}}" "$log" env PYTORCH_NO_CUDA_MEMORY_CACHING=1 \
             xargs -a <(seq 0 $((shards - 1))) -P "$shards" -I{} \
@@ -118,8 +111,8 @@ stage_bench() {
     local log=$out/bench.log
     : >"$log"
     limited bench "${BENCH_LIMIT:-90}" "$log" "$python" "$root/benchmarks/run.py" --out "$out" --name bench
-    record bench "$(grep -E '^cells ' "$log" | paste -sd ';')" "$log"
-    sed -n '/^ms, TFLOPS/,$p' "$log"
+    record bench "$(grep -E '^\| `cells`' "$log" | paste -sd ';')" "$log"
+    sed -n '/^| /,$p' "$log"
 }
 
 stage_demo() {

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import subprocess
 import sys
 import time
@@ -20,7 +19,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from build_folder import alone_in, build_folder
-from build_log import say
+from build_log import duration, say, show
 from errors import BuildError
 from kernel_manifest import (
     DEFAULT_ARCHS,
@@ -35,7 +34,7 @@ from kernel_manifest import (
     select,
     words,
 )
-from machine import parallel_jobs, visible_gpu_archs
+from machine import cpu_seconds, parallel_jobs, visible_gpu_archs
 from ninja_file import escaped, run_ninja, shell
 from toolchain import CudaToolkit, find_cutlass, find_toolkit, nvcc_install
 
@@ -149,21 +148,29 @@ def report_line(finished: int, total: int, result: dict) -> str:
     return f"[{finished}/{total}] {result['file']} {result['seconds']:.1f} s, {numbers}"
 
 
+def progress(finished: int, total: int, results: list[dict], seconds: float) -> str:
+    """How far a build is. Its files come largest first, so that what is left takes no longer than it says."""
+    compiled = sum(not result["unchanged"] for result in results)
+    left = f", at most {duration(seconds / compiled * (total - finished))} left" if compiled else ""
+    return f"  flash_attn: {finished} of {total} files{left}"
+
+
 def run(build: KernelBuild) -> tuple[list[dict], float]:
     """Run ninja with progress lines. Returns the results of the files it visited and the CPU seconds used."""
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    before = cpu_seconds()
+    start = time.monotonic()
     results = []
     for finished, total, line in run_ninja(build.out_dir, build.jobs):
         if line.startswith("@result "):
             result = json.loads(line[len("@result ") :])
             results.append(result)
             say(report_line(finished, total, result))
+            show(progress(finished, total, results, time.monotonic() - start), end="")
             for warning in result["warnings"]:
                 say(f"    {warning}")
         elif line:
             say(line)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return results, (after.ru_utime - before.ru_utime) + (after.ru_stime - before.ru_stime)
+    return results, cpu_seconds() - before
 
 
 def summary(results: list[dict], files: int, wall: float, cpu: float, archive: Path) -> list[str]:

@@ -153,8 +153,8 @@ def reachable(files: list[Path], source_dir: Path) -> set[Path]:
 
 
 def shared_sources(source_dir: Path) -> list[Path]:
-    """What binding and kernels must agree on, sorted: every kernel file with its headers, and those that the
-    binding includes beside its own (plan/decode_plan.h sizes workspaces that no kernel file includes it for)."""
+    """What binding and kernels must agree on, sorted: every kernel file with its headers, and those that only
+    the binding includes (plan/call_plan.h, plan/explain.h)."""
     source_dir = source_dir.resolve()
     kernels = reachable([*(f.path for f in kernel_files(source_dir)), *auxiliary_files(source_dir)], source_dir)
     binding = reachable([source_dir / "flash_api.cpp"], source_dir)

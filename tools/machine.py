@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 import subprocess
 from pathlib import Path
@@ -54,6 +55,12 @@ def visible_gpu_archs() -> list[str]:
         return []
     capabilities = {line.strip() for line in result.stdout.splitlines() if line.strip()}
     return sorted((c.replace(".", "") for c in capabilities if c.replace(".", "").isdigit()), key=int)
+
+
+def cpu_seconds() -> float:
+    """Of all processes that this one has started and that have ended."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
 
 def commit_of(root: Path) -> str:

@@ -20,6 +20,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
 
+from build_log import SHOWN
 from errors import BuildError
 from install_plan import CPU_KNOBS, KERNEL_KNOBS
 from kernel_build import usable_gpu_archs
@@ -139,6 +140,7 @@ def install(python: str, environment: dict[str, str]) -> None:
     log, output = ROOT / "build" / "build.log", STATE / "pip.log"
     log.write_text("", encoding="utf-8")
     with output.open("w", encoding="utf-8") as sink, log.open(encoding="utf-8") as lines:
+        environment = {**environment, SHOWN: "1"}
         process = subprocess.Popen([*command, str(ROOT)], stdout=sink, stderr=sink, env=environment)
         ended = False
         while not ended:

@@ -1,4 +1,7 @@
-"""Style of the tree: clang-format for C++ and CUDA, ruff for Python, check_docs.py. `python tools/style.py [--fix]`."""
+"""Style of the tree: clang-format for C++ and CUDA, ruff and mypy for Python, check_docs.py.
+
+`python tools/style.py [--fix]`. mypy, which needs torch beside it, is left out where it is not installed.
+"""
 
 from __future__ import annotations
 
@@ -32,6 +35,7 @@ def commands(fix: bool) -> dict[str, list[str]]:
         "clang-format": ["clang-format", *(["-i"] if fix else ["--dry-run", "-Werror"]), *cxx_files()],
         "ruff check": ["ruff", "check", *(["--fix"] if fix else []), *python],
         "ruff format": ["ruff", "format", *([] if fix else ["--diff"]), *python],
+        "mypy": ["mypy"],
         "documents": [sys.executable, str(ROOT / "tools" / "check_docs.py")],
     }
 
@@ -54,6 +58,9 @@ def main() -> None:
     status = 0
     for name, command in commands(parser.parse_args().fix).items():
         if tool_path(command[0]) is None:
+            if name == "mypy":
+                print("mypy: skipped, not installed (pip install '.[style]')")
+                continue
             sys.exit(f"error: {command[0]}: not found; pip install '.[style]' installs the pinned version")
         result = run(command)
         print(f"{name}: {'ok' if result.returncode == 0 else result.stdout.strip()}")

@@ -13,7 +13,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -23,8 +23,14 @@ from errors import BuildError
 from toolchain import clean_environment
 
 _PROBE = """
-import importlib.util, json, sys
+import importlib.metadata, importlib.util, json, re, sys
 facts = {"python": "%d.%d" % sys.version_info[:2], "site_dirs": [p for p in sys.path if p], "torch": None}
+def owns(distribution):
+    if re.sub("[-_.]+", "-", distribution.metadata["Name"] or "").lower() == "flash-attn":
+        return distribution.files is None
+    return any(str(f) == "flash_attn/__init__.py" for f in distribution.files or [])
+facts["other_owners"] = [[d.metadata["Name"], (d.read_text("INSTALLER") or "").strip()]
+                         for d in importlib.metadata.distributions() if owns(d)]
 if importlib.util.find_spec("torch") is not None:
     import torch
     maps = open("/proc/self/maps").read().split() if sys.platform == "linux" else []
@@ -64,6 +70,7 @@ class TargetTorch:
     libstdcxx: Path | None
     pybind11_abi: dict[str, str]
     site_dirs: list[str]
+    other_owners: Sequence[tuple[str, str]] = ()  # (name, installer) of distributions with our files
 
     @property
     def include_dirs(self) -> list[Path]:
@@ -155,5 +162,6 @@ def find_target_torch(root: Path) -> TargetTorch | None:
             libstdcxx=Path(facts["libstdcxx"]) if facts["libstdcxx"] else None,
             pybind11_abi=facts["pybind11_abi"],
             site_dirs=facts["site_dirs"],
+            other_owners=facts.get("other_owners", ()),
         )
     return None

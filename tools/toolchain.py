@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -32,14 +33,25 @@ class CudaToolkit:
     full_version: str  # "13.0.88"
 
     @property
+    def major(self) -> str:
+        return self.version.split(".")[0]
+
+    @property
     def include(self) -> Path:
-        return self.root / "include"
+        folders = include_folders(self.root)
+        return next((folder for folder in folders if (folder / "cuda_runtime_api.h").is_file()), folders[-1])
 
 
 @dataclass(frozen=True)
 class CutlassHeaders:
     include: Path
     version: str  # "4.2.0"
+
+
+def include_folders(root: Path) -> list[Path]:
+    """Where a toolkit may keep its headers: conda has them in a folder of the platform."""
+    target = {"aarch64": "sbsa"}.get(platform.machine(), platform.machine())
+    return [root / "targets" / f"{target}-linux" / "include", root / "include"]
 
 
 def pip_toolkit_roots(site_dirs: list[str]) -> list[Path]:
@@ -51,21 +63,30 @@ def pip_toolkit_roots(site_dirs: list[str]) -> list[Path]:
     return found
 
 
-def _nvcc_candidates(site_dirs: list[str]) -> list[Path]:
-    candidates = [Path(os.environ[name], "bin", "nvcc") for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
+def chosen_roots() -> list[Path]:
+    return [Path(os.environ[name]) for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
+
+
+def other_roots(site_dirs: list[str]) -> list[Path]:
+    """Toolkits of NVIDIA's pip packages, of conda, and in the default folder."""
+    conda = [Path(os.environ["CONDA_PREFIX"])] if os.environ.get("CONDA_PREFIX") else []
+    return [*pip_toolkit_roots(site_dirs), *conda, Path("/usr/local/cuda")]
+
+
+def find_toolkit(site_dirs: list[str], major: str | None = None) -> CudaToolkit | None:
+    """The nvcc of CUDA_HOME; else the first of CUDA `major` on PATH or in other_roots(), else the first; else None."""
     on_path = shutil.which("nvcc")
-    if on_path:
-        candidates.append(Path(on_path))
-    candidates += [root / "bin" / "nvcc" for root in pip_toolkit_roots(site_dirs)]
-    return [*candidates, Path("/usr/local/cuda/bin/nvcc")]
-
-
-def find_toolkit(site_dirs: list[str]) -> CudaToolkit | None:
-    """The first working nvcc of CUDA_HOME, PATH, NVIDIA's pip packages, the toolkit's default folder; else None."""
-    for nvcc in _nvcc_candidates(site_dirs):
+    others = [*([Path(on_path)] if on_path else []), *(root / "bin" / "nvcc" for root in other_roots(site_dirs))]
+    for nvcc in (root / "bin" / "nvcc" for root in chosen_roots()):
         if os.access(nvcc, os.X_OK):
             return describe_toolkit(nvcc)
-    return None
+    first = None
+    for nvcc in filter(lambda path: os.access(path, os.X_OK), dict.fromkeys(others)):
+        toolkit = describe_toolkit(nvcc)
+        if major in (None, toolkit.major):
+            return toolkit
+        first = first or toolkit
+    return first
 
 
 def pip_toolkit(cuda: str) -> str | None:
@@ -105,22 +126,25 @@ def describe_toolkit(nvcc: Path) -> CudaToolkit:
 
 def cuda_header_dirs(site_dirs: list[str], cuda_major: str) -> list[Path]:
     """Include folders that together hold the CUDA runtime headers of `cuda_major`, without asking for nvcc."""
-    roots = [Path(os.environ[name]) for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
-    roots += [*pip_toolkit_roots(site_dirs), Path("/usr/local/cuda")]
-    includes = [root / "include" for root in roots if (root / "include").is_dir()]
+    roots = [*chosen_roots(), *other_roots(site_dirs)]
+    includes = [include for root in roots for include in include_folders(root) if include.is_dir()]
     runtime = [d for d in includes if _runtime_major(d) == cuda_major]
     compiler = [d for d in includes if (d / "crt" / "host_defines.h").is_file()]
     if runtime and (runtime[0] / "crt" / "host_defines.h").is_file():
         return runtime[:1]
     if runtime and compiler:
         return [runtime[0], compiler[0]]
-    packages = {"12": "nvidia-cuda-runtime-cu12 nvidia-cuda-nvcc-cu12"}.get(
-        cuda_major, f"'nvidia-cuda-runtime=={cuda_major}.*' 'nvidia-cuda-crt=={cuda_major}.*'"
-    )
     raise BuildError(
-        f"CUDA headers: expected cuda_runtime_api.h and crt/host_defines.h of CUDA {cuda_major}, found not all.\n"
-        f"Install them (pip install {packages}) or set CUDA_HOME to a CUDA {cuda_major} toolkit."
+        f"CUDA headers: expected cuda_runtime_api.h and crt/host_defines.h of CUDA {cuda_major}, found not all",
+        f"pip install {' '.join(map(repr, header_packages(cuda_major)))}",
     )
+
+
+def header_packages(cuda_major: str) -> list[str]:
+    """The pip requirements of the headers that the binding needs."""
+    if cuda_major == "12":
+        return ["nvidia-cuda-runtime-cu12", "nvidia-cuda-nvcc-cu12"]
+    return [f"nvidia-cuda-runtime=={cuda_major}.*", f"nvidia-cuda-crt=={cuda_major}.*"]
 
 
 def _runtime_major(include: Path) -> str | None:

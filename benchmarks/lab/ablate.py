@@ -17,10 +17,10 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]  # absent under PYTHONSAFEPATH
 
-import ablate_report
 import sm80_designs
 import sm90_designs
 import study
+import study_report
 from kernel_library import BuildError
 
 FAMILIES = {"mma_sync": sm80_designs.entries, "wgmma": sm90_designs.entries}
@@ -47,7 +47,7 @@ def main(argv=None):
     options = parser.parse_args(argv)
     try:
         todo = groups(options.family, options.head_dims)
-        study.run(options, todo, SEQLENS, store, ablate_report.report)
+        study.run(options, todo, SEQLENS, store, study_report.ablation)
     except BuildError as error:
         sys.exit(f"error: {error}")
 

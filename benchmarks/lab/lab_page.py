@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import sys
 
-import ablate_report
 import step_model
-import sweep_report
-import theory_model
-import theory_report
+import study_report
+import theory
 import triton_report
 from markdown import markdown_table, mask, wrapped
 from results import ROOT, environment_line, run_line, stored
@@ -18,28 +16,23 @@ TILE_TABLES = {"fwd": "kSm90FwdTiles", "bwd": "kSm90BwdTiles"}
 
 
 def theory_kernels():
-    return theory_report.kernels_block(theory_model.machine_of(stored("theory")))
-
-
-def theory_speed():
-    result = stored("theory")
-    return theory_report.speed_block(theory_model.machine_of(result), result)
+    return theory.kernels_block(theory.machine_of(stored("grid")))
 
 
 def ablation_ladder():
     result = stored("ablate")
-    return [*ablate_report.ladder_table(result), "", run_line(result)]
+    return [*study_report.ladder_table(result), "", run_line(result)]
 
 
 def ablation_switches():
     result = stored("ablate")
-    tables = [ablate_report.switch_table(result, family) for family in result["families"]]
+    tables = [study_report.switch_table(result, family) for family in result["families"]]
     return [*tables[0], "", *tables[1]]
 
 
 def sweep():
     result = stored("sweep")
-    return [*sweep_report.summary(result), "", run_line(result)]
+    return [*study_report.summary(result), "", run_line(result)]
 
 
 def triton_ladder():
@@ -49,7 +42,7 @@ def triton_ladder():
 def limit():
     """The parts of the data sheet's rate that the longest rows reach, as a product of three."""
     result = stored("grid")
-    machine, steps, rows = theory_model.machine_of(result), step_model.steps(), []
+    machine, steps, rows = theory.machine_of(result), step_model.steps(), []
     cells = [row for row in rows_of(result, "cells") if "ours" in row["results"]]
     longest = max(row["seqlen_k"] for row in cells)
     for row in cells:
@@ -99,7 +92,6 @@ def minimal():
 BLOCKS = {
     "benchmarks/lab/README.md": {
         "theory_kernels": theory_kernels,
-        "theory_speed": theory_speed,
         "ablation_ladder": ablation_ladder,
         "ablation_switches": ablation_switches,
         "sweep": sweep,
@@ -109,12 +101,3 @@ BLOCKS = {
     "examples/minimal/README.md": {"minimal": minimal},
     "docs/hopper.md": {"forward_bounds": forward_bounds, "backward_bounds": backward_bounds},
 }
-
-
-def write_plots(results, folder):
-    """The plot that the page shows, if `results` {experiment: result} have what it shows; returns the paths."""
-    if "theory" not in results:
-        return []
-    path = folder / "roofline.png"
-    theory_report.draw(path, theory_model.machine_of(results["theory"]), results["theory"])
-    return [path]

@@ -1,8 +1,8 @@
 """Every experiment whose figures the documents quote, and the command that measures it again.
 
 python benchmarks/lab/run_all.py                        the list: what each shows, its time, which page reads it
-python benchmarks/lab/run_all.py theory minimal         run some, in this order, and collect their results in --out
-python benchmarks/lab/run_all.py --all [--dry-run]      all that pages read and one GPU measures; --dry-run: commands
+python benchmarks/lab/run_all.py ablate minimal         run some, in this order, and collect their results in --out
+python benchmarks/lab/run_all.py --all                  all that pages read and one GPU measures
 python benchmarks/lab/run_all.py --all --small          the same in miniature on a CPU: tells whether they run
 python benchmarks/report.py --publish build/lab/run     takes the results into benchmarks/results and the documents
 
@@ -107,10 +107,6 @@ EXPERIMENTS = (
     Experiment(
         "minimal", "what each technique of the teaching kernel gives", "bash examples/minimal/run.sh {out}/minimal", 45,
         "examples/minimal/README.md", written="minimal/minimal.json",
-    ),
-    Experiment(
-        "theory", "six kernels and one: bytes, FLOP, predicted and measured speed-up, memory",
-        "{python} benchmarks/lab/theory.py --measure --out {result}", 60, LAB_PAGE, small="--device cpu",
     ),
     Experiment(
         "ablate", "each technique of both forwards switched off, and a ladder to the kernel in use",
@@ -263,7 +259,6 @@ def parse(arguments):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(by_name())}; none: print the list")
     parser.add_argument("--all", action="store_true", help="what pages read and one GPU measures")
-    parser.add_argument("--dry-run", action="store_true", help="print the commands and run nothing")
     parser.add_argument("--small", action="store_true", help="in miniature on a CPU, those that can")
     parser.add_argument("--out", type=Path, default=OUT, help="folder of the results (build/lab/run)")
     parser.add_argument("--resume", action="store_true", help="skip what --out holds already")
@@ -286,8 +281,6 @@ def main(arguments=None):
         chosen = [experiment for experiment in chosen if experiment.small]
     if not chosen:
         print("\n".join(listing()))
-    elif options.dry_run:
-        print("\n".join(command_line(experiment, options.out.resolve()) for experiment in chosen))
     elif options.build_only:
         return build(chosen, options)
     else:

@@ -55,15 +55,18 @@ class Sm90Design:
 
     @property
     def tile(self):
-        numbers = (self.block_m, self.block_n, self.kv_stages, self.q_stages, int(self.overlaps), self.consumer_groups)
+        numbers = (self.block_m, self.block_n, self.kv_stages, self.q_stages, self.overlaps, self.consumer_groups)
         return (*numbers, self.o_cols)
 
     @property
     def table_line(self):
         """The design as a line of plan/tiles.h."""
-        numbers = (self.head_dim, self.block_m, self.block_n, self.kv_stages, self.q_stages)
-        overlaps = str(self.overlaps).lower()
-        return f"{{{', '.join(map(str, numbers))}, {overlaps}, {self.consumer_groups}, 0, {self.o_cols}}},"
+        return f"{{{self.head_dim}, {self.row()}}},"
+
+    def row(self):
+        """A row of kSm90FwdTiles but for its head dim."""
+        *numbers, o_cols = self.tile
+        return ", ".join(str(x).lower() for x in (*numbers, 0, o_cols))
 
     @property
     def feature_bits(self):
@@ -98,10 +101,8 @@ class Sm90Design:
 
     def overlay(self):
         """{path below csrc/flash_attn: text} of the headers in place of the shipped ones."""
-        block_m, block_n, kv_stages, q_stages, overlaps, groups, o_cols = self.tile
-        numbers = f"{block_m}, {block_n}, {kv_stages}, {q_stages}, {str(bool(overlaps)).lower()}, {groups}, 0, {o_cols}"
         return {
-            TILES: with_first_return(TILES, TILE_FUNCTION, f"Sm90FwdTile{{head_dim, {numbers}}}"),
+            TILES: with_first_return(TILES, TILE_FUNCTION, f"Sm90FwdTile{{head_dim, {self.row()}}}"),
             POLICY: with_first_return(POLICY, POLICY_FUNCTION, f"FwdPolicy{{head_dim, {self.feature_bits}u, 1}}"),
         }
 

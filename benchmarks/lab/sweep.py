@@ -16,7 +16,7 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]  # absent under PYTHONSAFEPATH
 
 import study
-import sweep_report
+import study_report
 import tile_designs
 from kernel_library import BuildError
 
@@ -45,7 +45,7 @@ def main(argv=None):
     try:
         found = tile_designs.groups(options.kernels, options.head_dims, options.dtypes)
         todo, groups = {g.title: entries for g, entries in found.items()}, {g.title: g for g in found}
-        study.run(options, todo, SEQLENS, partial(store, groups), sweep_report.report)
+        study.run(options, todo, SEQLENS, partial(store, groups), study_report.sweep)
     except BuildError as error:
         sys.exit(f"error: {error}")
 

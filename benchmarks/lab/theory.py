@@ -1,168 +1,118 @@
-"""Theory and measurement: attention in six kernels and in one, by the constants of a machine and on a GPU.
+"""Attention in six kernels and in one: the bytes and FLOP of each kernel, and the time that a GPU needs at least.
 
-python benchmarks/lab/theory.py [--machine h200]            what the model predicts (theory_model.py); needs no GPU
-python benchmarks/lab/theory.py --measure --out FILE.json   measures both on the GPU of this machine
-python benchmarks/lab/theory.py --result FILE.json          the predictions with the measurement
+python benchmarks/lab/theory.py [--machine h200]
 
 Standard attention is what transformers' "eager" attention does: two products, scaling, mask, a softmax in float32 and
-its rounding, each a kernel of PyTorch; without a mask one less. In float16, of which PyTorch's softmax makes float32
-in one kernel. The fused kernel is `flash_attn_func`. Both take turns as in benchmarks/run.py; kernels are counted by
-torch's profiler, memory is what a call adds at its peak.
+its rounding to 16 bits, each a kernel of PyTorch. A kernel takes the time of its scarcest resource, and kernels run one
+after the other. benchmarks/run.py measures the same comparison (peer `naive`). Plain data, no torch.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import gc
-import json
-import statistics
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]  # absent under PYTHONSAFEPATH
 
-import theory_model as model
-import theory_report
-from results import load
+from markdown import markdown_table, wrapped
+from scores import significant
 
-MIN_ROUNDS, MIN_MS, WARMUP_MS, MAX_MS = 7, 30.0, 10.0, 1500.0
-MAX_RELATIVE_ERROR = 2e-2  # rounding leaves 1e-3; a wrong mask or scale is far above
-
-
-class Tiny(model.Problem):
-    """For the CPU."""
-
-    batch, heads = 1, 2
+BATCH, SEQLEN, HEADS, HEAD_DIM = 4, 4096, 16, 128  # of the table, causal
+SCORES, ELEMENTS = BATCH * HEADS * SEQLEN**2, BATCH * HEADS * SEQLEN * HEAD_DIM
 
 
-def standard_attention(torch, q, k, v, mask):
-    """softmax(q kᵀ / √d + mask) v of (batch, heads, seqlen, d), in six kernels, in five without a mask."""
-    scores = torch.matmul(q, k.transpose(-1, -2))
-    scores = scores * q.shape[-1] ** -0.5
-    if mask is not None:
-        scores = scores + mask
-    probabilities = torch.softmax(scores, dim=-1, dtype=torch.float32)
-    del scores
-    return torch.matmul(probabilities.to(q.dtype), v)
+@dataclass(frozen=True)
+class Machine:
+    """Data sheet: SMs, clock, FLOP of the tensor cores (16-bit, dense) and exponentials per clock and SM, bytes per
+    second of device memory."""
+
+    name: str
+    multiprocessors: int
+    clock: float
+    tensor_flop: int
+    memory: float
+    exponentials_per_clock: int = 16
+
+    @property
+    def flops(self):
+        return self.multiprocessors * self.clock * self.tensor_flop
+
+    @property
+    def exponentials(self):
+        return self.multiprocessors * self.clock * self.exponentials_per_clock
 
 
-def make_calls(torch, problem, device, dtype):
-    """{"standard": function, "fused": function} of one problem; both return (batch, seqlen, heads, d)."""
-    import flash_attn
-
-    shape = (problem.batch, problem.seqlen, problem.heads, problem.head_dim)
-    q, k, v = (torch.randn(shape, device=device, dtype=dtype) for _ in range(3))
-    heads_first = [tensor.transpose(1, 2).contiguous() for tensor in (q, k, v)]  # else products copy their operands
-    mask = None
-    if problem.causal:
-        mask = torch.full((problem.seqlen, problem.seqlen), float("-inf"), device=device, dtype=dtype).triu_(1)
-    return {
-        "standard": lambda: standard_attention(torch, *heads_first, mask).transpose(1, 2),
-        "fused": lambda: flash_attn.flash_attn_func(q, k, v, causal=problem.causal),
-    }
+MACHINES = {
+    "a100": Machine("A100 80GB SXM", 108, 1.41e9, 2048, 2.04e12),
+    "h100": Machine("H100 SXM", 132, 1.83e9, 4096, 3.35e12),
+    "h200": Machine("H200", 132, 1.83e9, 4096, 4.8e12),
+}
 
 
-def count_kernels(torch, call):
-    """Kernels of one call by torch's profiler; None where that has no access to the GPU."""
-    from torch.autograd import DeviceType
-    from torch.profiler import ProfilerActivity, profile
-
-    torch.cuda.synchronize()  # kernels of the inputs would count
-    with profile(activities=[ProfilerActivity.CUDA]) as trace:
-        call()
-        torch.cuda.synchronize()
-    names = [event.name for event in trace.events() if event.device_type == DeviceType.CUDA]
-    return sum(not name.startswith(("Memset", "Memcpy")) for name in names) or None
+def machine_of(result):
+    """The machine on which a result was measured."""
+    return next(machine for key, machine in MACHINES.items() if key in result["device"]["name"].lower())
 
 
-def describe_call(torch, call, device):
-    """(result, {kernels, peak_bytes}) of one call on a GPU; (None, None) if its memory does not suffice."""
-    if device.type == "cpu":
-        return call(), {"kernels": None, "peak_bytes": 0}
-    try:
-        kernels = count_kernels(torch, call)  # the first call, whose libraries allocate workspaces that they keep
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        out = call()
-        torch.cuda.synchronize()
-    except torch.cuda.OutOfMemoryError:
-        return None, None
-    return out, {"kernels": kernels, "peak_bytes": torch.cuda.max_memory_allocated() - before}
+@dataclass(frozen=True)
+class Kernel:
+    """Bytes of device memory for each score and for each element of Q, K, V or O; matrix products of 2 d FLOP a score;
+    exponentials a score; computed: the part of the score matrix."""
+
+    name: str
+    score_bytes: int
+    element_bytes: int = 0
+    products: int = 0
+    softmax: int = 0
+    computed: float = 1.0
+
+    @property
+    def bytes(self):
+        return self.score_bytes * SCORES + self.element_bytes * ELEMENTS
+
+    @property
+    def flop(self):
+        return 2.0 * self.products * SCORES * self.computed * HEAD_DIM
+
+    def seconds(self, machine):
+        exponentials = self.softmax * SCORES * self.computed / machine.exponentials
+        return max(self.bytes / machine.memory, self.flop / machine.flops, exponentials)
 
 
-def measure(torch, problem, timer, budget, device):
-    """The row of one problem: {standard, fused: {kernels, peak_bytes, ms} or None, ...}."""
-    from timing import interleave
-
-    calls = make_calls(torch, problem, device, torch.float16)
-    with torch.no_grad():
-        described = {name: describe_call(torch, call, device) for name, call in calls.items()}
-        outs = [out for out, _ in described.values() if out is not None]
-        if len(outs) == 2:
-            error = ((outs[0].float() - outs[1].float()).norm() / outs[0].float().norm()).item()
-            if not error <= MAX_RELATIVE_ERROR:
-                raise SystemExit(f"{problem}: the results differ by {error:.1e} (bound {MAX_RELATIVE_ERROR})")
-        del outs
-        entries = {name: entry for name, (_, entry) in described.items()}
-        del described
-        timed = {name: (contextlib.nullcontext, calls[name]) for name, entry in entries.items() if entry}
-        samples, clock = interleave(timer, timed, budget)
-    for name, values in samples.items():
-        entries[name]["ms"] = statistics.median(values)
-    shape = {"seqlen": problem.seqlen, "head_dim": problem.head_dim, "causal": problem.causal}
-    return {**shape, "batch": problem.batch, "heads": problem.heads, "sm_mhz": clock, **entries}
+# A score has 2 bytes, 4 in float32; the mask is one matrix for all heads and not counted.
+STANDARD = (
+    Kernel("S = Q Kᵀ", score_bytes=2, element_bytes=4, products=1),
+    Kernel("S · scale", score_bytes=2 + 2),
+    Kernel("S + mask", score_bytes=2 + 2),
+    Kernel("P = softmax(S) in float32", score_bytes=2 + 4, softmax=1),
+    Kernel("P to 16 bits", score_bytes=4 + 2),
+    Kernel("O = P V", score_bytes=2, element_bytes=4, products=1),
+)
+FUSED = Kernel("all in one", score_bytes=0, element_bytes=8, products=2, softmax=1, computed=0.5)
 
 
-def measure_all(out, device_name="cuda"):
-    """Measures every problem of the tables and writes the result after each; tiny ones on the CPU."""
-    import torch
-    from ceilings import read_ceiling
-    from environment import describe_origin
-    from shared import row_bar
-    from timing import Budget, make_timers
-
-    cuda = device_name == "cuda"
-    if cuda and not torch.cuda.is_available():
-        raise SystemExit("error: --measure needs a GPU")
-    device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
-    budget = Budget(MIN_ROUNDS, MIN_MS, WARMUP_MS, MAX_MS) if cuda else Budget(1, 0.0, 0.0)
-    timer = make_timers(device)["event"]
-    problems = model.problems() if cuda else [Tiny(64, 64, False), Tiny(64, 64, True)]
-    result = {**describe_origin(device), "dtype": "float16", "rows": []}
-    if cuda:
-        result["read_ceiling"] = read_ceiling(device)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with row_bar(len(problems)) as done:
-        for problem in problems:
-            result["rows"].append(measure(torch, problem, timer, budget, device))
-            gc.collect()
-            torch.cuda.empty_cache()
-            entries = {name: result["rows"][-1][name] for name in ("standard", "fused")}
-            told = ", ".join(f"{name} {e['ms']:.3f} ms" if e else f"{name}: memory" for name, e in entries.items())
-            done(f"{problem}: {told}")
-            out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    return result
+def row(name, kernels, machine):
+    """The cells of kernels that run one after the other."""
+    terms = ((sum(k.score_bytes for k in kernels), "s²"), (sum(k.element_bytes for k in kernels), "s d"))
+    formula = " + ".join(f"{factor} {unit}" for factor, unit in terms if factor)
+    flop = sum(kernel.flop for kernel in kernels)
+    figures = [sum(k.bytes for k in kernels) / 1e9, flop / 1e12, 1e3 * sum(k.seconds(machine) for k in kernels)]
+    return [name, formula, *(significant(x) if x else "–" for x in figures)]
 
 
-def main(arguments=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--machine", choices=list(model.MACHINES), help="default: that of the result")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda", help="cpu: tiny problems, to try it")
-    parser.add_argument("--measure", action="store_true", help="measure on the GPU of this machine; needs --out")
-    parser.add_argument("--out", type=Path, help="the JSON that --measure writes")
-    parser.add_argument("--result", type=Path, help="a JSON of --measure to show with the predictions")
-    options = parser.parse_args(arguments)
-    if options.measure and options.out is None:
-        parser.error("--measure needs --out FILE.json")
-    device = options.device
-    result = measure_all(options.out, device) if options.measure else load(options.result) if options.result else None
-    machine = model.MACHINES[options.machine] if options.machine else model.machine_of(result)
-    for block in (theory_report.kernels_block(machine), theory_report.speed_block(machine, result)):
-        print("\n".join([*block, ""]))
-    return 0
+def kernels_block(machine):
+    rows = [row(kernel.name, [kernel], machine) for kernel in STANDARD]
+    rows += [row("standard attention in all", STANDARD, machine), row(FUSED.name, [FUSED], machine)]
+    told = f"The figures: b {BATCH}, s {SEQLEN}, h {HEADS}, d {HEAD_DIM}, causal, by the data sheet of an "
+    told += f"{machine.name}: {machine.flops / 1e12:.0f} TFLOPS, {machine.memory / 1e12:.2f} TB/s, "
+    told += f"{machine.exponentials / 1e12:.2f}e12 exponentials a second."
+    return [*markdown_table(["kernel", "bytes of a head", "GB", "TFLOP", "ms at least"], rows), "", *wrapped(told)]
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--machine", choices=list(MACHINES), default="h200")
+    print("\n".join(kernels_block(MACHINES[parser.parse_args().machine])))

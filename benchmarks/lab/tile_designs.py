@@ -13,7 +13,7 @@ from plan_headers import CSRC, TILES, fits, shipped_row, with_first_return
 from sm80_designs import DTYPES, REGISTERS_PER_SM, SMEM_BYTES_PER_BLOCK, SMEM_BYTES_PER_SM, SOURCES, Entry
 
 BOTH = ("full", "causal")
-SOFTMAX_D = CSRC / "kernels" / "passes" / "bwd_preprocess.cu"
+SOFTMAX_D = CSRC / "kernels" / "auxiliary" / "bwd_preprocess.cu"
 
 
 @dataclass(frozen=True)

@@ -13,17 +13,18 @@
 #include "api/backward.h"
 #include "api/checks.h"
 #include "api/combine.h"
+#include "api/decode.h"
 #include "api/environment.h"
 #include "api/forward.h"
-#include "api/fp8_forward.h"
-#include "api/gradients.h"
-#include "api/kvcache.h"
 #include "api/overlap.h"
+#include "api/quantized.h"
+#include "api/scores.h"
 #include "api/set_params.h"
 #include "api/signatures.h"
-#include "api/sm_margin.h"
 #include "core/static_switch.h"
 #include "params/flash.h"
+#include "params/fp8.h"
+#include "params/kvcache.h"
 #include "plan/bwd_plan.h"
 #include "plan/explain.h"
 #include "plan/fwd_plan.h"
@@ -56,6 +57,24 @@ cudaError_t run_mha_fwd(const Flash_fwd_split_params& params, const plan::FwdPla
       return BOOL_SWITCH(plan.has_value_dim(), kHasValueDim,
                          [&] { return run_mha_fwd_family<kDtype, kHeadDim, kHasValueDim>(params, plan, stream); });
     });
+  });
+}
+
+cudaError_t run_mha_fwd_fp8(const Flash_fwd_fp8_params& params, const plan::FwdPlan& plan, cudaStream_t stream) {
+  return FP16_SWITCH(plan.dtype, [&] {
+    return HEADDIM_8BIT_SWITCH(plan.head_dim,
+                               [&] { return run_mha_fwd_fp8_wgmma_<kDtype, kHeadDim>(params, plan, stream); });
+  });
+}
+
+cudaError_t run_mha_fwd_split(const Flash_kvcache_params& params, Dtype q_dtype, cudaStream_t stream) {
+  if (is_eight_bit(params.kv_dtype)) {
+    return E4M3_SWITCH(params.kv_dtype, [&] {
+      return HEADDIM_8BIT_SWITCH(params.d, [&] { return run_mha_fwd_split_<kDtype, kHeadDim>(params, stream); });
+    });
+  }
+  return FP16_SWITCH(q_dtype, [&] {
+    return HEADDIM_SWITCH(params.d, [&] { return run_mha_fwd_split_<kDtype, kHeadDim>(params, stream); });
   });
 }
 
@@ -171,16 +190,16 @@ Result mha_fwd(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, co
   const char* axes = "batch, seqlen, heads, head_dim";
   ScoreOptions scores{softmax_scale, is_causal, window_left, window_right, softcap, alibi_slopes, {}, {}};
   FwdOptions options;
-  KvDescales descales;
+  QuantArgs quant;
   LaunchOptions launch;
-  set_named(named, scores, options, descales, launch);
+  set_named(named, scores, options, quant, launch);
   const CallGuard guard;
-  checks::query(q, 4, axes);
+  checks::query(q, 4, axes, true);
   checks::whole_vectors(q);
   const int64_t batch = q.size(0), seqlen_q = q.size(1), heads = q.size(2);
   checks::key_value(k, v, q, {batch, -1, -1, q.size(3)}, axes, true);
-  checks::kv_descales(descales, k, v, q, batch, p_dropout);
-  checks::output(out, q, checks::output_shape(q, v));
+  checks::quant_args(quant, q, k, v, batch, p_dropout);
+  checks::output(out, q, checks::output_shape(q, v), quant.result_type(q));
   check_scores(scores, q, batch, p_dropout);
   checks::generator(gen);
   if (options.rng_state.has_value()) checks::rng_state(options.rng_state, p_dropout, q);
@@ -191,8 +210,9 @@ Result mha_fwd(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, co
                                   {"sinks", scores.sinks},
                                   {"origins", scores.origins},
                                   {"rng_state", options.rng_state},
-                                  {"k_descale", descales.k},
-                                  {"v_descale", descales.v}});
+                                  {"q_descale", quant.q},
+                                  {"k_descale", quant.k},
+                                  {"v_descale", quant.v}});
   auto sequences = dense_sequences<Flash_fwd_params>(batch, batch_invariant);
   sequences.p_rows = probability_rows(seqlen_q);
   sequences.p_cols = probability_rows(k.size(1));
@@ -208,7 +228,7 @@ Result mha_fwd(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, co
                                         gen,
                                         return_max_logit,
                                         options,
-                                        descales,
+                                        quant,
                                         launch.sm_margin});
 }
 
@@ -223,11 +243,11 @@ Result mha_varlen_fwd(const at::Tensor& q, const at::Tensor& k, const at::Tensor
   const char* axes = "total, heads, head_dim";
   ScoreOptions scores{softmax_scale, is_causal, window_left, window_right, softcap, alibi_slopes, {}, {}};
   FwdOptions options;
-  KvDescales descales;
+  QuantArgs quant;
   LaunchOptions launch;
-  set_named(named, scores, options, descales, launch);
+  set_named(named, scores, options, quant, launch);
   const CallGuard guard;
-  checks::query(q, 3, axes);
+  checks::query(q, 3, axes, true);
   checks::whole_vectors(q);
   const int64_t batch = checks::cu_seqlens(cu_seqlens_q, cu_seqlens_k, q);
   if (block_table.has_value()) {
@@ -235,8 +255,8 @@ Result mha_varlen_fwd(const at::Tensor& q, const at::Tensor& k, const at::Tensor
   } else {
     checks::key_value(k, v, q, {-1, -1, q.size(2)}, axes, true);
   }
-  checks::kv_descales(descales, k, v, q, batch, p_dropout);
-  checks::output(out, q, checks::output_shape(q, v));
+  checks::quant_args(quant, q, k, v, batch, p_dropout);
+  checks::output(out, q, checks::output_shape(q, v), quant.result_type(q));
   checks::lengths("seqused_k", seqused_k, q, batch);
   checks::lengths("leftpad_k", leftpad_k, q, batch);
   checks::block_table(block_table, q, batch);
@@ -257,8 +277,9 @@ Result mha_varlen_fwd(const at::Tensor& q, const at::Tensor& k, const at::Tensor
                                   {"sinks", scores.sinks},
                                   {"origins", scores.origins},
                                   {"rng_state", options.rng_state},
-                                  {"k_descale", descales.k},
-                                  {"v_descale", descales.v}};
+                                  {"q_descale", quant.q},
+                                  {"k_descale", quant.k},
+                                  {"v_descale", quant.v}};
   overlap::check({{"out", out}}, read);
   auto sequences = packed_sequences<Flash_fwd_params>(batch, batch_invariant, cu_seqlens_q, cu_seqlens_k);
   sequences.p_rows = probability_rows(max_seqlen_q);
@@ -278,7 +299,7 @@ Result mha_varlen_fwd(const at::Tensor& q, const at::Tensor& k, const at::Tensor
                                         gen,
                                         return_max_logit,
                                         options,
-                                        descales,
+                                        quant,
                                         launch.sm_margin});
 }
 
@@ -349,12 +370,14 @@ auto with_kvcache_call(const at::Tensor& q, const at::Tensor& kcache, const at::
                        bool rotary_interleaved, int64_t num_splits, const OptionalTensor& plan, bool batch_invariant,
                        const py::kwargs& named) {
   ScoreOptions scores{softmax_scale, is_causal, window_left, window_right, softcap, alibi_slopes, {}, {}};
-  CacheDescales descales;
+  CacheQuantArgs quant;
   LaunchOptions launch;
-  set_named(named, scores, descales, launch);
+  set_named(named, scores, quant, launch);
   const CallGuard guard;
-  return kFunction({q, kcache, vcache, k, v, seqlens_k, rotary_cos, rotary_sin, cache_batch_idx, leftpad_k, block_table,
-                    out, scores, rotary_interleaved, num_splits, plan, batch_invariant, descales, launch.sm_margin});
+  return kFunction(
+      {q,          wide_query(q, quant), kcache,    vcache,          k,   v,      seqlens_k,          rotary_cos,
+       rotary_sin, cache_batch_idx,      leftpad_k, block_table,     out, scores, rotary_interleaved, num_splits,
+       plan,       batch_invariant,      quant,     launch.sm_margin});
 }
 
 std::string build_info() {
@@ -362,15 +385,6 @@ std::string build_info() {
   info.insert(info.rfind('}'),
               std::string(", \"torch\": \"") + TORCH_VERSION + "\", \"commit\": \"" + FLASH_ATTN_BUILD_COMMIT + "\"");
   return info;
-}
-
-template <class Function>
-void define_fwd_fp8(py::module_& m, const char* name, Function* function, const char* doc) {
-  m.def(name, function, doc, py::arg("q"), py::arg("k"), py::arg("v"), py::arg("cu_seqlens_q"), py::arg("cu_seqlens_k"),
-        py::arg("q_descale"), py::arg("k_descale"), py::arg("v_descale"), py::arg("sinks"), py::arg("softmax_scale"),
-        py::arg("is_causal"), py::arg("window_size_left"), py::arg("window_size_right"), py::arg("fp16_out"),
-        py::arg("fast_exp"), py::arg("batch_invariant"), py::kw_only(), py::arg("sm_margin") = 0,
-        py::arg("out") = py::none(), py::call_guard<CallGuard>());
 }
 
 }  // namespace
@@ -392,7 +406,7 @@ struct pybind11::detail::type_caster<flash::plan::Explanation> {
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   using namespace flash;
-  m.doc() = "Exact attention on CUDA tensors: the kernels behind flash_attn.";
+  m.doc() = "Exact attention on CUDA tensors: the kernels of flash_attn.";
   define_fwd(m, "fwd", &mha_fwd<Tensors>,
              "Forward of dense batches: [out, softmax_lse, S_dmask, rng_state(, max_logit)]");
   define_fwd(m, "explain_fwd", &mha_fwd<plan::Explanation>, "The plan of fwd, as a dict; nothing is launched");
@@ -416,8 +430,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         py::arg("window_size_left"), py::arg("window_size_right"), py::arg("num_splits"), py::arg("batch_invariant"),
         py::arg("plan") = py::none(), py::kw_only(), py::arg("eight_bit") = false, py::arg("sm_margin") = 0,
         py::call_guard<CallGuard>());
-  define_fwd_fp8(m, "fwd_fp8", &mha_fwd_fp8<Tensors>, "Forward of e4m3 tensors; [] where no kernel serves it");
-  define_fwd_fp8(m, "explain_fwd_fp8", &mha_fwd_fp8<plan::Explanation>, "The plan of fwd_fp8, or {}");
   m.def("combine", &combine, "Merge of attention over disjoint sets of keys: [out, lse]", py::arg("out_partial"),
         py::arg("lse_partial"), py::arg("out"), py::call_guard<CallGuard>());
   m.def("build_info", &build_info, "Identity of this build as JSON text");

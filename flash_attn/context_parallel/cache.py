@@ -1,46 +1,57 @@
-"""Attention over a KV cache whose positions are shared out to the ranks of a group."""
+"""Attention over a KV cache whose positions are divided among the ranks of a group."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from flash_attn._types import TensorOrTuple, WindowSize
-from flash_attn.context_parallel.agreement import Agreement, agreed_communicator, raise_on_ranks_of_last_plan
+from flash_attn.context_parallel.exchange.collectives import all_gather_tensors
+from flash_attn.context_parallel.exchange.consistency import (
+    Comparison,
+    checked_communicator,
+    raise_on_ranks_of_last_plan,
+)
+from flash_attn.context_parallel.exchange.groups import MeshCommunicator
 from flash_attn.inference import flash_attn_combine, flash_attn_with_kvcache
 from flash_attn.ops import arguments
 from flash_attn.ops.lse import check_convention, converted
 
 
 class CpCache:
-    """Which positions of every sequence each rank keeps: `interleave` of them in turn, beginning with rank 0.
+    """Which positions of every sequence each rank keeps: `interleave` of them in turn, from rank 0 on.
 
     Position p is on rank p // interleave % size, in row p // (interleave * size) * interleave + p % interleave of the
-    sequence's own rows there. An interleave of the rows that a rank has makes its shard contiguous. Made once, by all
-    ranks, and used by all layers in the thread that made it.
+    sequence's rows there. With an interleave of all rows of a rank its shard is contiguous. Made once by all ranks,
+    used by all layers in the thread that made it.
 
     Attributes:
         rank, size: of the group.
         interleave: int.
     """
 
-    def __init__(self, *, mesh=None, group=None, interleave: int = 1, check: str | None = None):
-        """mesh, group, check: as of `CpPlan.dense`. interleave: at least 1, for instance the page size.
+    def __init__(self, *, mesh: Any = None, group: Any = None, interleave: int = 1, check: str | None = None):
+        """mesh, group, check: as in `CpPlan.dense`. interleave: at least 1, for instance the page size.
 
-        Raises RuntimeError or TypeError on every rank if one has bad arguments or others.
+        Raises RuntimeError or TypeError on every rank if one has bad or different arguments.
         """
-        self.transport = agreed_communicator("CpCache", check, mesh, group)
-        self.rank, self.size = self.transport.rank, self.transport.size
+        communicator = checked_communicator("CpCache", check, mesh, group)
+        assert not isinstance(communicator, MeshCommunicator)  # which needs two dimensions
+        self.transport = communicator
+        self.rank, self.size = communicator.rank, communicator.size
         error = None
         try:
             self.interleave = arguments.integer("interleave", interleave, least=1)
-        except Exception as raised:  # of any kind: the other ranks wait to be told
+        except Exception as raised:  # of any type: the other ranks wait for this one
             error = raised
         text = "" if error is not None else repr(interleave)
-        self._agreement = Agreement(self.transport, "CpCache", "shards", check, text, error)
+        self._comparison = Comparison(communicator, "CpCache", "shards", check, text, error)
 
-    def local_lengths(self, lengths: int | Tensor, rank: int | None = None) -> int | Tensor:
-        """How many of the first `lengths` positions this rank has, or another one; a negative length stays."""
+    def local_lengths(self, lengths: Any, rank: int | None = None) -> Any:
+        """int or Tensor, as lengths: how many of the first `lengths` positions this or another rank has. A negative
+        length stays."""
         turn = self.interleave * self.size
         before = lengths // turn * self.interleave
         rest = lengths % turn - (self.rank if rank is None else rank) * self.interleave
@@ -49,13 +60,13 @@ class CpCache:
         return lengths if lengths < 0 else before + min(max(rest, 0), self.interleave)
 
     def rows(self, positions: Tensor) -> Tensor:
-        """The row of each position among a sequence's own rows here, -1 where another rank has it."""
+        """The row of each position among this rank's rows of a sequence, -1 if another rank has it."""
         is_own = positions // self.interleave % self.size == self.rank
         row = positions // (self.interleave * self.size) * self.interleave + positions % self.interleave
         return torch.where(is_own & (positions >= 0), row, -1)
 
     def compare(self, request: str, error: BaseException | None) -> None:
-        self._agreement.compare("flash_attn_cp_kvcache", request, error)
+        self._comparison.call("flash_attn_cp_kvcache", request, error)
 
 
 def flash_attn_cp_kvcache(
@@ -76,20 +87,21 @@ def flash_attn_cp_kvcache(
     sinks: Tensor | None = None,
     lse_convention: str = "fa2",
 ) -> TensorOrTuple:
-    """`flash_attn_with_kvcache` of the same queries on every rank, which each have some of the keys. No backward.
+    """`flash_attn_with_kvcache` of the same queries on every rank, over keys that are divided among the ranks. No
+    backward.
 
-    Each rank computes with its keys, all ranks get all results and combine them in float32, in the order of ranks: out
-    and LSE have the same bits on every rank. A rank's result is rounded to q's dtype before. The new keys are in the
-    cache already, in the rows that `shards.rows` names. ALiBi is not accepted.
+    Each rank computes with its keys and rounds its result to q's dtype. All ranks receive all results and combine them
+    in float32, in the order of ranks: out and LSE have the same bits on every rank. New keys must be in the cache
+    already, in the rows that `shards.rows` gives. ALiBi is not supported.
 
     Arguments:
-        q: (batch, seqlen_q, nheads, head_dim), the same on every rank. The last query is the last position. With
-            several queries and a mask, which each see keys of their own, every query counts as a sequence: K and V
-            are read once for each.
+        q: (batch, seqlen_q, nheads, head_dim), the same on every rank. The last query is the last position. Several
+            queries with a mask see different keys: then each query counts as a sequence, and K and V are read once for
+            each.
         k_cache, v_cache, cache_batch_idx, block_table: of this rank's rows, as in `flash_attn_with_kvcache`.
-        cache_seqlens: int, or int32 or int64 (batch,): lengths over all ranks, -1 for a padding request. One that does
-            not fit into the rows of every rank, of which all have the same number, is an error where the host sees it,
-            on the GPU a padding request.
+        cache_seqlens: int, or int32 or int64 (batch,): lengths over all ranks, -1 for an inactive request. A length
+            that exceeds the rows of a rank, equal in number on all ranks, raises if it is on the host; on the GPU its
+            request is inactive.
         shards: a CpCache.
         The others as in `flash_attn_with_kvcache`, and equal on all ranks.
 
@@ -97,12 +109,13 @@ def flash_attn_cp_kvcache(
         out: (batch, seqlen_q, nheads, head_dim)
         softmax_lse (with return_softmax_lse): (batch, nheads, seqlen_q) float32 (float64 for float64).
 
-    Raises RuntimeError, TypeError or ValueError; as far as `shards` checks calls, on every rank if on one.
+    Raises RuntimeError, TypeError or ValueError, on every rank as far as `shards` checks calls.
     """
     if not isinstance(shards, CpCache):
         error = TypeError(f"shards: expected a CpCache, got {arguments.shown(shards)}")
         raise_on_ranks_of_last_plan("flash_attn_cp_kvcache", error)
-    part, request, error = None, "", None
+    part: tuple[Tensor, ...] = ()
+    request, error = "", None
     try:
         check_convention(lse_convention)
         arguments.check_tensors(("q", "k_cache", "v_cache"), (q, k_cache, v_cache))
@@ -117,35 +130,40 @@ def flash_attn_cp_kvcache(
         )  # fmt: skip
         kinds = [tuple(x.shape[1:]) for x in part]
         request = repr((kinds, q.shape[0], q.dtype, q.device.type, window, capacity, softmax_scale, float(softcap)))
-    except Exception as raised:  # of any kind: the other ranks wait to be told
+    except Exception as raised:  # of any type: the other ranks wait for this one
         error = raised
     shards.compare(request, error)
-    out, lse = flash_attn_combine(*(_of_all_ranks(shards.transport, x) for x in part))
+    shards.transport.connect(q.device)
+    outs, lses = (all_gather_tensors(x, shards.transport) for x in part)
+    out, lse = flash_attn_combine(outs, lses)
     lse = converted(lse.transpose(1, 2).contiguous(), lse_convention)
     return (out, lse) if return_softmax_lse else out
 
 
-def _lengths(cache_seqlens, q, capacity: int, shards: CpCache) -> Tensor:
-    """int64 (batch,). The first rank has the most keys: what does not fit there fits nowhere, as on one GPU."""
+def _lengths(cache_seqlens: int | Tensor, q: Tensor, capacity: int, shards: CpCache) -> Tensor:
+    """int64 (batch,). Rank 0 has the most keys of a sequence."""
     if isinstance(cache_seqlens, Tensor):
         arguments.check_lengths("cache_seqlens", cache_seqlens, q.shape[0], q.device)
         lengths = cache_seqlens.long()
         is_beyond = shards.local_lengths(lengths, 0) > capacity
         if not q.is_cpu:
-            return lengths.masked_fill(is_beyond, -1)  # a padding request, without waiting for the GPU
-        longest = lengths[is_beyond].tolist()
+            return lengths.masked_fill(is_beyond, -1)  # an inactive request, without waiting for the GPU
+        too_long = lengths[is_beyond].tolist()
     else:
         length = arguments.integer("cache_seqlens", cache_seqlens, least=-1, expected="an int or an integer tensor")
         lengths = torch.full((q.shape[0],), length, dtype=torch.int64, device=q.device)
-        longest = [length] if shards.local_lengths(length, 0) > capacity else []
-    if longest:
+        too_long = [length] if shards.local_lengths(length, 0) > capacity else []
+    if too_long:
         raise RuntimeError(
-            f"cache_seqlens: expected lengths of which no rank has more than its {capacity} rows, got {longest[0]}"
+            f"cache_seqlens: expected lengths of which no rank has more than its {capacity} rows, got {too_long[0]}"
         )
     return lengths
 
 
-def _own_part(q, k_cache, v_cache, lengths, batch_idx, block_table, window, shards: CpCache, **options):
+def _own_part(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, batch_idx: Tensor | None,
+    block_table: Tensor | None, window: tuple[int, int], shards: CpCache, **options: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """out (batch, seqlen_q, heads, d) and LSE (batch, seqlen_q, heads) over this rank's keys."""
     (left, right), (batch, seqlen_q) = window, q.shape[:2]
     shape, repeats = q.shape[:3], 1
@@ -159,7 +177,7 @@ def _own_part(q, k_cache, v_cache, lengths, batch_idx, block_table, window, shar
             batch_idx = batch_idx.repeat_interleave(repeats, 0)
     positions = (lengths[:, None] + torch.arange(-repeats, 0, device=q.device)).flatten()
     lengths = lengths.repeat_interleave(repeats, 0)
-    # keys [start, stop) of all ranks that a query sees
+    # each query sees the keys [start, stop) of all ranks
     stop = lengths if right < 0 else torch.minimum(lengths, positions + 1 + right).clamp(min=0)
     start = None
     if left >= 0:
@@ -171,15 +189,3 @@ def _own_part(q, k_cache, v_cache, lengths, batch_idx, block_table, window, shar
         block_table=block_table, return_softmax_lse=True, **options,
     )  # fmt: skip
     return out.reshape(*shape, out.shape[-1]), lse.transpose(1, 2).reshape(shape)
-
-
-def _of_all_ranks(transport, x: Tensor) -> Tensor:
-    """(size, ...): x of every rank."""
-    everyone = x.new_empty((transport.size, *x.shape))
-    everyone[transport.rank] = x
-    transport.connect(x.device)
-    if x.numel():
-        others = [rank for rank in range(transport.size) if rank != transport.rank]
-        sends = [(rank, everyone[transport.rank]) for rank in others]
-        transport.exchange(sends, [(rank, everyone[rank]) for rank in others]).wait()
-    return everyone

@@ -6,18 +6,21 @@ An argument has the name of the public functions, also where the backends' own d
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import cast
 
 import torch
 
+from flash_attn.limits import MAX_HEAD_DIM
+
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-MAX_HEAD_DIM = 256
 MAX_LENGTH = 2**30 - 1  # what the kernels count in 32 bits; the same here, so that a call fits both or none
 MAX_INT = 2**31 - 1
 MAX_SCALE = {torch.float32: 2e38, torch.float64: 1e308}  # by the dtype of the scores, where scale log2(e) is finite
 MIN_SOFTCAP, MAX_SOFTCAP = 1e-15, 1e15  # scale / softcap times a head's sum of products is finite in float32
 
 
-def require(condition: bool, name: str, expected: str, got) -> None:
+def require(condition: bool, name: str, expected: str, got: object) -> None:
     """Raise RuntimeError "<name>: expected <expected>, got <got>" unless the condition holds."""
     if not condition:
         raise RuntimeError(f"{name}: expected {expected}, got {got}")
@@ -27,7 +30,7 @@ def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).replace("torch.", "")
 
 
-def check_strided(name: str, tensor) -> None:
+def check_strided(name: str, tensor: object) -> None:
     """A tensor whose elements lie in memory at strides. Raises TypeError for what is no tensor."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name}: expected a Tensor, got {type(tensor).__name__}")
@@ -36,11 +39,11 @@ def check_strided(name: str, tensor) -> None:
     require(tensor.layout == torch.strided and not tensor.is_nested, name, "a strided tensor", kind)
 
 
-def check_device(name: str, tensor) -> None:
+def check_device(name: str, tensor: object) -> None:
     check_on_cpu(name, tensor, "a tensor on q's device (cpu)")
 
 
-def check_on_cpu(name: str, tensor, expected: str = "a CPU tensor") -> None:
+def check_on_cpu(name: str, tensor: object, expected: str = "a CPU tensor") -> None:
     if isinstance(tensor, torch.Tensor):
         require(tensor.device.type == "cpu", name, expected, f"one on {tensor.device}")
     check_strided(name, tensor)
@@ -64,7 +67,7 @@ def check_dtype(name: str, tensor: torch.Tensor, *dtypes: torch.dtype) -> None:
     require(tensor.dtype in dtypes, name, f"dtype {expected}", _dtype_name(tensor.dtype))
 
 
-def check_shape(name: str, tensor: torch.Tensor, shape) -> None:
+def check_shape(name: str, tensor: torch.Tensor, shape: Sequence[int]) -> None:
     require(list(tensor.shape) == list(shape), name, f"shape {list(shape)}", list(tensor.shape))
 
 
@@ -89,7 +92,12 @@ def check_rank(name: str, tensor: torch.Tensor, axes: str) -> None:
 
 
 def check_like_query(
-    name: str, tensor: torch.Tensor, q: torch.Tensor, shape, any_stride: bool = False, dtype: torch.dtype | None = None
+    name: str,
+    tensor: torch.Tensor,
+    q: torch.Tensor,
+    shape: Sequence[int],
+    any_stride: bool = False,
+    dtype: torch.dtype | None = None,
 ) -> None:
     """A tensor of q's device, of the given shape and of q's dtype or another one."""
     check_device(name, tensor)
@@ -104,7 +112,13 @@ def check_like_query(
 
 
 def check_key_value(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, axes: str, batch=None, names=("k", "v"), dtypes=(None, None)
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    axes: str,
+    batch: int | None = None,
+    names: tuple[str, str] = ("k", "v"),
+    dtypes: tuple[torch.dtype | None, torch.dtype | None] = (None, None),
 ) -> None:
     """k and v against q; the axes that k itself decides (sequence or pages, heads) are read from k. v follows k, but
     for a head dim of its own. dtypes: those of k and v where they are not q's.
@@ -141,7 +155,7 @@ def check_numbers(dropout_p: float, softmax_scale: float, softcap: float, scores
     require(abs(softmax_scale) <= most, "softmax_scale", expected, softmax_scale)
 
 
-def check_alibi(slopes, batch: int, heads: int) -> None:
+def check_alibi(slopes: torch.Tensor | None, batch: int, heads: int) -> None:
     if slopes is None:
         return
     check_device("alibi_slopes", slopes)
@@ -151,7 +165,7 @@ def check_alibi(slopes, batch: int, heads: int) -> None:
     check_last_stride("alibi_slopes", slopes)
 
 
-def check_sinks(sinks, q: torch.Tensor) -> None:
+def check_sinks(sinks: torch.Tensor | None, q: torch.Tensor) -> None:
     if sinks is None:
         return
     check_device("sinks", sinks)
@@ -162,7 +176,7 @@ def check_sinks(sinks, q: torch.Tensor) -> None:
     check_last_stride("sinks", sinks)
 
 
-def check_origins(origins, batch: int) -> None:
+def check_origins(origins: torch.Tensor | None, batch: int) -> None:
     if origins is None:
         return
     check_on_cpu("origins", origins)
@@ -171,7 +185,7 @@ def check_origins(origins, batch: int) -> None:
     require(origins.is_contiguous(), "origins", "a contiguous tensor", f"strides {list(origins.stride())}")
 
 
-def check_lengths(name: str, lengths, shape) -> None:
+def check_lengths(name: str, lengths: torch.Tensor | None, shape: Sequence[int]) -> None:
     """An optional contiguous int32 vector: cu_seqlens, seqused_k, leftpad_k, cache lengths."""
     if lengths is None:
         return
@@ -194,7 +208,7 @@ def check_cu_seqlens(cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor) -> 
     return shape[0] - 1
 
 
-def check_block_table(block_table, batch: int) -> None:
+def check_block_table(block_table: torch.Tensor | None, batch: int) -> None:
     if block_table is None:
         return
     check_device("block_table", block_table)
@@ -209,11 +223,21 @@ def check_max_seqlen(name: str, value: int) -> None:
     require(value >= 0, name, "a value >= 0", value)
 
 
-def output_shape(q: torch.Tensor, v: torch.Tensor) -> tuple:
+def output_shape(q: torch.Tensor, v: torch.Tensor) -> tuple[int, ...]:
     return (*q.shape[:-1], v.shape[-1])
 
 
-def check_gradients(dout, q, k, v, out, dq, dk, dv, sums: torch.dtype | None = None) -> None:
+def check_gradients(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    dq: torch.Tensor | None,
+    dk: torch.Tensor | None,
+    dv: torch.Tensor | None,
+    sums: torch.dtype | None = None,
+) -> None:
     """The backward's tensors: dout, the output, and the optional gradients. sums: the dtype of dk and dv where the call
     adds to them."""
     of_output = output_shape(q, v)
@@ -223,30 +247,34 @@ def check_gradients(dout, q, k, v, out, dq, dk, dv, sums: torch.dtype | None = N
         if is_sum:
             require(tensor is not None, name, "a tensor with accumulate_dkv", None)
         if tensor is not None or name in ("dout", "out"):
-            check_like_query(name, tensor, q, shape, any_stride=True, dtype=sums if is_sum else None)
+            check_like_query(
+                name, cast(torch.Tensor, tensor), q, shape, any_stride=True, dtype=sums if is_sum else None
+            )
 
 
-def check_lse(lse: torch.Tensor, dlse, q: torch.Tensor, shape) -> None:
+def check_lse(lse: torch.Tensor, dlse: torch.Tensor | None, q: torch.Tensor, shape: Sequence[int]) -> None:
     """The LSE and its optional gradient."""
     dtypes = (torch.float32, torch.float64) if q.dtype == torch.float64 else (torch.float32,)
     names = " or ".join(_dtype_name(dtype) for dtype in dtypes)
     for name, tensor in (("softmax_lse", lse), ("dlse", dlse)):
         if tensor is not None or name == "softmax_lse":
             check_device(name, tensor)
+            assert tensor is not None
             require(tensor.dtype in dtypes, name, f"dtype {names}", _dtype_name(tensor.dtype))
             check_shape(name, tensor, shape)
 
 
-def check_rng_state(rng_state, dropout_p: float) -> None:
+def check_rng_state(rng_state: torch.Tensor | None, dropout_p: float) -> None:
     if dropout_p == 0.0:
         return
     expected = "the int64 (2,) state that the forward returned when dropout_p > 0"
     require(rng_state is not None, "rng_state", expected, None)
+    assert rng_state is not None
     check_device("rng_state", rng_state)
     fits = rng_state.dtype == torch.int64 and tuple(rng_state.shape) == (2,)
     require(fits, "rng_state", expected, f"{_dtype_name(rng_state.dtype)} {list(rng_state.shape)}")
 
 
-def check_generator(gen) -> None:
+def check_generator(gen: torch.Generator | None) -> None:
     if gen is not None:
         require(gen.device.type == "cpu", "gen", "a CPU generator", f"one on {gen.device}")

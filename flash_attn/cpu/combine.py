@@ -15,7 +15,9 @@ PARTIAL_AXES = "splits, batch, seqlen, heads, head_dim"
 
 
 @entry_point
-def combine(out_partial, lse_partial, out=None):
+def combine(
+    out_partial: torch.Tensor, lse_partial: torch.Tensor, out: torch.Tensor | None = None
+) -> list[torch.Tensor]:
     """Attention over all keys from its partial results over disjoint splits of them.
 
     Arguments:
@@ -48,14 +50,14 @@ def combine(out_partial, lse_partial, out=None):
 
     weights, lse = partial_weights(lse_partial)
     total = out_partial.new_zeros(out_partial.shape[1:], dtype=dtype)
-    counts = ~lse_partial.isinf()
-    for weight, partial, counted in zip(weights.unsqueeze(-1), out_partial, counts.unsqueeze(-1)):
+    is_counted = ~lse_partial.isinf()
+    for weight, partial, counted in zip(weights.unsqueeze(-1), out_partial, is_counted.unsqueeze(-1)):
         total += torch.where(counted, partial.to(dtype), 0.0) * weight
     out = total.to(out_partial.dtype) if out is None else out.copy_(total)
     return [out, lse]
 
 
-def partial_weights(lse_partial: torch.Tensor):
+def partial_weights(lse_partial: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(weights (splits, ...) that sum to 1, or are all 0, along the splits; lse (...) of the whole)."""
     sums = lse_partial.masked_fill(lse_partial == math.inf, -math.inf)
     lse = torch.logsumexp(sums, dim=0)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import cast
+
 import torch
 
 from . import checks
@@ -13,11 +16,18 @@ STAGES = ("", "begin", "add", "end")
 class DqStage:
     """What a call runs: everything (""), or the sum's beginning with softmax_d, its keys' part, or the rounding."""
 
-    def __init__(self, stage: str, dq_sum: torch.Tensor | None, softmax_d: torch.Tensor | None):
+    def __init__(self, stage: str, dq_sum: torch.Tensor | None, softmax_d: torch.Tensor | None) -> None:
         self.stage, self._sum, self._softmax_d = stage, dq_sum, softmax_d
         self.begins, self.adds, self.ends = (stage in ("", own) for own in STAGES[1:])
 
-    def check(self, q, dq, dk, dv, softmax_d_shape) -> None:
+    def check(
+        self,
+        q: torch.Tensor,
+        dq: torch.Tensor | None,
+        dk: torch.Tensor | None,
+        dv: torch.Tensor | None,
+        softmax_d_shape: Sequence[int],
+    ) -> None:
         """Each stage is given what it needs and nothing that it would not write."""
         stage = self.stage
         checks.require(stage in STAGES, "dq_stage", "'', 'begin', 'add' or 'end'", repr(stage))
@@ -37,7 +47,7 @@ class DqStage:
             expected = f"that of dq_stage 'begin' over the same rows and sequences, contiguous of shape {shape}"
             checks.require(list(x.shape) == shape and x.is_contiguous(), name, expected, f"shape {list(x.shape)}")
 
-    def _check_given(self, name: str, x, is_wanted: bool) -> None:
+    def _check_given(self, name: str, x: torch.Tensor | None, is_wanted: bool) -> None:
         expected = f"{'a tensor' if is_wanted else 'None'} at dq_stage '{self.stage}'"
         checks.require((x is not None) == is_wanted, name, expected, "None" if x is None else "a tensor")
 
@@ -45,21 +55,21 @@ class DqStage:
         """For row_deltas: other calls may have keys for rows that this one has none for."""
         return None if self.stage else first_unmasked
 
-    def may_fuse(self, dlse) -> bool:
+    def may_fuse(self, dlse: torch.Tensor | None) -> bool:
         """Whether rowsum(dout * out) is all that the call subtracts from dP, as in PyTorch's fused operator."""
         return self.stage == "" and dlse is None
 
-    def softmax_d(self, q, shape) -> torch.Tensor:
+    def softmax_d(self, q: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
         return q.new_zeros(shape, dtype=compute_dtype(q.dtype)) if self._softmax_d is None else self._softmax_d
 
-    def new_dq(self, q, dq):
+    def new_dq(self, q: torch.Tensor, dq: torch.Tensor | None) -> torch.Tensor | None:
         """Where the call writes its part, None if that is new: what is given, or zeros for a sum."""
         return q.new_zeros(q.shape, dtype=compute_dtype(q.dtype)) if self.stage else dq
 
-    def added(self, part) -> torch.Tensor:
+    def added(self, part: torch.Tensor) -> torch.Tensor:
         """The call's dq, or the sum with its part."""
         return part if self._sum is None else self._sum.add_(part)
 
-    def end(self, q, dq) -> list:
+    def end(self, q: torch.Tensor, dq: torch.Tensor | None) -> list[torch.Tensor | None]:
         dq = q.new_empty(q.shape) if dq is None else dq
-        return [dq.copy_(self._sum), None, None, None]
+        return [dq.copy_(cast(torch.Tensor, self._sum)), None, None, None]

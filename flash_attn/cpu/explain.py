@@ -28,7 +28,14 @@ class _Schedule(NamedTuple):
 
 
 def explain_attention(
-    direction: str, q, k, v, rule: ScoreRule, problems: list[Problem], is_plain: bool = True, block_keys: int = 0
+    direction: str,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    rule: ScoreRule,
+    problems: list[Problem],
+    is_plain: bool = True,
+    block_keys: int = 0,
 ) -> dict[str, Any]:
     """The plan of these problems, which have the heads, head dims and dtype of q, k and v.
 
@@ -61,7 +68,9 @@ _DTYPE_NAMES = {
 _NOTHING = _Schedule("none", 0, 0, 0)
 
 
-def _schedule(problem: Problem, heads: int, heads_k: int, rule: ScoreRule, may_fuse: bool, block_keys: int):
+def _schedule(
+    problem: Problem, heads: int, heads_k: int, rule: ScoreRule, may_fuse: bool, block_keys: int
+) -> _Schedule:
     batch, sq, sk = problem
     first_row = rule.first_unmasked_row(sq, sk)
     if batch == 0 or heads == 0 or first_row == sq:

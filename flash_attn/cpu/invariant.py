@@ -18,7 +18,15 @@ from .scores import LOG2E, ScoreRule, Tile, compute_dtype
 BLOCK_KEYS = 256
 
 
-def attend_invariant(q, k, v, out, lse, rule: ScoreRule, sinks=None) -> None:
+def attend_invariant(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    rule: ScoreRule,
+    sinks: torch.Tensor | None = None,
+) -> None:
     """As `forward.attend`, for one sequence: q (1, sq, h, d), k/v (1, sk, h_k, d), out like q, lse (1, h, sq)."""
     sq, sk, heads = q.shape[1], k.shape[1], q.shape[2]
     if heads == 0:
@@ -39,7 +47,7 @@ def attend_invariant(q, k, v, out, lse, rule: ScoreRule, sinks=None) -> None:
             _update_by_block(
                 state, queries, keys[block], values[block], block * BLOCK_KEYS, (lo, hi), row, sq, sk, rule
             )
-        if sinks is not None:
+        if sink_logits is not None:
             state.add_sink_(sink_logits)
         row_out, row_lse = state.finalize(1.0)
         out[0, row].copy_(row_out.view(out.shape[2:]))
@@ -56,12 +64,23 @@ def _key_blocks(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return blocks
 
 
-def _update_by_block(state, queries, keys, values, col0, visible, row, sq, sk, rule: ScoreRule) -> None:
+def _update_by_block(
+    state: _RowState,
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    col0: int,
+    visible: tuple[int, int],
+    row: int,
+    sq: int,
+    sk: int,
+    rule: ScoreRule,
+) -> None:
     """Online softmax over one more block of keys, of which the row sees those in `visible`."""
     first, last = max(visible[0] - col0, 0), min(visible[1] - col0, BLOCK_KEYS)
     s = torch.bmm(queries.view(keys.shape[0], -1, keys.shape[2]), keys.transpose(1, 2))
     tile = Tile(slice(0, 1), slice(0, queries.shape[0]), row, row + 1, col0, col0 + BLOCK_KEYS)
-    rule.logits_(s.view(1, queries.shape[0], 1, BLOCK_KEYS), tile, sq, sk)
+    rule.logits_(s.view(1, queries.shape[0], 1, BLOCK_KEYS), tile, sq, sk, None)
     if last - first < BLOCK_KEYS:
         s[..., :first] = -math.inf
         s[..., last:] = -math.inf

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,7 +19,7 @@ from .kvcache_scaling import Quantizer, TokenDescales, check_new_dtypes, check_t
 from .overlap import check_written, same_view
 from .scaling import EightBit, check_descales, check_operands, output_dtype, result_like, scaling_of
 from .scores import ScoreOptions, ScoreRule, compute_dtype, is_unbounded
-from .varlen import PAGED_AXES, check_pages, gather_pages
+from .varlen import PAGED_AXES, MaybeTensor, check_pages, gather_pages
 
 PADDING_REQUEST = -1  # the length of a batch entry that is skipped
 
@@ -27,7 +28,7 @@ class CacheEntry(NamedTuple):
     """One batch entry: its cache row, the first key in use, the first row that some query sees or the call writes,
     cached and total length."""
 
-    index: int
+    index: int  # type: ignore[assignment]
     row: int
     start: int
     needed: int
@@ -62,7 +63,9 @@ def rotary_rows(cached: int, queries: int, new: int, one_position: bool) -> int:
     return cached + max(min(queries, 1) if one_position else queries, new)
 
 
-def _rotate_at(x, row: int, count: int, cos, sin, interleaved: bool) -> torch.Tensor:
+def _rotate_at(
+    x: torch.Tensor, row: int, count: int, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool
+) -> torch.Tensor:
     """Rotate x by the angles in rows [row, row + count) of the tables."""
     return rotate(x, cos[row : row + count], sin[row : row + count], interleaved)
 
@@ -87,11 +90,11 @@ class Cache(NamedTuple):
             return row * size + positions
         return self.block_table[row].long()[positions // size] * size + positions % size
 
-    def read(self, entry: CacheEntry):
+    def read(self, entry: CacheEntry) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values in use of one entry: (rows, h_k, d) each."""
         return self.rows(self.k, entry), self.rows(self.v, entry)
 
-    def rows(self, x: torch.Tensor | None, entry: CacheEntry):
+    def rows(self, x: MaybeTensor, entry: CacheEntry) -> MaybeTensor:
         """The rows in use of one entry of x, which is laid out as the cache is; None of None."""
         if x is None:
             return None
@@ -108,39 +111,39 @@ class Cache(NamedTuple):
 
 @entry_point
 def fwd_kvcache(
-    q,
-    kcache,
-    vcache,
-    k,
-    v,
-    seqlens_k,
-    rotary_cos,
-    rotary_sin,
-    cache_batch_idx,
-    leftpad_k,
-    block_table,
-    alibi_slopes,
-    out,
-    softmax_scale,
-    is_causal,
-    window_left,
-    window_right,
-    softcap,
-    rotary_interleaved,
-    num_splits,
-    plan=None,
-    batch_invariant=False,
+    q: torch.Tensor,
+    kcache: torch.Tensor,
+    vcache: torch.Tensor,
+    k: torch.Tensor | None,
+    v: torch.Tensor | None,
+    seqlens_k: torch.Tensor | None,
+    rotary_cos: torch.Tensor | None,
+    rotary_sin: torch.Tensor | None,
+    cache_batch_idx: torch.Tensor | None,
+    leftpad_k: torch.Tensor | None,
+    block_table: torch.Tensor | None,
+    alibi_slopes: torch.Tensor | None,
+    out: torch.Tensor | None,
+    softmax_scale: float,
+    is_causal: bool,
+    window_left: int,
+    window_right: int,
+    softcap: float,
+    rotary_interleaved: bool,
+    num_splits: int,
+    plan: torch.Tensor | None = None,
+    batch_invariant: bool = False,
     *,
-    explain=False,
-    q_descale=None,
-    k_descale=None,
-    v_descale=None,
-    v_per_channel=False,
-    out_dtype=None,
-    k_token_descale=None,
-    v_token_descale=None,
-    **named,
-):
+    explain: bool = False,
+    q_descale: torch.Tensor | None = None,
+    k_descale: torch.Tensor | None = None,
+    v_descale: torch.Tensor | None = None,
+    v_per_channel: bool = False,
+    out_dtype: torch.dtype | None = None,
+    k_token_descale: torch.Tensor | None = None,
+    v_token_descale: torch.Tensor | None = None,
+    **named: Any,
+) -> list[torch.Tensor] | dict[str, Any]:
     """Attention of new queries over a cache that is first extended, in place, by new keys and values.
 
     The arguments that `fwd` has mean the same; masks are aligned to the end of the extended cache.
@@ -176,19 +179,19 @@ def fwd_kvcache(
     options = ScoreOptions(softmax_scale, softcap, is_causal, window_left, window_right, alibi_slopes, **named)
     tokens = TokenDescales(k_token_descale, v_token_descale)
     given = Descales(q_descale, k_descale, v_descale, v_per_channel)
-    descales = given._replace(**{name: x for name, x in zip("kv", tokens) if x is not None})
+    descales = given._replace(k=given.k if tokens.k is None else tokens.k, v=given.v if tokens.v is None else tokens.v)
     call = EightBit.of(q, kcache, vcache, descales, out_dtype)
     quantizer = Quantizer(given, tokens)
     cache = _check_tensors(q, kcache, vcache, seqlens_k, block_table, options, out, plan, call)
     _check_new_keys(q, cache, k, v, seqlens_k, rotary_cos, call)
     check_tokens(kcache, vcache, k, v, given, tokens)
     checks.require(num_splits >= 0, "num_splits", "a value >= 0", num_splits)
-    entries = _check_entries(q, cache, k, seqlens_k, cache_batch_idx, leftpad_k, window_left)
+    entries = check_entries(q, cache, k, seqlens_k, cache_batch_idx, leftpad_k, window_left)
     _check_rotary(q, k, entries, rotary_cos, rotary_sin, one_position)
     read = {"q": q, "k": k, "v": v, "cache_seqlens": seqlens_k, "rotary_cos": rotary_cos, "rotary_sin": rotary_sin,
             "cache_batch_idx": cache_batch_idx, "cache_leftpad": leftpad_k, "block_table": block_table,
             "alibi_slopes": alibi_slopes, "sinks": options.sinks,
-            **dict(zip(("q_descale", "k_descale", "v_descale"), given))}  # fmt: skip
+            **dict(zip(("q_descale", "k_descale", "v_descale"), given[:3]))}  # fmt: skip
     alike = rotary_cos is None and (call is None or k is None or k.dtype in EIGHT_BIT or quantizer.is_alike())
     _check_written(cache, out, plan, tokens, alike, read)
     if plan is not None:
@@ -196,7 +199,7 @@ def fwd_kvcache(
         check_plan(plan, key, [entry.cached for entry in entries], leftpad_k)
 
     batch, sq, heads, _ = q.shape
-    rule = ScoreRule.create(options, batch, q.dtype)
+    rule = ScoreRule.create(options, batch, q)
     if explain:
         problems = [Problem(1, sq, entry.total - entry.start) for entry in entries if not entry.is_padding]
         block_keys = BLOCK_KEYS if batch_invariant else 0
@@ -205,7 +208,7 @@ def fwd_kvcache(
     out = q.new_empty(q.shape, dtype=output_dtype(q, vcache, call)) if out is None else out
     scaling = scaling_of(q, kcache, vcache, call)
     lse = q.new_empty((batch, heads, sq), dtype=compute_dtype(q.dtype))
-    attend_entry = attend_invariant if batch_invariant else attend
+    attend_entry: Callable[..., object] = attend_invariant if batch_invariant else attend
     for entry in entries:
         i = entry.index
         if entry.is_padding:
@@ -213,14 +216,14 @@ def fwd_kvcache(
             lse[i].fill_(math.inf)
             continue
         queries = q[i]
-        if k is not None:
+        if k is not None and v is not None:
             new_k, new_v = k[i], v[i]
-            if rotary_cos is not None:
+            if rotary_cos is not None and rotary_sin is not None:
                 angles = (rotary_cos, rotary_sin, rotary_interleaved)
                 new_k = _rotate_at(new_k, entry.cached, k.shape[1], *angles)
                 queries = _rotate_at(queries, entry.cached, 1 if one_position else sq, *angles)
             if call is not None:
-                new_k, new_v = quantizer.codes(cache, entry, new_k, new_v)
+                new_k, new_v = quantizer.quantized(cache, entry, new_k, new_v)
             cache.append(entry, new_k, new_v)
         keys, values = cache.read(entry)
         if scaling is not None:
@@ -228,14 +231,24 @@ def fwd_kvcache(
             keys = scaling.scaled(keys, cache.rows(scaling.k_rows, entry))
             values = scaling.scaled(values, cache.rows(scaling.v_rows, entry))
         result = result_like(out[i], scaling)
-        operands = (queries, keys, values, result, lse[i])
-        attend_entry(*(x.unsqueeze(0) for x in operands), rule.for_batch(i), sinks=options.sinks)
+        operands = [x.unsqueeze(0) for x in (queries, keys, values, result, lse[i])]
+        attend_entry(*operands, rule.for_batch(i), sinks=options.sinks)
         if scaling is not None:
             scaling.store(out[i], result, i)
     return [out, lse]
 
 
-def _check_tensors(q, kcache, vcache, seqlens_k, block_table, options, out, plan, call) -> Cache:
+def _check_tensors(
+    q: torch.Tensor,
+    kcache: torch.Tensor,
+    vcache: torch.Tensor,
+    seqlens_k: torch.Tensor | None,
+    block_table: torch.Tensor | None,
+    options: ScoreOptions,
+    out: torch.Tensor | None,
+    plan: torch.Tensor | None,
+    call: EightBit | None,
+) -> Cache:
     cache_axes = DENSE_Q_AXES if block_table is None else PAGED_AXES
     check_operands(q, kcache, vcache, DENSE_Q_AXES, cache_axes, call, names=("k_cache", "v_cache"))
     checks.check_shape("v_cache", vcache, kcache.shape)
@@ -243,6 +256,8 @@ def _check_tensors(q, kcache, vcache, seqlens_k, block_table, options, out, plan
         checks.check_at_most("q", q.shape[1] * (q.shape[2] // kcache.shape[2]), "rows for each K/V head")
     options.check(q, q.shape[0], 0.0)
     checks.require(options.origins is None, "origins", "None over a KV cache", "a tensor")
+    for name in ("mask", "attn_bias", "rel_bias"):
+        checks.require(getattr(options, name) is None, name, "None over a KV cache", "one")
     check_descales(q, kcache, vcache, call, q.shape[0])
     if out is not None:
         checks.check_like_query("out", out, q, q.shape, dtype=output_dtype(q, vcache, call))
@@ -254,16 +269,22 @@ def _check_tensors(q, kcache, vcache, seqlens_k, block_table, options, out, plan
     return cache
 
 
-def _check_written(cache: Cache, out, plan, tokens: TokenDescales, alike: bool, read: dict) -> None:
+def _check_written(
+    cache: Cache,
+    out: torch.Tensor | None,
+    plan: torch.Tensor | None,
+    tokens: TokenDescales,
+    alike: bool,
+    read: dict[str, torch.Tensor | None],
+) -> None:
     """The caches are written where new rows come. One cache for keys and values is none if the same rows go to it.
 
     alike: equal rows of k and v become equal rows of the caches.
     """
     k, v = read["k"], read["v"]
-    appends = k is not None and k.numel() > 0
     written, caches = {"out": out, "plan": plan}, {"k_cache": cache.k, "v_cache": cache.v}
     written.update(k_descale=tokens.k, v_descale=tokens.v)
-    if not appends:
+    if k is None or v is None or k.numel() == 0:
         check_written(written, {**read, **caches})
         return
     if alike and same_view(cache.k, cache.v) and same_view(k, v):
@@ -271,7 +292,16 @@ def _check_written(cache: Cache, out, plan, tokens: TokenDescales, alike: bool, 
     check_written({**written, **caches}, read)
 
 
-def _plan_key(q, cache: Cache, k, is_causal, window_left, window_right, num_splits, batch_invariant) -> PlanKey:
+def _plan_key(
+    q: torch.Tensor,
+    cache: Cache,
+    k: torch.Tensor | None,
+    is_causal: bool,
+    window_left: int,
+    window_right: int,
+    num_splits: int,
+    batch_invariant: bool,
+) -> PlanKey:
     batch, seqlen_q, heads, head_dim = q.shape
     new = 0 if k is None else k.shape[1]
     return PlanKey.create(
@@ -280,13 +310,22 @@ def _plan_key(q, cache: Cache, k, is_causal, window_left, window_right, num_spli
     )  # fmt: skip
 
 
-def _check_new_keys(q, cache: Cache, k, v, seqlens_k, rotary_cos, call: EightBit | None) -> None:
+def _check_new_keys(
+    q: torch.Tensor,
+    cache: Cache,
+    k: torch.Tensor | None,
+    v: torch.Tensor | None,
+    seqlens_k: torch.Tensor | None,
+    rotary_cos: torch.Tensor | None,
+    call: EightBit | None,
+) -> None:
     if k is None:
         checks.require(v is None, "v", "None when k is None", "a tensor")
         return
     checks.require(v is not None, "v", "a tensor when k is given", None)
     checks.require(seqlens_k is not None, "cache_seqlens", "cache lengths when k is given", None)
-    dtypes = (None, None)
+    dtypes: tuple[torch.dtype | None, torch.dtype | None] = (None, None)
+    assert v is not None
     if call is not None:
         checks.check_on_cpu("k", k)
         checks.check_on_cpu("v", v)
@@ -297,7 +336,15 @@ def _check_new_keys(q, cache: Cache, k, v, seqlens_k, rotary_cos, call: EightBit
     checks.check_shape("v", v, k.shape)
 
 
-def _check_entries(q, cache: Cache, k, seqlens_k, cache_batch_idx, leftpad_k, window_left) -> list:
+def check_entries(
+    q: torch.Tensor,
+    cache: Cache,
+    k: torch.Tensor | None,
+    seqlens_k: torch.Tensor | None,
+    cache_batch_idx: torch.Tensor | None,
+    leftpad_k: torch.Tensor | None,
+    window_left: int,
+) -> list[CacheEntry]:
     """Resolve every batch entry to its cache row and lengths, and check that they fit."""
     batch, paged = q.shape[0], cache.block_table is not None
     checks.check_lengths("cache_leftpad", leftpad_k, [batch])
@@ -338,7 +385,7 @@ def _check_entry(entry: CacheEntry, cache: Cache, new: int) -> None:
         check_pages(cache.block_table, entry.row, entry.needed, entry.total, rows, count)
 
 
-def _check_own_rows(entries: list, cache: Cache) -> None:
+def _check_own_rows(entries: list[CacheEntry], cache: Cache) -> None:
     """Rows that the call writes for one sequence must not be rows that it reads or writes for another."""
     name = "cache_batch_idx" if cache.block_table is None else "block_table"
     writer = cache.k.new_empty(cache.k.shape[0] * cache.k.shape[1], dtype=torch.int32)  # of the rows that are needed
@@ -354,17 +401,32 @@ def _check_own_rows(entries: list, cache: Cache) -> None:
         checks.require(got is None, name, "new rows that no other sequence uses", got)
 
 
-def _check_rotary(q, k, entries, cos, sin, one_position: bool) -> None:
+def _check_rotary(
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    entries: list[CacheEntry],
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
+    one_position: bool,
+) -> None:
     if cos is None:
         checks.require(sin is None, "rotary_sin", "None when rotary_cos is None", "a tensor")
         return
     checks.require(sin is not None, "rotary_sin", "a tensor when rotary_cos is given", None)
     checks.require(k is not None, "k", "new keys when rotary_cos is given", None)
+    assert k is not None and sin is not None
     checks.check_rank("rotary_cos", cos, "rows, rotary_dim / 2")
     checks.check_like_query("rotary_cos", cos, q, cos.shape)
     checks.check_like_query("rotary_sin", sin, q, cos.shape)
     fits = 2 * cos.shape[1] <= q.shape[3]
     checks.require(fits, "rotary_cos", f"at most {q.shape[3] // 2} columns (half the head dim)", cos.shape[1])
+    check_rotary_rows(q, k, entries, cos, one_position)
+
+
+def check_rotary_rows(
+    q: torch.Tensor, k: torch.Tensor, entries: list[CacheEntry], cos: torch.Tensor, one_position: bool
+) -> None:
+    """The tables have an angle for every position."""
     lengths = [0, *(entry.cached for entry in entries if not entry.is_padding)]
     needed = max(rotary_rows(cached, q.shape[1], k.shape[1], one_position) for cached in lengths)
     checks.require(cos.shape[0] >= needed, "rotary_cos", f"at least {needed} rows", cos.shape[0])

@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 import torch
 
+from flash_attn.limits import MAX_HEAD_DIM
+
 from . import checks
 from .entry import entry_point
 from .overlap import check_written
@@ -28,11 +30,26 @@ class PlanKey(NamedTuple):
     batch_invariant: bool
 
     @staticmethod
-    def create(*args) -> PlanKey:
+    def create(
+        batch: int,
+        seqlen_q: int,
+        seqlen_new: int,
+        heads: int,
+        heads_k: int,
+        head_dim: int,
+        seqlen_cache: int,
+        causal: bool,
+        window_left: int,
+        window_right: int,
+        num_splits: int,
+        batch_invariant: bool,
+    ) -> PlanKey:
         """From the arguments of `kvcache_plan` from batch to batch_invariant."""
-        *sizes, causal, left, right, num_splits, batch_invariant = args
-        left, right = (-1 if is_unbounded(side) else side for side in (left, right))
-        return PlanKey(*sizes, left, 0 if causal else right, min(num_splits, checks.MAX_INT), bool(batch_invariant))
+        left, right = (-1 if is_unbounded(side) else side for side in (window_left, window_right))
+        return PlanKey(
+            batch, seqlen_q, seqlen_new, heads, heads_k, head_dim, seqlen_cache, left, 0 if causal else right,
+            min(num_splits, checks.MAX_INT), bool(batch_invariant),
+        )  # fmt: skip
 
     @property
     def elements(self) -> int:
@@ -42,22 +59,22 @@ class PlanKey(NamedTuple):
 
 @entry_point
 def kvcache_plan(
-    seqlens_k,
-    leftpad_k,
-    batch,
-    seqlen_q,
-    seqlen_new,
-    heads,
-    heads_k,
-    head_dim,
-    seqlen_cache,
-    causal,
-    window_left,
-    window_right,
-    num_splits,
-    batch_invariant,
-    plan=None,
-):
+    seqlens_k: torch.Tensor | None,
+    leftpad_k: torch.Tensor | None,
+    batch: int,
+    seqlen_q: int,
+    seqlen_new: int,
+    heads: int,
+    heads_k: int,
+    head_dim: int,
+    seqlen_cache: int,
+    causal: bool,
+    window_left: int,
+    window_right: int,
+    num_splits: int,
+    batch_invariant: bool,
+    plan: torch.Tensor | None = None,
+) -> torch.Tensor:
     """The plan for calls of `fwd_kvcache` with these sizes, options and lengths, whose arguments mean the same.
 
     seqlens_k None: every sequence has seqlen_cache keys. plan: None, or an earlier plan of the same sizes, which is
@@ -67,8 +84,8 @@ def kvcache_plan(
              "seqlen_cache": seqlen_cache}  # fmt: skip
     for name, size in sizes.items():
         checks.require(0 <= size <= checks.MAX_INT, name, "a size in [0, 2^31)", size)
-    in_range = 1 <= head_dim <= checks.MAX_HEAD_DIM
-    checks.require(in_range, "head_dim", f"a value from 1 to {checks.MAX_HEAD_DIM}", head_dim)
+    in_range = 1 <= head_dim <= MAX_HEAD_DIM
+    checks.require(in_range, "head_dim", f"a value from 1 to {MAX_HEAD_DIM}", head_dim)
     divisible = heads % heads_k == 0 if heads_k > 0 else heads == 0
     checks.require(divisible, "nheads", f"a head count divisible by the K/V head count {heads_k}", heads)
     if heads_k > 0:
@@ -91,7 +108,7 @@ def kvcache_plan(
     return plan
 
 
-def check_plan(plan: torch.Tensor, key: PlanKey, lengths, leftpad_k) -> None:
+def check_plan(plan: torch.Tensor, key: PlanKey, lengths: list[int], leftpad_k: torch.Tensor | None) -> None:
     """Reject a plan of other sizes, options or lengths than those of the call."""
     _check_size(plan, key)
     header, planned_lengths, planned_leftpad = (x.tolist() for x in plan.split((len(key), key.batch, key.batch)))

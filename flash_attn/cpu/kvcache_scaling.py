@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -10,6 +10,9 @@ from .. import eight_bit
 from ..eight_bit import E4M3, EIGHT_BIT, Descales
 from . import checks
 from .overlap import same_view
+
+if TYPE_CHECKING:
+    from .kvcache import Cache, CacheEntry
 
 
 class TokenDescales(NamedTuple):
@@ -20,26 +23,34 @@ class TokenDescales(NamedTuple):
 
 
 class Quantizer(NamedTuple):
-    """How rows (rows, h_k, d) of wider tensors become codes of a cache."""
+    """How rows (rows, h_k, d) of wider tensors become rows of an 8-bit cache."""
 
     descales: Descales
     tokens: TokenDescales
 
-    def codes(self, cache, entry, k: torch.Tensor, v: torch.Tensor):
+    def quantized(self, cache: Cache, entry: CacheEntry, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """New rows of an entry as the cache stores them; writes the descales that they bring."""
         new = ((cache.k, k, self.descales.k, self.tokens.k, False),
                (cache.v, v, self.descales.v, self.tokens.v, self.descales.v_per_channel))  # fmt: skip
-        return tuple(self._codes(cache, entry, *x) for x in new)
+        return tuple(self._quantized(cache, entry, *x) for x in new)
 
     def is_alike(self) -> bool:
-        """Whether rows of K and V that are equal become equal codes."""
+        """Whether rows of K and V that are equal become equal 8-bit rows."""
         k, v = self.descales.k, self.descales.v
         if self.tokens.k is not None or self.tokens.v is not None or self.descales.v_per_channel:
             return False
         return k is v if k is None or v is None else same_view(k, v)
 
     @staticmethod
-    def _codes(cache, entry, stored, rows, descale, tokens, per_channel):
+    def _quantized(
+        cache: Cache,
+        entry: CacheEntry,
+        stored: torch.Tensor,
+        rows: torch.Tensor,
+        descale: torch.Tensor | None,
+        tokens: torch.Tensor | None,
+        per_channel: bool,
+    ) -> torch.Tensor:
         if rows.dtype == stored.dtype:
             return rows
         indices = cache.row_indices(entry.row, entry.cached, entry.total)
@@ -59,24 +70,38 @@ class Quantizer(NamedTuple):
         return eight_bit.encode(rows, descale, stored.dtype)
 
 
-def check_new_dtypes(q, kcache, vcache, k, v, rotary_cos) -> None:
-    """New rows are codes of the cache, or of q's dtype, any wider one where q has 8 bits."""
+def check_new_dtypes(
+    q: torch.Tensor,
+    kcache: torch.Tensor,
+    vcache: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    rotary_cos: torch.Tensor | None,
+) -> None:
+    """New rows have the cache's dtype or q's, any wider one if q has 8 bits."""
     if k.dtype != kcache.dtype:
         wide = checks.DTYPES if q.dtype is E4M3 else (q.dtype,)
         checks.check_dtype("k", k, *wide, kcache.dtype)
     checks.check_dtype("v", v, k.dtype if vcache.dtype in EIGHT_BIT else vcache.dtype)
     for name, x in (("q", q), ("k", k)):
-        rotates_codes = rotary_cos is not None and x.dtype in EIGHT_BIT
-        checks.require(not rotates_codes, "rotary_cos", f"None with {name} of 8 bits", "a tensor")
+        rotates_8bit = rotary_cos is not None and x.dtype in EIGHT_BIT
+        checks.require(not rotates_8bit, "rotary_cos", f"None with {name} of 8 bits", "a tensor")
 
 
-def check_tokens(kcache, vcache, k, v, descales: Descales, tokens: TokenDescales) -> None:
+def check_tokens(
+    kcache: torch.Tensor,
+    vcache: torch.Tensor,
+    k: torch.Tensor | None,
+    v: torch.Tensor | None,
+    descales: Descales,
+    tokens: TokenDescales,
+) -> None:
     caches = (("k", kcache, k, descales.k, tokens.k), ("v", vcache, v, descales.v, tokens.v))
     for name, cache, new, descale, token in caches:
         if token is None:
             continue
         argument = f"{name}_descale"
-        checks.require(descale is None, argument, f"None beside {name}_token_descale", "a tensor")
+        checks.require(descale is None, argument, f"None with {name}_token_descale", "a tensor")
         checks.check_device(argument, token)
         checks.check_dtype(argument, token, torch.float32)
         checks.check_shape(argument, token, cache.shape[:3])

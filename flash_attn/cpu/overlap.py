@@ -6,6 +6,7 @@ looked for instead, as csrc/flash_attn/api/strides.h does.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -23,14 +24,14 @@ class _Term(NamedTuple):
     high: int
 
 
-def check_written(written: dict, read: dict) -> None:
+def check_written(written: Mapping[str, torch.Tensor | None], read: Mapping[str, torch.Tensor | None]) -> None:
     """Reject tensors, by name, of which two elements share memory, or that share memory with another one of the call.
 
     The values are tensors or None. Costs nothing where nothing is given to write to.
     """
-    written = {name: tensor for name, tensor in written.items() if tensor is not None}
-    before = {name: tensor for name, tensor in read.items() if tensor is not None} if written else {}
-    for name, tensor in written.items():
+    targets = {name: tensor for name, tensor in written.items() if tensor is not None}
+    before = {name: tensor for name, tensor in read.items() if tensor is not None} if targets else {}
+    for name, tensor in targets.items():
         got = f"shape {list(tensor.shape)} with strides {list(tensor.stride())}"
         require(not overlaps_itself(tensor), name, "elements that do not overlap each other", got)
         for other_name, other in before.items():
@@ -73,11 +74,11 @@ def overlaps_itself(x: torch.Tensor) -> bool:
     return False
 
 
-def _byte_strides(x: torch.Tensor) -> list:
+def _byte_strides(x: torch.Tensor) -> list[int]:
     return [stride * x.element_size() for stride in x.stride()]
 
 
-def _axes(x: torch.Tensor) -> list:
+def _axes(x: torch.Tensor) -> list[tuple[int, int]]:
     """(stride in bytes, largest index) of the axes that move the address."""
     return [(stride, size - 1) for stride, size in zip(_byte_strides(x), x.shape) if size > 1 and stride > 0]
 
@@ -86,16 +87,16 @@ def _end(x: torch.Tensor) -> int:
     return x.data_ptr() + x.element_size() + sum(stride * last for stride, last in _axes(x))
 
 
-def _reaches(terms: list, target: int) -> bool:
+def _reaches(terms: list[_Term], target: int) -> bool:
     """Whether multiples of the strides add up to target.
 
     Strides that nest leave one or two multiples of each to try. Of others nothing is known after _MAX_STEPS: False.
     """
-    ranges = {}  # by stride: multiples of one stride add up
+    ranges: dict[int, tuple[int, int]] = {}  # by stride: multiples of one stride add up
     for stride, low, high in terms:
         least, most = ranges.get(stride, (0, 0))
         ranges[stride] = (least + low, most + high)
-    terms = [(stride, *ranges[stride]) for stride in sorted(ranges, reverse=True)]
+    terms = [_Term(stride, *ranges[stride]) for stride in sorted(ranges, reverse=True)]
     rests = [(0, 0)]
     for stride, low, high in reversed(terms):
         rests.append((rests[-1][0] + stride * low, rests[-1][1] + stride * high))

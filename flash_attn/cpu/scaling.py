@@ -1,6 +1,6 @@
 """8-bit operands of the forwards: their arguments, their checks, and the scaling that attention computes with.
 
-Codes of keys and values are operands as they are: a tile converts what it reads to the dtype of the scores.
+8-bit keys and values are operands as they are: a tile converts what it reads to the dtype of the scores.
 """
 
 from __future__ import annotations
@@ -16,24 +16,35 @@ from .scores import compute_dtype
 
 
 class EightBit(NamedTuple):
-    """What a call with 8-bit tensors has beside the arguments of all calls."""
+    """What only calls with 8-bit tensors have."""
 
     descales: Descales
     out_dtype: torch.dtype | None
 
     @staticmethod
-    def of(q, k, v, descales: Descales, out_dtype: torch.dtype | None) -> EightBit | None:
+    def of(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, descales: Descales, out_dtype: torch.dtype | None
+    ) -> EightBit | None:
         """None for a call that has no 8-bit tensor and none of these arguments."""
-        has_codes = any(getattr(x, "dtype", None) in eight_bit.EIGHT_BIT for x in (q, k, v))
+        has_8bit = any(getattr(x, "dtype", None) in eight_bit.EIGHT_BIT for x in (q, k, v))
         given = any(x is not None for x in (descales.q, descales.k, descales.v, out_dtype)) or descales.v_per_channel
-        return EightBit(descales, out_dtype) if has_codes or given else None
+        return EightBit(descales, out_dtype) if has_8bit or given else None
 
 
 def check_operands(
-    q, k, v, axes, kv_axes, call: EightBit | None, p_dropout=0.0, names=("k", "v"), same_batch=False
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    axes: str,
+    kv_axes: str,
+    call: EightBit | None,
+    p_dropout: float = 0.0,
+    names: tuple[str, str] = ("k", "v"),
+    same_batch: bool = False,
 ) -> None:
     """`check_query` and `check_key_value`, of any dtypes that go together. same_batch: k has q's batch size."""
-    dtypes, further = (None, None), ()
+    dtypes: tuple[torch.dtype | None, torch.dtype | None] = (None, None)
+    further: tuple[torch.dtype, ...] = ()
     if call is not None:
         for name, x in zip(("q", *names), (q, k, v)):
             checks.check_on_cpu(name, x)
@@ -43,7 +54,7 @@ def check_operands(
     checks.check_key_value(q, k, v, kv_axes, q.shape[0] if same_batch else None, names, dtypes)
 
 
-def check_descales(q, k, v, call: EightBit | None, batch: int) -> None:
+def check_descales(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: EightBit | None, batch: int) -> None:
     """Of operands that `check_operands` has passed."""
     if call is not None:
         for name, x in zip(("q_descale", "k_descale", "v_descale"), call.descales[:3]):
@@ -52,11 +63,11 @@ def check_descales(q, k, v, call: EightBit | None, batch: int) -> None:
         eight_bit.check_descales(q, k, v, call.descales, batch)
 
 
-def output_dtype(q, v, call: EightBit | None) -> torch.dtype:
+def output_dtype(q: torch.Tensor, v: torch.Tensor, call: EightBit | None) -> torch.dtype:
     return q.dtype if call is None else eight_bit.result_dtype(q, v, call.out_dtype)
 
 
-def scaling_of(q, k, v, call: EightBit | None) -> Scaling | None:
+def scaling_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: EightBit | None) -> Scaling | None:
     """None where the operands are those of the call."""
     return None if call is None else Scaling.of(q, k, v, call.descales, compute_dtype(q.dtype))
 

@@ -1,4 +1,4 @@
-"""From q·k to attention logits on one tile: scale, softcap, ALiBi and the window mask.
+"""From q·k to attention logits on one tile: scale, softcap, ALiBi, biases and masks.
 
 Logits are kept in base 2 (multiplied by log2 e), because exp2 is the cheaper exponential.
 """
@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 
-from . import checks
+from ..masks.factors import MaskFactors, strips
+from . import checks, score_tensors
+from .score_tensors import ScoreTensors
 
 LOG2E = math.log2(math.e)
 LN2 = math.log(2.0)
@@ -63,6 +65,9 @@ class ScoreOptions(NamedTuple):
     alibi_slopes: torch.Tensor | None
     sinks: torch.Tensor | None = None
     origins: torch.Tensor | None = None
+    mask: MaskFactors | None = None
+    attn_bias: torch.Tensor | None = None
+    rel_bias: torch.Tensor | None = None
 
     def check(self, q: torch.Tensor, batch: int, p_dropout: float) -> None:
         """Raise RuntimeError naming the argument that does not suit a call over these queries."""
@@ -71,17 +76,43 @@ class ScoreOptions(NamedTuple):
         checks.check_sinks(self.sinks, q)
         checks.check_origins(self.origins, batch)
 
+    def check_dense(self, q: torch.Tensor, k: torch.Tensor) -> None:
+        """The same for tensors of the size of the scores, of checked q and k."""
+        if self.has_score_tensors:
+            score_tensors.check_dense(self, q, k.shape[1])
+
+    def check_packed(self, q: torch.Tensor, k: torch.Tensor, max_seqlen_k: int) -> None:
+        if self.has_score_tensors:
+            score_tensors.check_packed(self, q, k.shape[0] if k.dim() == 3 else None, max_seqlen_k)
+
+    @property
+    def has_score_tensors(self) -> bool:
+        return self.mask is not None or self.attn_bias is not None or self.rel_bias is not None
+
+    def tensors_read(self) -> dict[str, torch.Tensor | None]:
+        """All tensors that a call may read, by name."""
+        more = score_tensors.tensors_read(self) if self.has_score_tensors else {}
+        return {"alibi_slopes": self.alibi_slopes, "sinks": self.sinks, **more}
+
     def origin(self, index: int) -> Origin | None:
         """That of a sequence, or None where the scores are the whole matrix."""
         return None if self.origins is None else Origin(*self.origins[index].tolist())
+
+
+class Unused(NamedTuple):
+    """Queries (b, h, sq) that see no key, and keys (b, h_k, sk) that no query sees: bool."""
+
+    rows: torch.Tensor
+    keys: torch.Tensor
 
 
 @dataclass(frozen=True)
 class ScoreRule:
     """How q·k becomes a logit, and which keys a query sees.
 
-    Query i of sq sees key j of sk iff -left <= j - (i + sk - sq) <= right; None is unbounded.
-    slopes: ALiBi slopes (b, h) in the compute dtype, or None. alibi_shift: added to query positions for ALiBi alone.
+    Query i of sq sees key j of sk iff -left <= j - (i + sk - sq) <= right, where None is unbounded, and no tensor hides
+    the score. slopes: ALiBi slopes (b, h) in the compute dtype, or None. position_shift: added to query positions for
+    ALiBi and rel_bias alone.
     """
 
     scale: float
@@ -89,29 +120,41 @@ class ScoreRule:
     left: int | None
     right: int | None
     slopes: torch.Tensor | None
-    alibi_shift: int = 0
+    position_shift: int = 0
+    tensors: ScoreTensors | None = None
 
     @staticmethod
-    def create(options: ScoreOptions, batch: int, dtype: torch.dtype) -> ScoreRule:
+    def create(options: ScoreOptions, batch: int, q: torch.Tensor) -> ScoreRule:
         left = None if is_unbounded(options.window_left) else options.window_left
         right = None if is_unbounded(options.window_right) else options.window_right
         if options.is_causal:
             right = 0
         slopes = options.alibi_slopes
         if slopes is not None:
-            slopes = slopes.to(compute_dtype(dtype)).expand(batch, slopes.shape[-1])
+            slopes = slopes.to(compute_dtype(q.dtype)).expand(batch, slopes.shape[-1])
         # A denormal scale counts as 0, as it does on the GPU: torch's fused kernel would make NaN of a masked -inf.
         scale = float(options.softmax_scale)
-        scale = scale if abs(scale) >= torch.finfo(compute_dtype(dtype)).tiny else 0.0
-        return ScoreRule(scale, float(options.softcap), left, right, slopes)
+        scale = scale if abs(scale) >= torch.finfo(compute_dtype(q.dtype)).tiny else 0.0
+        tensors = ScoreTensors.of(options, q.shape[-2]) if options.has_score_tensors else None
+        return ScoreRule(scale, float(options.softcap), left, right, slopes, tensors=tensors)
 
     def for_batch(self, index: int) -> ScoreRule:
         """The rule of one batch entry (slopes (1, h))."""
-        return self if self.slopes is None else replace(self, slopes=self.slopes[index : index + 1])
+        return self._of_entry(index, None if self.tensors is None else self.tensors.entry(index))
+
+    def for_sequence(self, index: int, q0: int, q1: int, k0: int, k1: int) -> ScoreRule:
+        """The rule of one packed sequence, query rows [q0, q1) and key rows [k0, k1)."""
+        return self._of_entry(index, None if self.tensors is None else self.tensors.sequence(q0, q1, k0, k1))
+
+    def _of_entry(self, index: int, tensors: ScoreTensors | None) -> ScoreRule:
+        if self.slopes is None and tensors is None:
+            return self
+        slopes = None if self.slopes is None else self.slopes[index : index + 1]
+        return replace(self, slopes=slopes, tensors=tensors)
 
     def at(self, origin: Origin | None, sq: int, sk: int) -> ScoreRule:
         """The rule of sq rows and sk columns that begin at an origin."""
-        return self if origin is None else replace(self, alibi_shift=origin.row - origin.col - (sk - sq))
+        return self if origin is None else replace(self, position_shift=origin.row - origin.col - (sk - sq))
 
     @property
     def query_scale(self) -> float:
@@ -124,7 +167,7 @@ class ScoreRule:
         return self.softcap if self.softcap else LN2
 
     def first_unmasked_row(self, sq: int, sk: int) -> int:
-        """The rows before it are fully masked; every row from it on sees at least one key."""
+        """The window hides all keys from the rows before it; it shows at least one key to every row from it on."""
         if sk == 0:
             return sq
         return 0 if self.right is None else min(sq, max(0, sq - sk - self.right))
@@ -144,25 +187,73 @@ class ScoreRule:
         Its mask is applied before the scale, so a scale of zero or below would make NaN or +inf of -inf.
         """
         mask_fits = self.is_unmasked(sq, sk) or self.is_square_causal(sq, sk)
-        return mask_fits and self.scale > 0 and not self.softcap and self.slopes is None
+        return mask_fits and self.scale > 0 and not self.softcap and self.slopes is None and self.tensors is None
 
-    def key_range(self, row0: int, row1: int, sq: int, sk: int):
-        """The keys [lo, hi) that at least one of the rows [row0, row1) sees."""
+    def key_range(self, row0: int, row1: int, sq: int, sk: int) -> tuple[int, int]:
+        """The keys [lo, hi) that the window shows to at least one of the rows [row0, row1)."""
         lo = 0 if self.left is None else max(0, row0 + sk - sq - self.left)
         hi = sk if self.right is None else min(sk, row1 + sk - sq + self.right)
         return lo, max(lo, hi)
 
-    def logits_(self, s: torch.Tensor, tile: Tile, sq: int, sk: int, with_derivative: bool = False):
+    @property
+    def hides_by_tensors(self) -> bool:
+        return self.tensors is not None and (self.tensors.mask is not None or self.tensors.hides)
+
+    def visible(self, tile: Tile, sq: int, sk: int) -> torch.Tensor | None:
+        """Which scores of a tile take part, bool that broadcasts to (batches, heads, rows, cols); None where the window
+        alone decides.
+        """
+        if self.tensors is None or not self.hides_by_tensors:
+            return None
+        seen = cast(torch.Tensor, self.tensors.visible(tile))  # one of them hides
+        left, right = self._masking_sides(tile, sq, sk)
+        if left is not None or right is not None:
+            distance = self._distance(tile, sq, sk)
+            if right is not None:
+                seen = seen & (distance <= right)
+            if left is not None:
+                seen = seen & (distance >= -left)
+        return seen
+
+    def unused(self, batch: int, heads: int, kv_heads: int, sq: int, sk: int) -> Unused | None:
+        """Rows and keys that take no part, evaluated in strips of rows; None where the window alone decides."""
+        if not self.hides_by_tensors:
+            return None
+        rows_seen = torch.zeros(batch, heads, sq, dtype=torch.bool, device="cpu")
+        keys_seen = torch.zeros(batch, heads, sk, dtype=torch.bool, device="cpu")
+        for rows in strips(sq, batch * heads * sk):
+            seen = self.visible(Tile(slice(0, batch), slice(0, heads), rows.start, rows.stop, 0, sk), sq, sk)
+            assert seen is not None
+            rows_seen[:, :, rows] = seen.any(-1)
+            keys_seen |= seen.any(-2)
+        return Unused(~rows_seen, ~keys_seen.view(batch, kv_heads, heads // max(1, kv_heads), sk).any(2))
+
+    def logits_(
+        self, s: torch.Tensor, tile: Tile, sq: int, sk: int, visible: torch.Tensor | None, with_derivative: bool = False
+    ) -> torch.Tensor | None:
         """Make logits of products q·k, in place; s: (batches, heads, rows, cols) of the tile, of q times query_scale.
 
-        Softcap, then ALiBi; masked ones become -inf. On request returns d(logit) / d(scaled product), like s, or None
-        where it is 1.
+        Softcap, then ALiBi and biases; masked ones become -inf. visible: what `visible` says of the tile. On request
+        returns d(logit) / d(scaled product), like s, or None where it is 1.
         """
         derivative = self._cap_(s, with_derivative)
-        self._bias_and_mask_(s, tile, sq, sk)
+        left, right = self._masking_sides(tile, sq, sk) if visible is None else (None, None)
+        if self.slopes is not None or left is not None or right is not None:
+            distance = self._distance(tile, sq, sk)
+        if self.slopes is not None:
+            slopes = self.slopes[tile.batches, tile.heads][:, :, None, None]
+            s.addcmul_(slopes, (distance - self.position_shift).abs().to(s.dtype), value=-LOG2E)
+        if self.tensors is not None:
+            self.tensors.add_(s, tile, self.first_distance(tile, sq, sk), LOG2E)
+        if right is not None:
+            s.masked_fill_(distance > right, -math.inf)
+        if left is not None:
+            s.masked_fill_(distance < -left, -math.inf)
+        if visible is not None:
+            s.masked_fill_(~visible, -math.inf)
         return derivative
 
-    def _cap_(self, s: torch.Tensor, with_derivative: bool):
+    def _cap_(self, s: torch.Tensor, with_derivative: bool) -> torch.Tensor | None:
         if not self.softcap:
             return None
         s.tanh_()
@@ -170,19 +261,18 @@ class ScoreRule:
         s.mul_(self.softcap * LOG2E)
         return derivative
 
-    def _bias_and_mask_(self, s: torch.Tensor, tile: Tile, sq: int, sk: int) -> None:
+    def _masking_sides(self, tile: Tile, sq: int, sk: int) -> tuple[int | None, int | None]:
+        """left and right, None where that side of the window hides no score of the tile."""
         lowest = tile.col0 - (tile.row1 - 1 + sk - sq)
         highest = tile.col1 - 1 - (tile.row0 + sk - sq)
-        masks_left = self.left is not None and lowest < -self.left
-        masks_right = self.right is not None and highest > self.right
-        if self.slopes is None and not masks_left and not masks_right:
-            return
-        rows = torch.arange(tile.row0, tile.row1, device=s.device)[:, None] + (sk - sq)
-        distance = torch.arange(tile.col0, tile.col1, device=s.device)[None, :] - rows
-        if self.slopes is not None:
-            slopes = self.slopes[tile.batches, tile.heads][:, :, None, None]
-            s.addcmul_(slopes, (distance - self.alibi_shift).abs().to(s.dtype), value=-LOG2E)
-        if masks_right:
-            s.masked_fill_(distance > self.right, -math.inf)
-        if masks_left:
-            s.masked_fill_(distance < -self.left, -math.inf)
+        left = self.left if self.left is not None and lowest < -self.left else None
+        return left, self.right if self.right is not None and highest > self.right else None
+
+    def _distance(self, tile: Tile, sq: int, sk: int) -> torch.Tensor:
+        """j - (i + sk - sq), (rows, cols)."""
+        rows = torch.arange(tile.row0, tile.row1, device="cpu")[:, None] + (sk - sq)
+        return torch.arange(tile.col0, tile.col1, device="cpu")[None, :] - rows
+
+    def first_distance(self, tile: Tile, sq: int, sk: int) -> int:
+        """That of the tile's top left score, from the query's position in the whole matrix."""
+        return tile.col0 - tile.row0 - (sk - sq) - self.position_shift

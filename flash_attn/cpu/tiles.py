@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .scores import Tile
+from .scores import ScoreRule, Tile
 
 TILE_ELEMENTS = 1 << 20
 STACKED_ROWS = 256
@@ -20,13 +20,13 @@ MIN_COLS = 512
 MAX_COLS = 8192
 
 
-def blocks(start: int, stop: int, size: int) -> Iterator[tuple]:
+def blocks(start: int, stop: int, size: int) -> Iterator[tuple[int, int]]:
     """[start, stop) as consecutive blocks (lo, hi) of at most `size`."""
     for lo in range(start, stop, size):
         yield lo, min(lo + size, stop)
 
 
-def tile_shape(sq: int, sk: int, group: int) -> tuple:
+def tile_shape(sq: int, sk: int, group: int) -> tuple[int, int]:
     """Query rows and key columns of one tile, for `group` query heads per K/V head."""
     rows = max(1, min(sq, max(16, STACKED_ROWS // group // 16 * 16)))
     cols = min(MAX_COLS, max(MIN_COLS, TILE_ELEMENTS // (16 * rows * group)))
@@ -66,6 +66,10 @@ class HeadRange:
         stacked = view.to(dtype, copy=True, memory_format=torch.contiguous_format)
         return stacked.view(self.pairs, self.group * (row1 - row0), x.shape[-1])
 
+    def key_values(self, x: torch.Tensor, lo: int, hi: int) -> torch.Tensor:
+        """Keys [lo, hi) of a (b, h_k, sk) tensor as (pairs, hi - lo, 1)."""
+        return x[self.b0 : self.b1, self.kv0 : self.kv1, lo:hi].reshape(self.pairs, hi - lo, 1)
+
     def row_values(self, x: torch.Tensor, row0: int, row1: int) -> torch.Tensor:
         """Rows [row0, row1) of a (b, h, sq) tensor as (pairs, group * rows, 1)."""
         return x[self.b0 : self.b1, self.heads, row0:row1].reshape(self.pairs, self.group * (row1 - row0), 1)
@@ -88,6 +92,21 @@ class HeadRange:
     def by_head(self, s: torch.Tensor, rows: int) -> torch.Tensor:
         """A (pairs, group * rows, cols) tile seen as (batches, heads, rows, cols)."""
         return s.view(self.b1 - self.b0, (self.kv1 - self.kv0) * self.group, rows, s.shape[-1])
+
+
+def visited_tiles(
+    rule: ScoreRule, head_range: HeadRange, row0: int, row1: int, cols: int, sq: int, sk: int
+) -> Iterator[tuple[Tile, torch.Tensor | None]]:
+    """(tile, visible) of each tile of these rows of which a score takes part; visible: see ScoreRule.visible."""
+    lo, hi = rule.key_range(row0, row1, sq, sk)
+    if rule.tensors is not None:
+        first, stop = rule.tensors.key_bounds(head_range.tile(row0, row1, lo, hi), sk)
+        lo, hi = max(lo, first), min(hi, stop)
+    for col0, col1 in blocks(lo, hi, cols):
+        tile = head_range.tile(row0, row1, col0, col1)
+        visible = rule.visible(tile, sq, sk)
+        if visible is None or visible.any():
+            yield tile, visible
 
 
 def head_ranges(batch: int, kv_heads: int, group: int, rows: int, cols: int) -> Iterator[HeadRange]:

@@ -11,7 +11,9 @@ _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
-def attend(q, k, v, rule: ScoreRule) -> tuple[torch.Tensor, torch.Tensor] | None:
+def attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: ScoreRule
+) -> tuple[torch.Tensor, torch.Tensor] | None:
     """out (b, sq, h, d) and lse (b, h, sq), new and contiguous, of calls without dropout, sinks and max_logit; None
     where the tiles must do it.
 
@@ -32,7 +34,15 @@ def attend(q, k, v, rule: ScoreRule) -> tuple[torch.Tensor, torch.Tensor] | None
     return out.contiguous(), lse.unflatten(2, (group, sq)).flatten(1, 2).contiguous()
 
 
-def gradients(dout, q, k, v, out, lse, rule: ScoreRule) -> list[torch.Tensor] | None:
+def gradients(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    rule: ScoreRule,
+) -> list[torch.Tensor] | None:
     """dq, dk, dv of calls without dropout and dlse, new tensors in the compute dtype; None where the tiles must do it.
 
     The operator adds up the gradients in the dtype of its operands, so they are given in the compute dtype. An infinite
@@ -53,17 +63,17 @@ def gradients(dout, q, k, v, out, lse, rule: ScoreRule) -> list[torch.Tensor] | 
     return [dq, *(dkv if group == 1 else (grad.unflatten(2, (kv_heads, group)).sum(3) for grad in dkv))]
 
 
-def _fits(q, k, v, rule: ScoreRule) -> bool:
+def _fits(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: ScoreRule) -> bool:
     same_dtype, same_dim = q.dtype == k.dtype == v.dtype, q.shape[-1] == v.shape[-1]
     has_scores = q.numel() > 0 and k.numel() > 0
     return has_scores and same_dtype and same_dim and rule.fits_torch_kernel(q.shape[1], k.shape[1])
 
 
-def _is_causal(q, k, rule: ScoreRule) -> bool:
+def _is_causal(q: torch.Tensor, k: torch.Tensor, rule: ScoreRule) -> bool:
     return not rule.is_unmasked(q.shape[1], k.shape[1])
 
 
-def _scores_are_finite(q, k, rule: ScoreRule) -> bool:
+def _scores_are_finite(q: torch.Tensor, k: torch.Tensor, rule: ScoreRule) -> bool:
     """Whether no score of q and k can be NaN or infinite: torch's kernel gives out 0 for some of those."""
     bound = q.shape[-1] * max(rule.scale, 1.0)
     for x in (q, k):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple, Optional, TypeVar
 
 import torch
 
@@ -16,8 +16,10 @@ from .explain import Problem, explain_attention
 from .forward import attend, dropout_of_call, dropout_of_state, new_max_logit, new_s_dmask, rng_state_of, write_s_dmask
 from .overlap import check_written
 from .scaling import EightBit, check_descales, check_operands, output_dtype, result_like, scaling_of
+from .score_tensors import BiasGradients, check_columns
 from .scores import ScoreOptions, ScoreRule, compute_dtype
 
+MaybeTensor = TypeVar("MaybeTensor", torch.Tensor, Optional[torch.Tensor])  # of functions that make None of None
 PACKED_AXES = "total, heads, head_dim"
 PAGED_AXES = "blocks, page_size, heads, head_dim"
 # softmax_d leaves this many extra rows per sequence, so that each sequence may be padded to a full m_block.
@@ -28,14 +30,14 @@ _MOST_ROWS = 0x3FFFFFFF  # of a sequence, as on the GPU
 class Sequence(NamedTuple):
     """Query rows [q0, q1) of the packed q; key rows [k0, k1) of the packed k, or of the sequence's own pages."""
 
-    index: int
+    index: int  # type: ignore[assignment]
     q0: int
     q1: int
     k0: int
     k1: int
 
 
-def _spans(cu_seqlens: torch.Tensor, total: int):
+def _spans(cu_seqlens: torch.Tensor, total: int) -> list[tuple[int, int]]:
     """(start, stop) of every sequence: the running maximum of cu_seqlens, clamped to the rows that exist, so that no
     two sequences have a row in common whatever it holds.
     """
@@ -43,12 +45,20 @@ def _spans(cu_seqlens: torch.Tensor, total: int):
     return list(zip(bounds, bounds[1:]))
 
 
-def sequences(total_q, k, cu_seqlens_q, cu_seqlens_k, seqused_k=None, leftpad_k=None, block_table=None):
+def sequences(
+    total_q: int,
+    k: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    seqused_k: torch.Tensor | None = None,
+    leftpad_k: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+) -> list[Sequence]:
     """The rows of every sequence. With seqused_k the beginnings of the keys are those of cu_seqlens_k, in any order,
     and their lengths seqused_k, clamped to the rows that exist.
     """
     paged = block_table is not None
-    capacity = block_table.shape[1] * k.shape[1] if paged else k.shape[0]
+    capacity = k.shape[0] if block_table is None else block_table.shape[1] * k.shape[1]
     spans = _spans(cu_seqlens_k, _MOST_ROWS if paged else capacity)
     starts, used = [start for start, _ in spans], [stop - start for start, stop in spans]
     if seqused_k is not None:
@@ -64,7 +74,7 @@ def sequences(total_q, k, cu_seqlens_q, cu_seqlens_k, seqused_k=None, leftpad_k=
     return result
 
 
-def _problems(layout) -> list[Problem]:
+def _problems(layout: list[Sequence]) -> list[Problem]:
     """The sequences that have queries, as what there is to compute."""
     return [Problem(1, s.q1 - s.q0, s.k1 - s.k0) for s in layout if s.q1 > s.q0]
 
@@ -97,7 +107,7 @@ def gather_pages(cache: torch.Tensor, block_table: torch.Tensor, row: int, start
     return rows.flatten(0, 1)[start - first * page_size : stop - first * page_size]
 
 
-def _sequence_keys(x: torch.Tensor | None, block_table: torch.Tensor | None, sequence: Sequence):
+def _sequence_keys(x: MaybeTensor, block_table: torch.Tensor | None, sequence: Sequence) -> MaybeTensor:
     """The keys or values of one sequence as a batch of one, (1, sk, h_k, d), or None of None."""
     if x is None:
         return None
@@ -108,40 +118,40 @@ def _sequence_keys(x: torch.Tensor | None, block_table: torch.Tensor | None, seq
 
 @entry_point
 def varlen_fwd(
-    q,
-    k,
-    v,
-    out,
-    cu_seqlens_q,
-    cu_seqlens_k,
-    seqused_k,
-    leftpad_k,
-    block_table,
-    alibi_slopes,
-    max_seqlen_q,
-    max_seqlen_k,
-    p_dropout,
-    softmax_scale,
-    zero_tensors,
-    is_causal,
-    window_left,
-    window_right,
-    softcap,
-    return_softmax,
-    gen,
-    num_splits=0,
-    return_max_logit=False,
-    batch_invariant=False,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor | None,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    seqused_k: torch.Tensor | None,
+    leftpad_k: torch.Tensor | None,
+    block_table: torch.Tensor | None,
+    alibi_slopes: torch.Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    p_dropout: float,
+    softmax_scale: float,
+    zero_tensors: bool,
+    is_causal: bool,
+    window_left: int,
+    window_right: int,
+    softcap: float,
+    return_softmax: bool,
+    gen: torch.Generator | None,
+    num_splits: int = 0,
+    return_max_logit: bool = False,
+    batch_invariant: bool = False,
     *,
-    explain=False,
-    q_descale=None,
-    k_descale=None,
-    v_descale=None,
-    v_per_channel=False,
-    out_dtype=None,
-    rng_state=None,
-    **named,
-):
+    explain: bool = False,
+    q_descale: torch.Tensor | None = None,
+    k_descale: torch.Tensor | None = None,
+    v_descale: torch.Tensor | None = None,
+    v_per_channel: bool = False,
+    out_dtype: torch.dtype | None = None,
+    rng_state: torch.Tensor | None = None,
+    **named: Any,
+) -> list[torch.Tensor | None] | dict[str, Any]:
     """Forward attention of packed sequences; the arguments that `fwd` has mean the same.
 
     Arguments:
@@ -169,6 +179,7 @@ def varlen_fwd(
     checks.check_lengths("seqused_k", seqused_k, [batch])
     checks.check_lengths("leftpad_k", leftpad_k, [batch])
     options.check(q, batch, p_dropout)
+    options.check_packed(q, k, max_seqlen_k)
     if out is not None:
         checks.check_like_query("out", out, q, checks.output_shape(q, v), dtype=output_dtype(q, v, call))
     checks.check_generator(gen)
@@ -177,16 +188,17 @@ def varlen_fwd(
     sinks = options.sinks
     read = {
         "q": q, "k": k, "v": v, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_k": seqused_k,
-        "leftpad_k": leftpad_k, "block_table": block_table, "alibi_slopes": alibi_slopes, "sinks": sinks,
+        "leftpad_k": leftpad_k, "block_table": block_table, **options.tensors_read(),
     }  # fmt: skip
     check_written({"out": out}, read)
     layout = sequences(q.shape[0], k, cu_seqlens_q, cu_seqlens_k, seqused_k, leftpad_k, block_table)
+    check_columns(options, layout, max_seqlen_k)
     if block_table is not None:
         for sequence in layout:
             check_pages(block_table, sequence.index, sequence.k0, sequence.k1, k.shape[1], k.shape[0])
 
     total_q, heads, _ = q.shape
-    rule = ScoreRule.create(options, batch, q.dtype)
+    rule = ScoreRule.create(options, batch, q)
     if explain:
         is_plain = p_dropout == 0.0 and sinks is None and not return_max_logit and call is None
         return explain_attention("forward", q, k, v, rule, _problems(layout), is_plain)
@@ -210,17 +222,23 @@ def varlen_fwd(
             values = scaling.scaled(values, _sequence_keys(scaling.v_rows, block_table, sequence))
         result = result_like(rows_out, scaling)
         origin = options.origin(i)
-        rule_i = rule.for_batch(i).at(origin, len(queries[0]), len(keys[0]))
+        rule_i = rule.for_sequence(*sequence).at(origin, len(queries[0]), len(keys[0]))
         dropout_i = None if dropout is None else dropout.for_batch(i).at(origin)
         attend(queries, keys, values, result, row_lse, rule_i, dropout_i, sinks, max_logit)
         if scaling is not None:
             scaling.store(rows_out, result, i)
-        if s_dmask.numel():
+        if s_dmask.numel() and dropout_i is not None:
             write_s_dmask(queries, keys, row_lse, rule_i, dropout_i, s_dmask[i : i + 1])
     return [out, lse, s_dmask, rng_state_of(dropout), *([max_logit] if return_max_logit else [])]
 
 
-def _check_packed(cu_seqlens_q, cu_seqlens_k, block_table, max_seqlen_q, max_seqlen_k) -> int:
+def _check_packed(
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    block_table: torch.Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+) -> int:
     """The checks that forward and backward have in common; returns the number of sequences."""
     batch = checks.check_cu_seqlens(cu_seqlens_q, cu_seqlens_k)
     checks.check_block_table(block_table, batch)
@@ -231,43 +249,44 @@ def _check_packed(cu_seqlens_q, cu_seqlens_k, block_table, max_seqlen_q, max_seq
 
 @entry_point
 def varlen_bwd(
-    dout,
-    q,
-    k,
-    v,
-    out,
-    softmax_lse,
-    dq,
-    dk,
-    dv,
-    cu_seqlens_q,
-    cu_seqlens_k,
-    alibi_slopes,
-    max_seqlen_q,
-    max_seqlen_k,
-    p_dropout,
-    softmax_scale,
-    zero_tensors,
-    is_causal,
-    window_left,
-    window_right,
-    softcap,
-    deterministic,
-    gen,
-    rng_state,
-    dlse=None,
-    batch_invariant=False,
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    softmax_lse: torch.Tensor,
+    dq: torch.Tensor | None,
+    dk: torch.Tensor | None,
+    dv: torch.Tensor | None,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    alibi_slopes: torch.Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    p_dropout: float,
+    softmax_scale: float,
+    zero_tensors: bool,
+    is_causal: bool,
+    window_left: int,
+    window_right: int,
+    softcap: float,
+    deterministic: bool,
+    gen: torch.Generator | None,
+    rng_state: torch.Tensor | None,
+    dlse: torch.Tensor | None = None,
+    batch_invariant: bool = False,
     *,
-    explain=False,
-    accumulate_dkv=False,
-    dq_stage="",
-    dq_sum=None,
-    softmax_d=None,
-    **named,
-):
+    bias_grad: bool = True,
+    explain: bool = False,
+    accumulate_dkv: bool = False,
+    dq_stage: str = "",
+    dq_sum: torch.Tensor | None = None,
+    softmax_d: torch.Tensor | None = None,
+    **named: Any,
+) -> list[torch.Tensor | None] | dict[str, Any]:
     """Gradients of `varlen_fwd` (without pages); the arguments that `bwd` has mean the same.
 
-    Returns [dq, dk, dv, softmax_d], and with sinks their gradient (h): dq, dk and dv like q, k and v; rows that belong
+    Returns [dq, dk, dv, softmax_d] and further gradients as `bwd` does: dq, dk and dv like q, k and v; rows that belong
         to no sequence are 0; softmax_d (h, total_q + 128 * b), sequence i starting at column cu_seqlens_q[i] + 128 * i.
     """
     options = ScoreOptions(softmax_scale, softcap, is_causal, window_left, window_right, alibi_slopes, **named)
@@ -278,27 +297,30 @@ def varlen_bwd(
     checks.check_gradients(dout, q, k, v, out, dq, dk, dv, None if sums is None else sums.dtype)
     checks.check_lse(softmax_lse, dlse, q, [heads, total_q])
     options.check(q, batch, p_dropout)
+    options.check_packed(q, k, max_seqlen_k)
     checks.check_rng_state(rng_state, p_dropout)
     sinks = options.sinks
     read = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "softmax_lse": softmax_lse, "dlse": dlse,
-            "alibi_slopes": alibi_slopes, "sinks": sinks, "softmax_d": softmax_d}  # fmt: skip
+            "softmax_d": softmax_d, **options.tensors_read()}  # fmt: skip
     stage, d_shape = DqStage(dq_stage, dq_sum, softmax_d), (heads, total_q + SOFTMAX_D_GAP * batch)
     stage.check(q, dq, dk, dv, d_shape)
     check_written({"dq": dq, "dk": dk, "dv": dv, "dq_sum": dq_sum}, read)
 
-    rule, may_fuse = ScoreRule.create(options, batch, q.dtype), stage.may_fuse(dlse)
+    rule, may_fuse = ScoreRule.create(options, batch, q), stage.may_fuse(dlse)
     layout = sequences(total_q, k, cu_seqlens_q, cu_seqlens_k)
+    check_columns(options, layout, max_seqlen_k)
     if explain:
         return explain_attention("backward", q, k, v, rule, _problems(layout), may_fuse and p_dropout == 0.0)
     if dq_stage == "end":
         return stage.end(q, dq)
     dropout = dropout_of_state(p_dropout, rng_state)
     dq = stage.new_dq(q, dq)
-    grads = [q.new_zeros(q.shape) if dq is None else dq.zero_(), None, None]
+    grads = [q.new_zeros(q.shape) if dq is None else dq.zero_()]
     if stage.adds:
         if sums is not None:
             dk, dv = sums.parts
         grads[1:] = (x.new_zeros(x.shape) if grad is None else grad.zero_() for grad, x in ((dk, k), (dv, v)))
+    bias_grads = BiasGradients.like(rule.tensors, compute_dtype(q.dtype)) if bias_grad and stage.adds else None
     dsinks = [torch.zeros_like(sinks)] if sinks is not None and stage.begins else []
     softmax_d = stage.softmax_d(q, d_shape)
     for sequence in layout:
@@ -308,25 +330,38 @@ def varlen_bwd(
         row_dlse = None if dlse is None else dlse[:, rows].unsqueeze(0)
         delta = softmax_d[:, d0 : d0 + sequence.q1 - sequence.q0].unsqueeze(0)
         sq, sk, origin = sequence.q1 - sequence.q0, sequence.k1 - sequence.k0, options.origin(i)
+        rule_i = rule.for_sequence(*sequence)
         if stage.begins:
             first_row = stage.first_row(rule.first_unmasked_row(sq, sk))
-            delta.copy_(row_deltas(dout[rows].unsqueeze(0), out[rows].unsqueeze(0), row_lse, row_dlse, first_row))
+            unused = rule_i.unused(1, heads, k.shape[1], sq, sk)
+            delta.copy_(
+                row_deltas(dout[rows].unsqueeze(0), out[rows].unsqueeze(0), row_lse, row_dlse, first_row, unused)
+            )
             if sinks is not None:
                 dsinks[0] += sink_gradient(sinks, row_lse, delta)
         if not stage.adds:
             continue
+        dout_i, q_i, out_i = (x[rows].unsqueeze(0) for x in (dout, q, out))
+        k_i, v_i = (x[cols].unsqueeze(0) for x in (k, v))
+        dq_i, dk_i, dv_i = (grad[span].unsqueeze(0) for grad, span in zip(grads, (rows, cols, cols)))
         attend_backward(
-            *(x[rows].unsqueeze(0) for x in (dout, q)),
-            *(x[cols].unsqueeze(0) for x in (k, v)),
-            out[rows].unsqueeze(0),
+            dout_i,
+            q_i,
+            k_i,
+            v_i,
+            out_i,
             row_lse,
             delta,
-            *(grad[span].unsqueeze(0) for grad, span in zip(grads, (rows, cols, cols))),
-            rule.for_batch(i).at(origin, sq, sk),
+            dq_i,
+            dk_i,
+            dv_i,
+            rule_i.at(origin, sq, sk),
             None if dropout is None else dropout.for_batch(i).at(origin),
             may_fuse,
+            None if bias_grads is None else bias_grads.sequence(*sequence[1:]),
         )
     grads[0] = stage.added(grads[0])
     if sums is not None:
         grads[1:] = sums.added()
-    return [*grads, softmax_d, *dsinks]
+    dbiases = [] if bias_grads is None else bias_grads.results(options)
+    return [*grads, *([] if stage.adds else [None, None]), softmax_d, *dsinks, *dbiases]

@@ -42,7 +42,9 @@ def quantize(
     axes = {"tensor": tuple(range(x.dim())), "head": (rows, -1), "token": (-1,), "channel": (rows,)}[granularity]
     power_of_two = arguments.flag("power_of_two", power_of_two)
     descale = eight_bit.descale_of(x, axes, dtype, power_of_two)
-    codes = eight_bit.encode(x, descale, dtype, eight_bit.most_codes(descale, dtype, x.dtype) if power_of_two else None)
+    codes = eight_bit.encode(
+        x, descale, dtype, eight_bit.largest_stored(descale, dtype, x.dtype) if power_of_two else None
+    )
     if granularity == "tensor":
         return codes, descale.reshape(())
     if granularity == "token":
@@ -51,7 +53,7 @@ def quantize(
     return codes, descale.squeeze(rows) if granularity == "channel" else descale.squeeze(-1).squeeze(rows)
 
 
-def _check_input(name, x):
+def _check_input(name: str, x: Tensor) -> None:
     arguments.check_tensors((name,), (x,))
     if x.dim() not in (3, 4):
         raise RuntimeError(f"{name}: expected 3 or 4 dimensions (.., heads, head_dim), got {x.dim()}")
@@ -60,7 +62,7 @@ def _check_input(name, x):
         raise RuntimeError(f"{name}: expected {expected}, got {eight_bit.named(x.dtype)}")
 
 
-def _check_shapes(q, k, v):
+def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
     for name, x in (("k", k), ("v", v)):
         if x.dim() != q.dim():
             raise RuntimeError(f"{name}: expected {q.dim()} dimensions, as q has, got {x.dim()}")
@@ -147,4 +149,5 @@ def hadamard(x: Tensor) -> Tensor:
         a, b = y.unflatten(-1, (-1, 2, width)).unbind(-2)
         y = torch.stack((a + b, a - b), -2).flatten(-3)
         width *= 2
-    return (y * size**0.5).flatten(-2).to(x.dtype)
+    scaled: Tensor = y * size**0.5
+    return scaled.flatten(-2).to(x.dtype)

@@ -7,6 +7,8 @@ and the LSE.
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import torch
 from torch import Tensor
 
@@ -14,6 +16,7 @@ from flash_attn import eight_bit
 from flash_attn._types import TensorOrTuple, WindowSize
 from flash_attn.batch_invariance import is_batch_invariant
 from flash_attn.fp8.quantization import quantize
+from flash_attn.limits import MAX_HEAD_DIM
 from flash_attn.ops import arguments, context, library
 from flash_attn.ops.attention_args import (
     DENSE,
@@ -91,9 +94,19 @@ def flash_attn_varlen_straight_through_func(
 
 
 def _attend(
-    q, k, v, sequences, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
-    sinks,
-):  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sequences: Sequences,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: WindowSize,
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    deterministic: bool,
+    return_attn_probs: bool,
+    sinks: Tensor | None,
+) -> TensorOrTuple:
     arguments.check_tensors(_NAMES, (q, k, v))
     context.reject_transforms(f"flash_attn{'' if sequences is DENSE else '_varlen'}_straight_through_func")
     context.reject_tangents(_NAMES, (q, k, v))
@@ -113,10 +126,11 @@ def _attend(
     scale = arguments.scale(softmax_scale, head_dim)
     arguments.check_constant("alibi_slopes", alibi_slopes)
     sinks = None if sinks is None else arguments.sinks(sinks)
-    if q.is_cuda and head_dim % 8 != 0 and head_dim < 256:
+    if q.is_cuda and head_dim % 8 != 0 and head_dim < MAX_HEAD_DIM:
         q, k, v = arguments.padded((q, k, v), head_dim)
-    args = AttentionArgs(
-        None, None, None, sequences.cu_seqlens_q, sequences.cu_seqlens_k, None, None, None, alibi_slopes, None,
+    args = AttentionArgs(  # q, k and v are added in the forward
+        cast(Tensor, None), None, None, sequences.cu_seqlens_q, sequences.cu_seqlens_k, None, None, None,
+        alibi_slopes, None,
         *max_seqlens, 0.0, scale, arguments.flag("causal", causal), *arguments.window(window_size),
         arguments.number("softcap", softcap), arguments.flag("deterministic", deterministic), False, False,
         is_batch_invariant(), out_dtype=q.dtype,
@@ -129,7 +143,9 @@ def _attend(
 
 class _StraightThrough(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, args, q, k, v, sinks):
+    def forward(
+        ctx: Any, args: AttentionArgs, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         """args: all but these tensors."""
         codes, descales = zip(*(quantize(x, "head", power_of_two=True) for x in (q, k, v)))
         args = args._replace(sinks=sinks, **dict(zip(_NAMES, codes)))
@@ -144,7 +160,7 @@ class _StraightThrough(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    def backward(ctx, dout, dlse):
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         if dout is None and dlse is None:
             return (None,) * 5
         q_descale, k_descale, v_descale, out, lse, rng_state, *tensors = ctx.saved_tensors

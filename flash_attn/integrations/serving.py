@@ -121,7 +121,7 @@ def packed_attention(
         arguments.check_cache(names[1], k)  # a copy of a cache is never what is meant
         arguments.check_cache(names[2], v)
         if block_table is None:
-            block_table, cu_seqlens_k = as_pages(*k.shape[:2], q.device)
+            block_table, cu_seqlens_k = as_pages(k.shape[0], k.shape[1], q.device)
     if cu_seqlens_k is None:
         if block_table is None:
             raise ValueError("cu_seqlens_k: expected a tensor where k is packed, got None")
@@ -142,7 +142,15 @@ def packed_attention(
     return result, lse
 
 
-def _scaling(q, k, v, q_descale, k_descale, v_descale, out):
+def _scaling(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_descale: Tensor | None,
+    k_descale: Tensor | None,
+    v_descale: Tensor | None,
+    out: Tensor | None,
+) -> dict[str, Any]:
     """The options of a call with 8-bit tensors, by name."""
     given = {"q_descale": (q, q_descale), "k_descale": (k, k_descale), "v_descale": (v, v_descale)}
     descales = {name: descale if x.dtype in EIGHT_BIT else None for name, (x, descale) in given.items()}

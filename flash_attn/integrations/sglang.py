@@ -157,10 +157,10 @@ def flash_attn_with_kvcache(
         reject(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k_new=cu_seqlens_k_new)
         reject_8_bit(q=q, k_cache=k_cache, v_cache=v_cache)
         result, lse = attend_over_cache(
-            q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad,
-            page_table, rotary_interleaved=rotary_interleaved, alibi_slopes=None, num_splits=0, return_softmax_lse=True,
-            out=out, plan=None, batch_invariant=num_splits == 1, lse_convention="fa2", sinks=sinks,
-            scaling=(None, None, None, None, None), sm_margin=sm_margin, **options,
+            q, k_cache, v_cache, k=k, v=v, rotary_cos=rotary_cos, rotary_sin=rotary_sin, cache_seqlens=cache_seqlens,
+            cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad, block_table=page_table,
+            rotary_interleaved=rotary_interleaved, return_softmax_lse=True, out=out, batch_invariant=num_splits == 1,
+            sinks=sinks, sm_margin=sm_margin, **options,
         )  # fmt: skip
         return _result(result, lse, return_softmax_lse)
     rows, cu_rows = pack(q, cu_seqlens_q)
@@ -172,7 +172,7 @@ def flash_attn_with_kvcache(
         **options,
     )  # fmt: skip
     result, lse = unpack(q, cu_seqlens_q, result, lse)
-    if out is not None:
+    if out is not None and packed_out is not None:
         result = out if packed_out.data_ptr() == out.data_ptr() else out.copy_(result)
     return _result(result, lse, return_softmax_lse)
 
@@ -229,11 +229,19 @@ def flash_attn_varlen_func(
     return _result(result, lse, return_softmax_lse)
 
 
-def _result(result, lse, with_lse):
+def _result(result: Tensor, lse: Tensor, with_lse: bool) -> Any:
     return (result, mark_masked_rows(lse), lse.new_empty(0), lse.new_empty(0)) if with_lse else result
 
 
-def _reject_scores(qv, only_qv, attention_chunk, score_mod, mask_mod, rel_bias, ver):
+def _reject_scores(
+    qv: object,
+    only_qv: object,
+    attention_chunk: object,
+    score_mod: object,
+    mask_mod: object,
+    rel_bias: object,
+    ver: object,
+) -> None:
     reject(
         qv=qv, only_qv=only_qv or None, attention_chunk=attention_chunk or None, score_mod=score_mod,
         mask_mod=mask_mod, rel_bias=rel_bias,

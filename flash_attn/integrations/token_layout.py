@@ -17,9 +17,9 @@ from flash_attn.ops.rows import equal_steps
 
 
 class _Kept(NamedTuple):
-    tensor: weakref.ref  # that was read
-    state: tuple  # of the tensor, and what else the value depends on
-    reader: tuple | None  # the layer that read the tensor; None: the value was known when the tensor was made
+    tensor: weakref.ref[torch.Tensor]  # that was read
+    state: tuple[Any, ...]  # of the tensor, and what else the value depends on
+    reader: tuple[Any, ...] | None  # the layer that read the tensor; None: the value was known when the tensor was made
     value: Any
 
 
@@ -50,27 +50,27 @@ def keep(x: torch.Tensor, about: Hashable, value: Any) -> None:
         _store(x, _state(x, about), None, value)
 
 
-def _store(x, state, reader, value):
+def _store(x: torch.Tensor, state: tuple[Any, ...], reader: tuple[Any, ...] | None, value: Any) -> None:
     key = id(x)
     _kept[key] = _Kept(weakref.ref(x, lambda _: _kept.pop(key, None)), state, reader, value)
 
 
-def _state(x, about):
+def _state(x: torch.Tensor, about: Hashable) -> tuple[Any, ...]:
     version = None if x.is_inference() else x._version
     return version, x.data_ptr(), x.shape, x.stride(), about
 
 
-def _identity(module):
+def _identity(module: torch.nn.Module) -> tuple[Any, ...]:
     """(its model, the layer); layers have numbers in models with a cache."""
     number = getattr(module, "layer_idx", None)
     return id(getattr(module, "config", None)), id(module) if number is None else number
 
 
-def _same_pass(reader, asking):
+def _same_pass(reader: tuple[Any, ...] | None, asking: tuple[Any, ...]) -> bool:
     return reader is None or (reader[0] == asking[0] and reader[1] != asking[1])
 
 
-def _execution(x):
+def _execution(x: torch.Tensor) -> tuple[Any, ...]:
     """Where tensors made of x may be used: inference tensors not in training, and on the stream that fills them."""
     stream = torch.cuda.current_stream(x.device) if x.is_cuda else None
     return torch.is_inference_mode_enabled(), stream
@@ -83,7 +83,7 @@ def is_traced() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
-def runs(mask):
+def runs(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(first, stop), int32 (batch,): where the run of tokens of each row begins and ends; without tokens both are 0.
 
     mask: bool (batch, columns).
@@ -101,32 +101,33 @@ class PaddingLayout:
     ends_last: the last column is a token in every row.
     """
 
-    def __init__(self, mask):
+    def __init__(self, mask: torch.Tensor) -> None:
         self.first, self.stop = runs(mask)
         contiguous = (self.stop - self.first == mask.sum(1)).all()
         self.full, self.contiguous, self.ends_last = torch.stack([mask.all(), contiguous, mask[:, -1].all()]).tolist()
-        self._tokens = {}
+        self._tokens: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     @classmethod
-    def of(cls, mask, module):
+    def of(cls, mask: torch.Tensor, module: torch.nn.Module) -> PaddingLayout:
         """The layout of a mask for a layer."""
-        return once_a_pass(mask, module, _execution(mask), lambda: cls(mask))
+        layout: PaddingLayout = once_a_pass(mask, module, _execution(mask), lambda: cls(mask))
+        return layout
 
-    def tokens(self, mask, columns):
+    def tokens(self, mask: torch.Tensor, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
         """(indices, cu_seqlens) of the tokens in the last columns of its mask, as `tokens_of` has them."""
         if columns not in self._tokens:
             self._tokens[columns] = tokens_of(mask[:, mask.shape[1] - columns :])
         return self._tokens[columns]
 
 
-def tokens_of(mask):
+def tokens_of(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(indices, cu_seqlens) of the tokens of a mask, bool (batch, columns); waits for the GPU."""
     lengths = mask.sum(1, dtype=torch.int32).cumsum(0, dtype=torch.int32)
     return mask.flatten().nonzero().flatten(), torch.nn.functional.pad(lengths, (1, 0))
 
 
-@torch.compiler.disable
-def packed_sequences(position_ids, batch, seqlen, module):
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def packed_sequences(position_ids: torch.Tensor, batch: int, seqlen: int, module: torch.nn.Module) -> Any:
     """cu_seqlens of the sequences that position_ids (batch or 1, seqlen) number, over all rows; None: one in each row.
 
     A sequence begins where a position is not one more than the one before. module: the layer that asks.
@@ -135,13 +136,13 @@ def packed_sequences(position_ids, batch, seqlen, module):
     return once_a_pass(position_ids, module, about, lambda: _read_sequences(position_ids, batch, seqlen))
 
 
-def _read_sequences(position_ids, batch, seqlen):
+def _read_sequences(position_ids: torch.Tensor, batch: int, seqlen: int) -> torch.Tensor | None:
     begins = torch.nn.functional.pad(position_ids.diff() != 1, (1, 0), value=True).expand(batch, seqlen)
     starts = begins.flatten().nonzero().flatten().int()
     end = starts.new_full((1,), batch * seqlen)
     return torch.cat([starts, end]) if starts.numel() > batch else None
 
 
-def as_pages(batch, seqlen, device):
+def as_pages(batch: int, seqlen: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """(block_table, cu_seqlens_k) of keys (batch, seqlen, heads, head_dim) taken as pages, one for each row."""
     return torch.arange(batch, dtype=torch.int32, device=device).unsqueeze(1), equal_steps(batch, seqlen, device)

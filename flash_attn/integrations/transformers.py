@@ -13,7 +13,7 @@ transformers_cp.py has another one, for sequences whose tokens lie on several ra
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -46,7 +46,7 @@ def register(name: str = NAME) -> None:
     register_functions(name, attention, padding_mask)
 
 
-def register_functions(name: str, attention_function: Callable, mask_function: Callable) -> None:
+def register_functions(name: str, attention_function: Callable[..., Any], mask_function: Callable[..., Any]) -> None:
     """Entries of both interfaces of transformers; raises as `register` does."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -80,7 +80,7 @@ def padding_mask(
     Raises NotImplementedError for masks that are no windows (chunks, blocks, functions of the model's).
     """
     reject_other_masks(mask_function, use_vmap)
-    columns = kv_length
+    columns: int | Tensor = kv_length
     if "allow_is_bidirectional_skip" not in options:  # causal: columns behind the last query hold no tokens yet
         columns = q_offset + q_length - kv_offset
         if isinstance(columns, Tensor) and q_length > 1 and not token_layout.is_traced():
@@ -94,7 +94,7 @@ def padding_mask(
     if known and q_length > 1:
         kept = min(columns, kv_length)
         if attention_mask is None:
-            return torch.ones(batch_size, kept, dtype=torch.bool, device=device)
+            return torch.ones(batch_size, kept, dtype=torch.bool, device=device)  # type: ignore[arg-type]  # known: an int
         return attention_mask[:, :kept]
     # One shape for all steps of a static cache, so that compiled code and graphs serve them all.
     filled = torch.arange(kv_length, device=device) < columns
@@ -118,7 +118,7 @@ def reject_other_masks(mask_function: Any, use_vmap: bool) -> None:
             raise NotImplementedError(f"mask_function: expected a causal mask or a window, got one of {kind}")
 
 
-def _parts(function):
+def _parts(function: Any) -> Iterator[str]:
     """The qualified names of a mask function and of the functions that it is made of."""
     if isinstance(function, (tuple, list)):
         for one in function:
@@ -179,7 +179,8 @@ def attention(
         module, query, key, value, dropout, scaling, sliding_window, softcap, is_causal, s_aux, options
     )  # fmt: skip
     if k_cache is not None:
-        return _over_pages(q, k_cache, v_cache, k, v, cache_seqlens, cu_seq_lens_k, block_table, s_aux, score), None
+        cache: tuple[Any, ...] = (k_cache, v_cache, cache_seqlens, cu_seq_lens_k, block_table)
+        return _over_pages(q, k, v, cache, s_aux, score), None
     if attention_mask is not None:
         return _padded(module, q, k, v, attention_mask, score, training), None
     given = {"cu_seq_lens_q": cu_seq_lens_q, "cu_seq_lens_k": cu_seq_lens_k}
@@ -188,11 +189,13 @@ def attention(
         raise TypeError(f"{missing[0]}: expected a Tensor, for the other of the two is given, got None")
     if missing:
         cu_seq_lens_q = cu_seq_lens_k = _packed_by_position(module, q, k, position_ids, score["causal"])
-    if cu_seq_lens_q is None:
+    if cu_seq_lens_q is None or cu_seq_lens_k is None:
         return flash_attn.flash_attn_func(q, k, v, **score, **training), None
-    lengths = (cu_seq_lens_q, cu_seq_lens_k, q.shape[1], k.shape[1])
-    rows = (x.flatten(0, 1) for x in (q, k, v))
-    return flash_attn.flash_attn_varlen_func(*rows, *lengths, **score, **training).unflatten(0, q.shape[:2]), None
+    q_rows, k_rows, v_rows = (x.flatten(0, 1) for x in (q, k, v))
+    out: Tensor = flash_attn.flash_attn_varlen_func(
+        q_rows, k_rows, v_rows, cu_seq_lens_q, cu_seq_lens_k, q.shape[1], k.shape[1], **score, **training
+    )
+    return out.unflatten(0, q.shape[:2]), None
 
 
 def read_arguments(
@@ -225,7 +228,9 @@ def read_arguments(
     return (q, k, v), score, {"dropout_p": dropout, "deterministic": deterministic, "sinks": s_aux}
 
 
-def _packed_by_position(module, q, k, position_ids, causal):
+def _packed_by_position(
+    module: torch.nn.Module, q: Tensor, k: Tensor, position_ids: Tensor | None, causal: bool
+) -> Any:
     batch, seqlen = q.shape[:2]
     if position_ids is None or position_ids.dim() != 2 or position_ids.shape[1] != seqlen:
         return None
@@ -234,7 +239,15 @@ def _packed_by_position(module, q, k, position_ids, causal):
     return token_layout.packed_sequences(position_ids, batch, seqlen, module)
 
 
-def _padded(module, q, k, v, mask, score, training):
+def _padded(
+    module: torch.nn.Module,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor,
+    score: dict[str, Any],
+    training: dict[str, Any],
+) -> Tensor:
     """Attention where mask (batch, columns) says which of the first keys are tokens; the queries are the last ones."""
     if mask.dim() != 2:
         raise NotImplementedError(
@@ -246,28 +259,32 @@ def _padded(module, q, k, v, mask, score, training):
     k, v = k[:, :columns], v[:, :columns]
     records = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, training["sinks"]))
     if token_layout.is_traced() and not records:
-        return _over_runs(q, k, v, *token_layout.runs(mask), score, training)
+        first, stop = token_layout.runs(mask)
+        return _over_runs(q, k, v, first, stop, score, training)
     layout, tokens = _layout(mask, q.shape[1], module)
     if layout.full:
         return flash_attn.flash_attn_func(q, k, v, **score, **training)
     aligned = q.shape[1] == 1 or layout.ends_last or not sees_by_position
     if layout.contiguous and aligned and not records:
         return _over_runs(q, k, v, layout.first, layout.stop, score, training)
-    return _gathered(q, k, v, *tokens(sees_by_position and q.shape[1] > 1), score, training)
+    keys, queries = tokens(sees_by_position and q.shape[1] > 1)
+    return _gathered(q, k, v, keys, queries, score, training)
 
 
-@torch.compiler.disable
-def _layout(mask, seqlen_q, module):
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _layout(mask: Tensor, seqlen_q: int, module: torch.nn.Module) -> tuple[Any, Callable[[bool], Any]]:
     """(layout of the keys, a function that gives the tokens of keys and queries)."""
     layout = PaddingLayout.of(mask, module)
 
-    def tokens(queries_too):
+    def tokens(queries_too: bool) -> Any:
         return layout.tokens(mask, mask.shape[1]), layout.tokens(mask, seqlen_q) if queries_too else None
 
     return layout, tokens
 
 
-def _over_runs(q, k, v, first, stop, score, training):
+def _over_runs(
+    q: Tensor, k: Tensor, v: Tensor, first: Tensor | None, stop: Tensor, score: dict[str, Any], training: dict[str, Any]
+) -> Tensor:
     """Keys first to stop of each row, without copies and without backward; the queries are the last ones.
 
     Queries before `first` are padding and see no key.
@@ -277,21 +294,33 @@ def _over_runs(q, k, v, first, stop, score, training):
         return flash_attn.flash_attn_with_kvcache(
             q, k, v, cache_seqlens=stop, cache_leftpad=first, sinks=sinks, **score
         )  # fmt: skip
-    table, cu_seqlens_k = token_layout.as_pages(*k.shape[:2], q.device)
+    table, cu_seqlens_k = token_layout.as_pages(k.shape[0], k.shape[1], q.device)
     return _varlen_over_pages(q, k, v, table, cu_seqlens_k, stop, first, score, training)
 
 
-def _varlen_over_pages(q, k, v, table, cu_seqlens_k, lengths, first, score, training):
+def _varlen_over_pages(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    table: Tensor,
+    cu_seqlens_k: Tensor,
+    lengths: Tensor,
+    first: Tensor | None,
+    score: dict[str, Any],
+    training: dict[str, Any],
+) -> Tensor:
     """Queries (batch, seqlen_q, ...) as packed ones over pages."""
     cu_seqlens_q = equal_steps(q.shape[0], q.shape[1], q.device)
-    out = flash_attn.flash_attn_varlen_func(
+    out: Tensor = flash_attn.flash_attn_varlen_func(
         q.flatten(0, 1), k, v, cu_seqlens_q, cu_seqlens_k, q.shape[1], table.shape[1] * k.shape[1], block_table=table,
         seqused_k=lengths, leftpad_k=first, **score, **training,
     )  # fmt: skip
-    return out.unflatten(0, q.shape[:2])
+    return out.unflatten(0, q.shape[:2])  # type: ignore[no-any-return]  # torch has no types for it
 
 
-def _gathered(q, k, v, keys, queries, score, training):
+def _gathered(
+    q: Tensor, k: Tensor, v: Tensor, keys: Any, queries: Any, score: dict[str, Any], training: dict[str, Any]
+) -> Tensor:
     """Attention of the tokens alone, as (indices, cu_seqlens) have them; queries None: all of them."""
     batch, seqlen_q = q.shape[:2]
     indices_k, cu_seqlens_k = keys
@@ -300,7 +329,7 @@ def _gathered(q, k, v, keys, queries, score, training):
     if queries is not None:
         rows = index_first_axis(rows, queries[0])
     k, v = (index_first_axis(x.flatten(0, 1), indices_k) for x in (k, v))
-    out = flash_attn.flash_attn_varlen_func(
+    out: Tensor = flash_attn.flash_attn_varlen_func(
         rows, k, v, cu_seqlens_q, cu_seqlens_k, seqlen_q, seqlen_k, **score, **training
     )  # fmt: skip
     return out.unflatten(0, (batch, seqlen_q)) if queries is None else pad_input(out, queries[0], batch, seqlen_q)
@@ -309,13 +338,20 @@ def _gathered(q, k, v, keys, queries, score, training):
 # ---- a paged cache ----
 
 
-def _over_pages(q, k_cache, v_cache, k, v, lengths, cu_seqlens_k, table, sinks, score):
+def _over_pages(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cache: tuple[Any, ...],
+    sinks: Tensor | None,
+    score: dict[str, Any],
+) -> Tensor:
     """Append k and v to their pages and attend over these: (batch, seqlen_q, heads, head_dim_v)."""
-    shape = q.shape
+    shape, (k_cache, v_cache, lengths, cu_seqlens_k, table) = q.shape, cache
     if lengths is None:  # one token of each of many sequences, their lengths with it in cu_seqlens_k
         q, k, v = (x.flatten(0, 1).unsqueeze(1) for x in (q, k, v))
         lengths = cu_seqlens_k[: q.shape[0] + 1].diff() - 1
-    out = flash_attn.flash_attn_with_kvcache(
+    out: Tensor = flash_attn.flash_attn_with_kvcache(
         q, k_cache, v_cache, k, v, cache_seqlens=lengths, block_table=table, sinks=sinks, **score
     )  # fmt: skip
     return out.reshape(*shape[:3], v.shape[-1])

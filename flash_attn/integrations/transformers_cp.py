@@ -8,13 +8,14 @@ loss = model(**context_parallel_inputs(plan, input_ids, labels)).loss
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from flash_attn.context_parallel import CpPlan, flash_attn_cp_func
-from flash_attn.context_parallel.agreement import raise_on_ranks_of_last_plan
+from flash_attn.context_parallel.exchange.consistency import raise_on_ranks_of_last_plan
 from flash_attn.integrations import token_layout
 from flash_attn.integrations.transformers import read_arguments, register_functions, reject_other_masks
 from flash_attn.ops import arguments
@@ -95,7 +96,14 @@ def context_parallel_mask(
         raise_on_ranks_of_last_plan("context_parallel_mask", raised)
 
 
-def _check_mask(q_length, kv_length, q_offset, mask_function, attention_mask, use_vmap):
+def _check_mask(
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor,
+    mask_function: Callable[..., Any],
+    attention_mask: Tensor | None,
+    use_vmap: bool,
+) -> None:
     reject_other_masks(mask_function, use_vmap)
     if attention_mask is not None and (attention_mask.shape[-1] != q_length or not attention_mask.all()):
         raise NotImplementedError(
@@ -107,7 +115,7 @@ def _check_mask(q_length, kv_length, q_offset, mask_function, attention_mask, us
         raise NotImplementedError(_no_cache(kv_length, q_length))
 
 
-def _no_cache(keys, tokens):
+def _no_cache(keys: int, tokens: int) -> str:
     return (
         f"past_key_values: expected None or an empty one that grows, with context parallelism, got {keys} keys for "
         f"{tokens} tokens"
@@ -170,8 +178,16 @@ def context_parallel_attention(
     return out.unsqueeze(0) if cp_plan.is_packed else out, None
 
 
-@torch.compiler.disable
-def _check_tokens_of_plan(module, plan, q, k, attention_mask, position_ids, options):
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _check_tokens_of_plan(
+    module: torch.nn.Module,
+    plan: CpPlan,
+    q: Tensor,
+    k: Tensor,
+    attention_mask: Tensor | None,
+    position_ids: Tensor | None,
+    options: dict[str, Any],
+) -> None:
     for name in _OF_ONE_RANK:
         if options.get(name) is not None:
             raise NotImplementedError(f"{name}: expected None with context parallelism, got a value: the plan says it")
@@ -189,7 +205,7 @@ def _check_tokens_of_plan(module, plan, q, k, attention_mask, position_ids, opti
         token_layout.once_a_pass(position_ids, module, id(plan), lambda: _checked_positions(position_ids, plan))
 
 
-def _checked_positions(position_ids, plan):
+def _checked_positions(position_ids: Tensor, plan: CpPlan) -> CpPlan:
     """plan, if the positions are its own."""
     if position_ids.shape[-1:] != (plan.num_tokens,) or not (position_ids == plan.positions(position_ids.device)).all():
         raise RuntimeError(

@@ -4,6 +4,9 @@ arXiv:2212.10554), as functions and as a module. Differentiable with respect to 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Any, Optional
+
 import torch
 from torch import Tensor
 
@@ -11,12 +14,15 @@ from flash_attn.ops import arguments, conditions, context
 from flash_attn.ops.triton.rotary import apply_rotary
 from flash_attn.utils.derived_buffers import DerivedBuffers, has_values
 
+_Parts = Callable[[Tensor], tuple[Tensor, ...]]  # the views of a packed tensor that are rotated
+_Tables = tuple[Tensor, Tensor, Optional[Tensor], Optional[Tensor]]  # cos, sin, cos_k, sin_k
+
 
 class _Rotate(torch.autograd.Function):
     """`apply_rotary` with a gradient: the rotation by the negative angle. The options are its keyword arguments."""
 
     @staticmethod
-    def forward(ctx, x, cos, sin, inplace, options):
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, inplace: bool, options: dict[str, Any]) -> Tensor:
         ctx.tables, ctx.options = (cos, sin), options
         out = apply_rotary(x, cos, sin, inplace=inplace, **options)
         if inplace and _may_be_dirty(x):
@@ -24,7 +30,7 @@ class _Rotate(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         context.reject_batched_gradients(grad)
         return _Rotate.apply(grad, *ctx.tables, False, _reversed(ctx.options)), None, None, None, None
 
@@ -33,7 +39,9 @@ class _RotateParts(torch.autograd.Function):
     """Rotation in place of the views `parts(x)` of a packed tensor, each by its own (cos, sin) of `tables`."""
 
     @staticmethod
-    def forward(ctx, x, parts, tables, options):
+    def forward(
+        ctx: Any, x: Tensor, parts: _Parts, tables: Sequence[tuple[Tensor, Tensor]], options: dict[str, Any]
+    ) -> Tensor:
         ctx.parts, ctx.tables, ctx.options = parts, tables, options
         _rotate_parts(x, parts, tables, options)
         if _may_be_dirty(x):
@@ -41,13 +49,13 @@ class _RotateParts(torch.autograd.Function):
         return x
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         context.reject_batched_gradients(grad)
         grad = grad.clone(memory_format=torch.contiguous_format)
         return _RotateParts.apply(grad, ctx.parts, ctx.tables, _reversed(ctx.options)), None, None, None
 
 
-def _may_be_dirty(x):
+def _may_be_dirty(x: Tensor) -> bool:
     """Whether later uses of x, and of what it is a view of, can carry the rotation's history.
 
     Autograd forbids it on leaves that require a gradient, on their views, and on views that a function returned
@@ -59,7 +67,7 @@ def _may_be_dirty(x):
     return not x._is_view() or torch._C._autograd._get_creation_meta(x) == torch._C._autograd.CreationMeta.DEFAULT
 
 
-def _reject_in_backward(name, x):
+def _reject_in_backward(name: str, x: Tensor) -> None:
     """Raise RuntimeError for a leaf, or a view of one, that requires a gradient in a backward.
 
     A reentrant checkpoint computes again there with its inputs, detached, which the forward has rotated already.
@@ -74,17 +82,19 @@ def _reject_in_backward(name, x):
         )
 
 
-def _reversed(options):
+def _reversed(options: dict[str, Any]) -> dict[str, Any]:
     return {**options, "conjugate": not options["conjugate"]}
 
 
-def _rotate_parts(x, parts, tables, options):
+def _rotate_parts(x: Tensor, parts: _Parts, tables: Sequence[tuple[Tensor, Tensor]], options: dict[str, Any]) -> Tensor:
     for part, (cos, sin) in zip(parts(x), tables):
         apply_rotary(part, cos, sin, inplace=True, **options)
     return x
 
 
-def _rotate_packed(name, x, parts, tables, options):
+def _rotate_packed(
+    name: str, x: Tensor, parts: _Parts, tables: Sequence[tuple[Tensor, Tensor]], options: dict[str, Any]
+) -> Tensor:
     if context.decomposes():
         return _rotate_parts(x, parts, tables, options)
     _reject_in_backward(name, x)
@@ -92,39 +102,41 @@ def _rotate_packed(name, x, parts, tables, options):
         _check_tables(*table)
     base = x._base
     if base is None or not _covers(x, base) or not _may_be_dirty(x):
-        return _RotateParts.apply(x, parts, tables, options)
+        rotated: Tensor = _RotateParts.apply(x, parts, tables, options)
+        return rotated
     # Autograd copies the gradient of a view that is written; where the view is but another shape, the base is rotated.
     shape = x.shape
-    return _RotateParts.apply(base, lambda base: parts(base.view(shape)), tables, options).view(shape)
+    rotated = _RotateParts.apply(base, lambda base: parts(base.view(shape)), tables, options)
+    return rotated.view(shape)
 
 
-def _check_tables(cos, sin):
+def _check_tables(cos: Tensor, sin: Tensor) -> None:
     arguments.check_constant("cos", cos)
     arguments.check_constant("sin", sin)
 
 
-def _covers(x, base):
+def _covers(x: Tensor, base: Tensor) -> bool:
     whole = x.numel() == base.numel() and x.storage_offset() == base.storage_offset()
     return whole and x.is_contiguous() and base.is_contiguous()
 
 
-def _whole(x):
+def _whole(x: Tensor) -> tuple[Tensor, ...]:
     return (x,)
 
 
-def _key_of_kv(kv):
+def _key_of_kv(kv: Tensor) -> tuple[Tensor, ...]:
     return (kv[:, :, 0],)
 
 
-def _splits(heads, num_heads_q):
+def _splits(heads: int, num_heads_q: int) -> bool:
     """Whether the heads after those of q are as many of k as of v."""
     return conditions.holds(num_heads_q <= heads) and conditions.holds((heads - num_heads_q) % 2 == 0)
 
 
-def _query_and_key(num_heads_q, joint):
+def _query_and_key(num_heads_q: int, joint: bool) -> _Parts:
     """The function that gives the views of q and k in qkv: one view of both if `joint`, else two."""
 
-    def parts(qkv):
+    def parts(qkv: Tensor) -> tuple[Tensor, ...]:
         if qkv.dim() == 5:
             q, k = qkv[:, :, 0], qkv[:, :, 1]
             mergeable = qkv.stride(2) == qkv.shape[3] * qkv.stride(3)
@@ -166,7 +178,7 @@ def apply_rotary_emb(
     Raises RuntimeError or TypeError naming the argument that does not fit.
     """
     inplace = arguments.flag("inplace", inplace)
-    options = {
+    options: dict[str, Any] = {
         "seqlen_offsets": seqlen_offsets,
         "cu_seqlens": cu_seqlens,
         "max_seqlen": max_seqlen,
@@ -181,7 +193,8 @@ def apply_rotary_emb(
     if inplace:
         _reject_in_backward("x", x)
     _check_tables(cos, sin)
-    return _Rotate.apply(x, cos, sin, inplace, options)
+    out: Tensor = _Rotate.apply(x, cos, sin, inplace, options)
+    return out
 
 
 apply_rotary_emb_func = apply_rotary_emb
@@ -220,7 +233,7 @@ def apply_rotary_emb_qkv_(
             f"num_heads_k, head_dim) with num_heads_q, got {list(qkv.shape)} with num_heads_q {num_heads_q}"
         )
     joint = cos_k is None and sin_k is None
-    parts = _query_and_key(num_heads_q, joint)
+    parts = _query_and_key(num_heads_q or 0, joint)  # not read with five dimensions
     key_tables = (cos if cos_k is None else cos_k, sin if sin_k is None else sin_k)
     options = {"seqlen_offsets": seqlen_offsets, "interleaved": interleaved, "conjugate": False}
     return _rotate_packed("qkv", qkv, parts, ((cos, sin), key_tables), options)
@@ -251,6 +264,9 @@ class RotaryEmbedding(DerivedBuffers):
         device: of the buffers.
     """
 
+    inv_freq: Tensor
+    scale: Tensor | None
+
     def __init__(
         self,
         dim: int,
@@ -266,21 +282,23 @@ class RotaryEmbedding(DerivedBuffers):
         self.scale_base = scale_base
         self._register_derived(**self._derived(device))
         self._seq_len_cached = 0
-        self._cos_cached = None
-        self._sin_cached = None
-        self._cos_k_cached = None
-        self._sin_k_cached = None
+        self._cos_cached: Tensor | None = None
+        self._sin_cached: Tensor | None = None
+        self._cos_k_cached: Tensor | None = None
+        self._sin_k_cached: Tensor | None = None
 
-    def _derived(self, device):
+    def _derived(self, device: Any) -> dict[str, Tensor | None]:
         exponents = torch.arange(0, self.dim, 2, device=device, dtype=torch.float32)
         scale = None if self.scale_base is None else (exponents + 0.4 * self.dim) / (1.4 * self.dim)
         return {"inv_freq": self._compute_inv_freq(device), "scale": scale}
 
-    def _compute_inv_freq(self, device=None):
+    def _compute_inv_freq(self, device: Any = None) -> Tensor:
         exponents = torch.arange(0, self.dim, 2, device=device, dtype=torch.float32) / self.dim
         return 1.0 / self.base**exponents
 
-    def _update_cos_sin_cache(self, seqlen, device=None, dtype=None):
+    def _update_cos_sin_cache(
+        self, seqlen: int, device: torch.device | None = None, dtype: torch.dtype | None = None
+    ) -> None:
         """Make the tables cover positions 0 .. seqlen - 1 on `device` in `dtype`."""
         cached = self._cos_cached
         if (
@@ -294,20 +312,22 @@ class RotaryEmbedding(DerivedBuffers):
             return
         self._seq_len_cached = seqlen
         positions = torch.arange(seqlen, device=device, dtype=torch.float32)
-        tables = self._tables(positions, seqlen, dtype)
+        tables = self._tables(positions, seqlen, dtype)  # type: ignore[arg-type]  # None as in flash_attn 2.8.3
         self._cos_cached, self._sin_cached, self._cos_k_cached, self._sin_k_cached = tables
 
-    def _tables_covering(self, seqlen, device, dtype):
+    def _tables_covering(self, seqlen: int, device: torch.device, dtype: torch.dtype) -> _Tables:
         """`_tables` of the positions 0 .. seqlen - 1 at least; kept, unless compiled code learns seqlen as it runs."""
         if not conditions.is_decided(seqlen <= self._seq_len_cached):
             return self._tables(torch.arange(seqlen, device=device, dtype=torch.float32), seqlen, dtype)
         self._update_cos_sin_cache(seqlen, device=device, dtype=dtype)
         return self._kept_tables()
 
-    def _kept_tables(self):
-        return self._cos_cached, self._sin_cached, self._cos_k_cached, self._sin_k_cached
+    def _kept_tables(self) -> _Tables:
+        cos, sin = self._cos_cached, self._sin_cached
+        assert cos is not None and sin is not None
+        return cos, sin, self._cos_k_cached, self._sin_k_cached
 
-    def _tables(self, positions, seqlen, dtype):
+    def _tables(self, positions: Tensor, seqlen: int, dtype: torch.dtype) -> _Tables:
         """(cos, sin, cos_k, sin_k) in `dtype` at positions (n,), the last two None but for xPos, centred in seqlen."""
         device, positions = positions.device, positions.to(torch.float32)
         self._ensure_filled(device)
@@ -316,11 +336,11 @@ class RotaryEmbedding(DerivedBuffers):
         inv_freq = self.inv_freq.to(device) if exact else self._compute_inv_freq(device)
         angles = torch.outer(positions, inv_freq)
         cos, sin = angles.cos(), angles.sin()
-        if self.scale is None:
+        if self.scale is None or self.scale_base is None:
             return cos.to(dtype), sin.to(dtype), None, None
         power = (positions - seqlen // 2) / self.scale_base
         scale = self.scale.to(device=device, dtype=torch.float32) ** power[:, None]
-        return tuple(x.to(dtype) for x in (cos * scale, sin * scale, cos / scale, sin / scale))
+        return (cos * scale).to(dtype), (sin * scale).to(dtype), (cos / scale).to(dtype), (sin / scale).to(dtype)
 
     def forward(
         self,
@@ -357,9 +377,9 @@ class RotaryEmbedding(DerivedBuffers):
         else:
             tables = self._kept_tables()
         cos, sin, cos_k, sin_k = tables
-        options = {"interleaved": self.interleaved, "seqlen_offsets": seqlen_offset}
+        options: dict[str, Any] = {"interleaved": self.interleaved, "seqlen_offsets": seqlen_offset}
         if kv is None:
             return apply_rotary_emb_qkv_(qkv, cos, sin, cos_k, sin_k, num_heads_q=num_heads_q, **options)
         q = apply_rotary_emb(qkv, cos, sin, inplace=True, **options)
-        key_tables = (cos, sin) if cos_k is None else (cos_k, sin_k)
-        return q, apply_rotary_emb_kv_(kv, *key_tables, **options)
+        k_tables = (cos, sin) if cos_k is None or sin_k is None else (cos_k, sin_k)
+        return q, apply_rotary_emb_kv_(kv, *k_tables, **options)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -37,9 +38,18 @@ class _FlashAttention(DerivedBuffers):
     """The options that both modules by `flash_attn` have."""
 
     _stays_float32 = True  # far keys would notice that slopes are rounded
+    alibi_slopes: Tensor | None
     _slopes: list[float] | None = None  # that the buffer was made from
 
-    def __init__(self, causal, softmax_scale, attention_dropout, window_size, alibi_slopes, deterministic):
+    def __init__(
+        self,
+        causal: bool,
+        softmax_scale: float | None,
+        attention_dropout: float,
+        window_size: WindowSize,
+        alibi_slopes: Tensor | Sequence[float] | None,
+        deterministic: bool,
+    ) -> None:
         super().__init__()
         self.causal = causal
         self.softmax_scale = softmax_scale
@@ -51,16 +61,16 @@ class _FlashAttention(DerivedBuffers):
         self.window_size = window_size
         self.deterministic = deterministic
 
-    def _derived(self, device):
+    def _derived(self, device: Any) -> dict[str, Tensor | None]:
         if self._slopes is None:
             return {}
         return {"alibi_slopes": torch.tensor(self._slopes, dtype=torch.float32, device=device)}
 
-    def _slopes_on(self, device):
+    def _slopes_on(self, device: torch.device) -> Tensor | None:
         self._ensure_filled(device)
         return self.alibi_slopes
 
-    def _options(self, causal, device):
+    def _options(self, causal: bool | None, device: torch.device) -> dict[str, Any]:
         return {
             "dropout_p": self.drop.p if self.training else 0.0,
             "softmax_scale": self.softmax_scale,
@@ -114,6 +124,7 @@ class FlashSelfAttention(_FlashAttention):
         if cu_seqlens is None:
             return flash_attn_qkvpacked_func(qkv, **self._options(causal, qkv.device))
         _require_given(max_seqlen=max_seqlen)
+        assert max_seqlen is not None
         return flash_attn_varlen_qkvpacked_func(qkv, cu_seqlens, max_seqlen, **self._options(causal, qkv.device))
 
 
@@ -154,12 +165,13 @@ class FlashCrossAttention(_FlashAttention):
         if cu_seqlens is None:
             return flash_attn_kvpacked_func(q, kv, **self._options(causal, q.device))
         _require_given(max_seqlen=max_seqlen, cu_seqlens_k=cu_seqlens_k, max_seqlen_k=max_seqlen_k)
+        assert max_seqlen is not None and cu_seqlens_k is not None and max_seqlen_k is not None
         return flash_attn_varlen_kvpacked_func(
             q, kv, cu_seqlens, cu_seqlens_k, max_seqlen, max_seqlen_k, **self._options(causal, q.device)
         )
 
 
-def _require_given(**arguments):
+def _require_given(**arguments: object) -> None:
     for name, value in arguments.items():
         if value is None:
             raise RuntimeError(f"{name}: expected a value with cu_seqlens, got None")
@@ -208,7 +220,9 @@ class CrossAttention(nn.Module):
 class SelfAttention(CrossAttention):
     """`CrossAttention` of packed projections."""
 
-    def forward(self, qkv: Tensor, causal: bool | None = None, key_padding_mask: Tensor | None = None) -> Tensor:
+    def forward(  # type: ignore[override]
+        self, qkv: Tensor, causal: bool | None = None, key_padding_mask: Tensor | None = None
+    ) -> Tensor:
         """qkv: (batch, seqlen, 3, nheads, head_dim) -> (batch, seqlen, nheads, head_dim).
 
         causal: bool, instead of the module's, or None. key_padding_mask: bool (batch, seqlen), True where a key is
@@ -223,14 +237,14 @@ class SelfAttention(CrossAttention):
         return super().forward(qkv[:, :, 0], qkv[:, :, 1:], causal, key_padding_mask)
 
 
-def _check_packed(qkv, key_padding_mask):
+def _check_packed(qkv: Tensor, key_padding_mask: Tensor | None) -> None:
     arguments.check_tensors(("qkv",), (qkv,))
     if qkv.dim() != 5 or qkv.shape[2] != 3:
         raise RuntimeError(f"qkv: expected shape (batch, seqlen, 3, nheads, head_dim), got {list(qkv.shape)}")
     _check_mask(key_padding_mask, [[*qkv.shape[:2]]])
 
 
-def _check_inputs(q, kv, key_padding_mask):
+def _check_inputs(q: Tensor, kv: Tensor, key_padding_mask: Tensor | None) -> None:
     arguments.check_tensors(("q", "kv"), (q, kv))
     if q.dim() != 4:
         raise RuntimeError(f"q: expected shape (batch, seqlen_q, nheads, head_dim), got {list(q.shape)}")
@@ -243,7 +257,7 @@ def _check_inputs(q, kv, key_padding_mask):
     _check_mask(key_padding_mask, [[batch, kv.shape[1]], [batch, seqlen_q, kv.shape[1]]])
 
 
-def _check_mask(mask, shapes):
+def _check_mask(mask: Tensor | None, shapes: list[list[int]]) -> None:
     if mask is not None:
         arguments.check_tensors(("key_padding_mask",), (mask,))
         if mask.dtype != torch.bool or list(mask.shape) not in shapes:
@@ -251,7 +265,9 @@ def _check_mask(mask, shapes):
             raise RuntimeError(f"key_padding_mask: expected {expected}, got {arguments.shown(mask)}")
 
 
-def _visible(seqlen_q, seqlen_k, causal, key_padding_mask, device):
+def _visible(
+    seqlen_q: int, seqlen_k: int, causal: bool, key_padding_mask: Tensor | None, device: torch.device
+) -> Tensor | None:
     """Bool, broadcastable to (batch, nheads, seqlen_q, seqlen_k): True where a query sees a key; None: everywhere.
 
     key_padding_mask (batch, seqlen_k), or (batch, seqlen_q, seqlen_k).

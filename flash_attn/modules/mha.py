@@ -3,6 +3,7 @@ grouped queries, rotary embedding, generation with a KV cache, and context paral
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -12,15 +13,15 @@ from torch.utils.checkpoint import checkpoint
 
 from flash_attn._types import WindowSize
 from flash_attn.context_parallel import CpPlan, flash_attn_cp_func
-from flash_attn.context_parallel.agreement import compare_on_all_ranks, raise_on_ranks_of_last_plan
-from flash_attn.context_parallel.communicator import communicator_of
+from flash_attn.context_parallel.exchange.consistency import compare_on_all_ranks, raise_on_ranks_of_last_plan
+from flash_attn.context_parallel.exchange.groups import communicator_of
 from flash_attn.flash_attn_interface import (
     flash_attn_kvpacked_func,
     flash_attn_qkvpacked_func,
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
-    flash_attn_with_kvcache,
 )
+from flash_attn.inference import flash_attn_with_kvcache
 from flash_attn.layers.rotary import RotaryEmbedding, apply_rotary_emb_qkv_
 from flash_attn.modules.inner_attention import (
     CrossAttention,
@@ -31,6 +32,7 @@ from flash_attn.modules.inner_attention import (
 )
 from flash_attn.ops import arguments, conditions
 from flash_attn.utils.generation import InferenceParams
+from flash_attn.utils.refused import tensor_parallel_class
 
 __all__ = [
     "MHA",
@@ -38,6 +40,7 @@ __all__ = [
     "FlashCrossAttention",
     "FlashSelfAttention",
     "LinearResidual",
+    "ParallelMHA",
     "SelfAttention",
     "flash_attn_kvpacked_func",
     "flash_attn_qkvpacked_func",
@@ -51,16 +54,19 @@ __all__ = [
 class LinearResidual(nn.Linear):
     """A linear layer that also returns its input."""
 
-    def forward(self, input: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, input: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         return super().forward(input), input
 
 
-def _require(condition, name, expected, got):
+ParallelMHA = tensor_parallel_class("ParallelMHA", "projections around flash_attn_func", "ColwiseParallel")
+
+
+def _require(condition: bool, name: str, expected: str, got: object) -> None:
     if not condition:
         raise RuntimeError(f"{name}: expected {expected}, got {got}")
 
 
-def _update_kv_cache(kv, inference_params, layer_idx):
+def _update_kv_cache(kv: Tensor, inference_params: InferenceParams, layer_idx: int | None) -> Tensor:
     """Write kv (batch, seqlen, 2, nheads_k, head_dim) at seqlen_offset -> the keys and values in the cache so far."""
     caches = inference_params.key_value_memory_dict
     if layer_idx not in caches:
@@ -101,6 +107,10 @@ class MHA(nn.Module):
 
     Raises RuntimeError naming the argument that does not fit, NotImplementedError for dwconv.
     """
+
+    # of the modules by flash_attn, or by the definition of attention
+    inner_attn: Any
+    inner_cross_attn: Any
 
     def __init__(
         self,
@@ -164,14 +174,20 @@ class MHA(nn.Module):
             self.Wqkv = linear_of_input(embed_dim, embed_dim + kv_dim, bias=qkv_proj_bias)
         slopes = get_alibi_slopes(num_heads) if use_alibi else None
         flash = {"alibi_slopes": slopes, "window_size": window_size} if use_flash_attn else {}
-        common = {"causal": causal, "softmax_scale": softmax_scale, "attention_dropout": dropout, **flash}
+        common: dict[str, Any] = {
+            "causal": causal,
+            "softmax_scale": softmax_scale,
+            "attention_dropout": dropout,
+            **flash,
+        }
         self.inner_attn = (FlashSelfAttention if use_flash_attn else SelfAttention)(**common).to_empty(device=device)
         self.inner_cross_attn = (FlashCrossAttention if use_flash_attn else CrossAttention)(**common).to_empty(
             device=device
         )
         self.out_proj = linear(embed_dim, embed_dim, bias=out_proj_bias)
-        self._cp_group = self._cp_plan = None
-        self._cp_options: dict[str, str] = {}
+        self._cp_group: Any = None  # a communicator
+        self._cp_plan: CpPlan | None = None
+        self._cp_options: dict[str, Any] = {}
 
     def set_context_parallel_group(self, group: Any, layout: str = "zigzag", method: str = "auto") -> None:
         """Let forward attend over the tokens of all ranks of a group: x is then this rank's equal part of them.
@@ -192,7 +208,7 @@ class MHA(nn.Module):
         self._cp_group = None if group is None else communicator_of(None, group)
         self._cp_options, self._cp_plan = {"layout": layout, "method": method}, None
 
-    def _require_context_parallel(self, name):
+    def _require_context_parallel(self, name: str) -> None:
         _require(not self.cross_attn, name, "None with cross_attn", "a value")
         _require(self.use_flash_attn, name, "None without use_flash_attn", "a value")
 
@@ -263,8 +279,16 @@ class MHA(nn.Module):
         out = self.out_proj(context.flatten(-2))
         return (out, x) if self.return_residual else out
 
-    def _check_call(self, x_kv, key_padding_mask, cu_seqlens, max_seqlen, mixer_subset, inference_params):
-        def no(name, value, when):
+    def _check_call(
+        self,
+        x_kv: Tensor | None,
+        key_padding_mask: Tensor | None,
+        cu_seqlens: Tensor | None,
+        max_seqlen: int | Tensor | None,
+        mixer_subset: Any,
+        inference_params: InferenceParams | None,
+    ) -> None:
+        def no(name: str, value: object, when: str) -> None:
             _require(value is None, name, f"None {when}", "a value")
 
         if cu_seqlens is not None:
@@ -282,7 +306,7 @@ class MHA(nn.Module):
             _require(not self.cross_attn, "inference_params", "None with cross_attn", "a value")
             _require(self.layer_idx is not None, "layer_idx", "an int in the constructor for inference_params", None)
 
-    def _project_cross(self, x, x_kv, mixer_subset):
+    def _project_cross(self, x: Tensor, x_kv: Tensor | None, mixer_subset: Any) -> tuple[Tensor, Tensor, Tensor]:
         """-> (q, kv, the input to return as the residual)."""
         kv = self.Wkv(x if x_kv is None else x_kv)
         if self.return_residual:
@@ -291,16 +315,19 @@ class MHA(nn.Module):
         q = self.Wq(x if mixer_subset is None else x[:, mixer_subset])
         return q.unflatten(-1, (-1, self.head_dim)), kv.unflatten(-1, (2, -1, self.head_dim)), x
 
-    def _run(self, attention, *args, **kwargs):
+    def _run(self, attention: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:
+        out: Tensor
         if self.checkpointing:
-            return checkpoint(attention, *args, use_reentrant=False, **kwargs)
-        return attention(*args, **kwargs)
+            out = checkpoint(attention, *args, use_reentrant=False, **kwargs)
+        else:
+            out = attention(*args, **kwargs)
+        return out
 
-    def _split(self, heads):
+    def _split(self, heads: Tensor) -> tuple[Tensor, Tensor]:
         """(q, kv) of heads (..., num_heads + 2 num_heads_kv, head_dim)."""
         return heads[..., : self.num_heads, :], heads[..., self.num_heads :, :].unflatten(-2, (2, -1))
 
-    def _attend(self, heads, kwargs):
+    def _attend(self, heads: Tensor, kwargs: dict[str, Any]) -> Tensor:
         if self.rotary_emb_dim > 0:
             heads = self.rotary_emb(heads, num_heads_q=self.num_heads)
         if self.num_heads_kv == self.num_heads:
@@ -309,7 +336,9 @@ class MHA(nn.Module):
             kwargs = {"cu_seqlens_k": kwargs["cu_seqlens"], "max_seqlen_k": kwargs["max_seqlen"], **kwargs}
         return self._run(self.inner_cross_attn, *self._split(heads), **kwargs)
 
-    def _check_over_ranks(self, x, plan, cu_seqlens, inference_params):
+    def _check_over_ranks(
+        self, x: Tensor, plan: CpPlan | None, cu_seqlens: Tensor | None, inference_params: InferenceParams | None
+    ) -> None:
         self._require_context_parallel("cp_plan")
         _require(inference_params is None, "inference_params", "None with context parallelism", "a value")
         expected = "None with context parallelism, whose documents are those of cp_plan"
@@ -324,7 +353,7 @@ class MHA(nn.Module):
             raise RuntimeError(text)
         _require(x.shape[-1] == self.embed_dim, "x", f"embed_dim {self.embed_dim}", list(x.shape))
 
-    def _tell_ranks(self, plan, error):
+    def _tell_ranks(self, plan: CpPlan | None, error: Exception) -> None:
         """Raise the error of this rank's arguments on those that wait for it."""
         if isinstance(plan, CpPlan):
             plan.compare("MHA", "", error)
@@ -332,13 +361,13 @@ class MHA(nn.Module):
             compare_on_all_ranks(self._cp_group, "", error, "MHA")
         raise_on_ranks_of_last_plan("MHA", error)
 
-    def _plan_of_group(self, x):
+    def _plan_of_group(self, x: Tensor) -> CpPlan:
         tokens = x.shape[1] * self._cp_group.size
         if self._cp_plan is None or self._cp_plan.cu_seqlens[-1] != tokens:
             self._cp_plan = CpPlan.dense(tokens, group=self._cp_group, **self._cp_options)
         return self._cp_plan
 
-    def _attend_over_ranks(self, heads, plan, causal=None):
+    def _attend_over_ranks(self, heads: Tensor, plan: CpPlan, causal: bool | None = None) -> Tensor:
         if self.rotary_emb_dim > 0:
             tables = self.rotary_emb._tables(plan.positions(heads.device), plan.cu_seqlens[-1], heads.dtype)
             rows = heads.unsqueeze(0) if plan.is_packed else heads
@@ -347,7 +376,7 @@ class MHA(nn.Module):
         q, k, v = heads.split((self.num_heads, self.num_heads_kv, self.num_heads_kv), -2)
         return self._run(flash_attn_cp_func, q, k, v, plan=plan, **self.inner_attn._options(causal, q.device))
 
-    def _attend_with_cache(self, heads, params):
+    def _attend_with_cache(self, heads: Tensor, params: InferenceParams) -> Tensor:
         prefill = conditions.is_known(params.seqlen_offset == 0)
         lengths = params.lengths_per_sample
         if lengths is not None:
@@ -364,21 +393,25 @@ class MHA(nn.Module):
         q, kv = self._split(heads)
         if prefill or not self.use_flash_attn:
             _require(prefill or lengths is None, "lengths_per_sample", "None without use_flash_attn", "a tensor")
-            return self.inner_cross_attn(q, _update_kv_cache(kv, params, self.layer_idx))
+            out: Tensor = self.inner_cross_attn(q, _update_kv_cache(kv, params, self.layer_idx))
+            return out
         return self._decode(q, kv, params, params.seqlen_offset if lengths is None else lengths, fused)
 
-    def _decode(self, q, kv, params, cache_seqlens, rotate):
+    def _decode(
+        self, q: Tensor, kv: Tensor, params: InferenceParams, cache_seqlens: int | Tensor, rotate: bool
+    ) -> Tensor:
         """Append kv to the cache at cache_seqlens, rotated before with `rotate`, and attend to all of it."""
         caches = params.key_value_memory_dict
         _require(self.layer_idx in caches, "key_value_memory_dict", f"a cache of layer {self.layer_idx}", list(caches))
         cache = caches[self.layer_idx][params.batch_size_offset :][: q.shape[0]]
-        rotary = {}
+        rotary: dict[str, Any] = {}
         if rotate:
             cos, sin, *_ = self.rotary_emb._tables_covering(params.max_seqlen, q.device, q.dtype)
             rotary = {"rotary_cos": cos, "rotary_sin": sin, "rotary_interleaved": self.rotary_emb.interleaved}
         inner = self.inner_cross_attn
+        k, v = kv.unbind(2)
         return flash_attn_with_kvcache(
-            q, cache[:, :, 0], cache[:, :, 1], *kv.unbind(2), cache_seqlens=cache_seqlens,
+            q, cache[:, :, 0], cache[:, :, 1], k, v, cache_seqlens=cache_seqlens,
             softmax_scale=inner.softmax_scale, causal=inner.causal, window_size=inner.window_size,
             alibi_slopes=inner._slopes_on(q.device), **rotary,
         )  # fmt: skip

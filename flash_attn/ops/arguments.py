@@ -4,14 +4,21 @@ A number may come as a Python, NumPy or symbolic one or as a tensor of one eleme
 with the argument's name, what was expected and what it was, the same for CPU and GPU.
 """
 
+from __future__ import annotations
+
 import math
 import operator
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 
-from flash_attn.eight_bit import E4M3, EIGHT_BIT, named
+from flash_attn.eight_bit import EIGHT_BIT, named
 from flash_attn.ops import conditions
+
+if TYPE_CHECKING:
+    from flash_attn.ops.attention_args import Sequences
 
 _BELOW, _BEYOND = -(2**63), 2**63
 _UNBOUNDED = 2**31 - 1
@@ -21,7 +28,7 @@ _AN_INT_OR_TENSOR = "an int or an integer tensor"
 _is_compiling = torch.compiler.is_compiling
 
 
-def rename(error, names):
+def rename(error: BaseException, names: Mapping[str, str]) -> None:
     """Put the name that the caller knows in place of the backends' at the beginning of an error's message."""
     name, colon, rest = str(error).partition(": expected")
     if colon and names.get(name, name) != name:
@@ -31,7 +38,7 @@ def rename(error, names):
 # ---- tensors ----
 
 
-def attention_inputs(names, values):
+def attention_inputs(names: Sequence[str], values: tuple[Any, ...]) -> tuple[Tensor, ...]:
     """The values, which must be tensors, as torch.autocast wants them."""
     has_float32 = False
     for value in values:
@@ -42,7 +49,7 @@ def attention_inputs(names, values):
     return autocast(values) if has_float32 else values
 
 
-def autocast(inputs):
+def autocast(inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Inputs of which one is float32, all in the dtype of autocast where it is on (but float64 and 8 bits).
 
     Half precision inputs alone stay as they are, whatever the dtype of autocast.
@@ -54,21 +61,21 @@ def autocast(inputs):
     return tuple(x if x.dtype == torch.float64 or x.dtype in EIGHT_BIT else x.to(dtype) for x in inputs)
 
 
-def check_tensors(names, values):
+def check_tensors(names: Sequence[str], values: Sequence[Any]) -> None:
     """Tensors of numbers at addresses: not sparse, not nested."""
     for value in values:
         if not isinstance(value, Tensor) or value.layout is not _STRIDED or value.is_nested:
             _reject_first(names, values)
 
 
-def check_optional_tensors(names, values):
+def check_optional_tensors(names: Sequence[str], values: Sequence[Any]) -> None:
     """The same where None stands for a tensor that is not given."""
     for value in values:
         if value is not None and (not isinstance(value, Tensor) or value.layout is not _STRIDED or value.is_nested):
             _reject_first(*zip(*[(name, value) for name, value in zip(names, values) if value is not None]))
 
 
-def _reject_first(names, values):
+def _reject_first(names: Sequence[str], values: Sequence[Any]) -> None:
     for name, value in zip(names, values):
         if not isinstance(value, Tensor):
             raise TypeError(f"{name}: expected a Tensor, got {type(value).__name__}")
@@ -77,14 +84,14 @@ def _reject_first(names, values):
             raise TypeError(f"{name}: expected a strided Tensor, got a {layout} one")
 
 
-def check_floating(name, x):
+def check_floating(name: str, x: Any) -> None:
     """A tensor of numbers that PyTorch computes with; those of 8 bits are none."""
     check_tensors((name,), (x,))
     if not x.is_floating_point() or x.element_size() == 1:
         raise RuntimeError(f"{name}: expected a floating point tensor of at least 16 bits, got {shown(x)}")
 
 
-def check_sequences(sequences):
+def check_sequences(sequences: Sequences) -> None:
     """All tensors of varlen attention; the maximum lengths may be ints."""
     check_tensors(("cu_seqlens_q", "cu_seqlens_k"), (sequences.cu_seqlens_q, sequences.cu_seqlens_k))
     check_optional_tensors(
@@ -92,22 +99,22 @@ def check_sequences(sequences):
     )
 
 
-def check_rank(name, x, axes):
+def check_rank(name: str, x: Tensor, axes: str) -> None:
     rank = axes.count(",") + 1
     if x.dim() != rank:
         raise RuntimeError(f"{name}: expected {rank} dimensions ({axes}), got {x.dim()}")
 
 
-def check_cu_seqlens(name, value, device):
+def check_cu_seqlens(name: str, value: Any, device: torch.device) -> int:
     """Cumulative lengths that the backends do not see; returns the number of sequences."""
     check_tensors((name,), (value,))
     if value.dim() != 1 or value.shape[0] < 1:
         raise RuntimeError(f"{name}: expected shape [b + 1], got {list(value.shape)}")
     check_lengths(name, value, value.shape[0], device)
-    return value.shape[0] - 1
+    return cast(int, value.shape[0] - 1)
 
 
-def check_lengths(name, value, batch, device):
+def check_lengths(name: str, value: Any, batch: int, device: torch.device) -> None:
     """Integers, one a sequence, that the backends do not see."""
     check_tensors((name,), (value,))
     if value.dtype not in (torch.int32, torch.int64):
@@ -118,14 +125,14 @@ def check_lengths(name, value, batch, device):
         raise RuntimeError(f"{name}: expected a tensor on {device}, got one on {value.device}")
 
 
-def check_constant(name, value):
+def check_constant(name: str, value: Any) -> None:
     """An optional tensor that gets no gradient must not ask for one."""
     if value is not None:
         check_tensors((name,), (value,))
         _reject_gradient(name, value)
 
 
-def _reject_gradient(name, tensor):
+def _reject_gradient(name: str, tensor: Tensor) -> None:
     if tensor.requires_grad and torch.is_grad_enabled():
         raise RuntimeError(
             f"{name}: expected a value that requires no gradient, for it gets none, got a tensor that requires grad "
@@ -133,7 +140,7 @@ def _reject_gradient(name, tensor):
         )
 
 
-def check_packed(name, x, count, varlen):
+def check_packed(name: str, x: Any, count: int, varlen: bool) -> None:
     """x holds `count` tensors along its third axis from the right."""
     check_tensors((name,), (x,))
     if x.dim() != (4 if varlen else 5) or x.shape[-3] != count:
@@ -143,38 +150,38 @@ def check_packed(name, x, count, varlen):
         raise RuntimeError(f"{name}: expected at least 16 bits (8-bit q, k, v come unpacked), got {named(x.dtype)}")
 
 
-def check_cache(name, cache):
+def check_cache(name: str, cache: Tensor) -> None:
     if not (cache.is_contiguous() or cache.stride(-1) == 1 or cache.shape[-1] <= 1):
         stride = cache.stride(-1)
         raise RuntimeError(f"{name}: expected a contiguous last dimension (stride 1), got stride {stride}")
 
 
-def check_kvcache_ranks(q, k_cache, k, block_table):
+def check_kvcache_ranks(q: Tensor, k_cache: Tensor, k: Tensor | None, block_table: Tensor | None) -> None:
     for name, x, axes in (("q", q, 4), ("k_cache", k_cache, 4), ("k", k, 4), ("block_table", block_table, 2)):
         if x is not None and x.dim() != axes:
             raise RuntimeError(f"{name}: expected {axes} dimensions, got {x.dim()}")
 
 
-def sinks(value):
+def sinks(value: Tensor) -> Tensor:
     """Sinks as the backends want them: half precision converted to float32, contiguous."""
     check_tensors(("sinks",), (value,))
     return (value.float() if value.dtype in (torch.float16, torch.bfloat16) else value).contiguous()
 
 
-def named_sinks(sinks, s_aux, learnable_sink):
+def named_sinks(sinks: Tensor | None, s_aux: Tensor | None, learnable_sink: Tensor | None) -> Tensor | None:
     """The sinks given by any of their names, or None."""
     if s_aux is None and learnable_sink is None:
         return sinks
     return one_of_names(("sinks", "s_aux", "learnable_sink"), (sinks, s_aux, learnable_sink))
 
 
-def name_of_sinks(sinks, s_aux, learnable_sink):
+def name_of_sinks(sinks: Tensor | None, s_aux: Tensor | None, learnable_sink: Tensor | None) -> str:
     """The first of their names that is given."""
     given = (("sinks", sinks), ("s_aux", s_aux), ("learnable_sink", learnable_sink))
     return next((name for name, value in given if value is not None), "sinks")
 
 
-def one_of_names(names, values):
+def one_of_names(names: Sequence[str], values: Sequence[Any]) -> Tensor:
     """The one tensor that is given by any of the names of one argument; None stands for none."""
     given = [(name, value) for name, value in zip(names, values) if value is not None]
     check_tensors(*zip(*given))
@@ -182,99 +189,15 @@ def one_of_names(names, values):
     for name, value in given[1:]:
         if value is not tensor:
             raise TypeError(f"{name}: expected None, for {first} is given and both are the same argument, got a Tensor")
-    return tensor
+    return cast(Tensor, tensor)
 
 
-def scaling(q, q_descale, k_descale, v_descale, v_descale_axis, out_dtype):
-    """What 8-bit tensors bring, as the last fields of the operators' records; () where nothing is given."""
-    if q_descale is k_descale is v_descale is v_descale_axis is out_dtype is None:
-        return ()
-    if v_descale_axis is not None:
-        if not isinstance(v_descale_axis, str) or v_descale_axis != "channel":
-            raise RuntimeError(f"v_descale_axis: expected None or 'channel', got {shown(v_descale_axis)}")
-        if v_descale is None:
-            raise RuntimeError("v_descale_axis: expected None without v_descale, got 'channel'")
-    if out_dtype is not None and not isinstance(out_dtype, torch.dtype):
-        raise TypeError(f"out_dtype: expected a torch.dtype, got {shown(out_dtype)}")
-    given = (("q_descale", q_descale), ("k_descale", k_descale), ("v_descale", v_descale))
-    return (*(_descale(name, q, value) for name, value in given), v_descale_axis is not None, out_dtype)
-
-
-def fast_exp(q, exp):
-    """Whether a call allows approximate exponentials, which only kernels of 8 bits have."""
-    if not isinstance(exp, str) or exp not in ("exact", "fast"):
-        raise RuntimeError(f"exp: expected 'exact' or 'fast', got {shown(exp)}")
-    return exp == "fast" and q.dtype is E4M3
-
-
-def _descale(name, q, value):
-    """A number becomes a tensor on q's device, without waiting for it."""
-    if isinstance(value, Tensor):
-        check_constant(name, value)
-    elif value is not None:
-        value = torch.full((), float32(name, value), dtype=_FLOAT32, device=q.device)
-    return value
-
-
-def cache_descales(scaling, axes, caches, new):
-    """(scaling, (k, v)) of a call over a cache: descales of each row apart where an append of `new` writes them.
-
-    axes: what descales of K and of V are of, where their shapes may be those of pages and of rows: "page", "row", None.
-    """
-    if not scaling:
-        for name, axis in zip("kv", axes):
-            _check_descale_axis(name, axis, None, None)
-        return scaling, (None, None)
-    q_descale, k_descale, v_descale, v_per_channel, out_dtype = scaling
-    k_descale, k_written = _written_apart("k", axes[0], k_descale, caches[0], new)
-    v_descale, v_written = _written_apart("v", axes[1], v_descale, caches[1], None if v_per_channel else new)
-    return (q_descale, k_descale, v_descale, v_per_channel, out_dtype), (k_written, v_written)
-
-
-def _written_apart(name, axis, descale, cache, new):
-    """(descale, None), or (None, descale) where an append of `new` writes it."""
-    _check_descale_axis(name, axis, descale, cache)
-    if new is not None and _is_written(name, axis, descale, cache, new):
-        return None, descale
-    return descale, None
-
-
-def _check_descale_axis(name, axis, descale, cache):
-    if axis is None:
-        return
-    if not isinstance(axis, str) or axis not in ("page", "row"):
-        known = "None, 'page' or 'row'" if name == "k" else "None, 'channel', 'page' or 'row'"
-        raise RuntimeError(f"{name}_descale_axis: expected {known}, got {shown(axis)}")
-    if descale is None:
-        raise RuntimeError(f"{name}_descale_axis: expected None without {name}_descale, got {axis!r}")
-    if cache.dim() == 4:
-        shape = [cache.shape[0], cache.shape[1] if axis == "row" else 1, cache.shape[2]]
-        if list(descale.shape) != shape:
-            raise RuntimeError(
-                f"{name}_descale: expected shape {shape} with {name}_descale_axis={axis!r}, got {list(descale.shape)}"
-            )
-
-
-def _is_written(name, axis, descale, cache, new):
-    """Whether the descale is one of each row, which an append computes and writes."""
-    if descale is None or descale.dim() != 3 or descale.shape != cache.shape[:3] or axis == "page":
-        return False
-    if axis is None and cache.shape[1] == 1:
-        if new.dtype in EIGHT_BIT:
-            return False  # nothing is to be written: one of the page
-        raise RuntimeError(
-            f"{name}_descale: expected {name}_descale_axis='row', for descales that an append writes, or 'page', for "
-            "fixed ones, where pages have one row and both have one shape, got None"
-        )
-    return True
-
-
-def padded(tensors, head_dim):
+def padded(tensors: tuple[Tensor, ...], head_dim: int) -> tuple[Tensor, ...]:
     """Those of this head dim with zeros up to a multiple of 8, as the kernels want it; the others as they are."""
     return tuple(torch.nn.functional.pad(x, (0, -head_dim % 8)) if x.size(-1) == head_dim else x for x in tensors)
 
 
-def head_dim(name, x):
+def head_dim(name: str, x: Tensor) -> int:
     """The last size of x, which may have no dimensions: that is the backends' matter."""
     sizes = x.shape
     size = sizes[-1] if sizes else 1
@@ -286,7 +209,7 @@ def head_dim(name, x):
 # ---- numbers ----
 
 
-def shown(value):
+def shown(value: Any) -> str:
     """A value in a message."""
     if isinstance(value, Tensor):
         return f"a tensor of dtype {str(value.dtype).replace('torch.', '')} and shape {list(value.shape)}"
@@ -294,7 +217,7 @@ def shown(value):
     return text if len(text) <= 80 else f"{type(value).__name__} {text[:80]}..."
 
 
-def integer(name, value, least=None, expected="an int"):
+def integer(name: str, value: Any, least: int | None = None, expected: str = "an int") -> int:
     """value as an int; one that torch.compile keeps symbolic stays so. least: the least value allowed, if any."""
     if type(value) is not int and not isinstance(value, torch.SymInt):
         try:
@@ -310,14 +233,14 @@ def integer(name, value, least=None, expected="an int"):
         raise RuntimeError(f"{name}: expected {expected} of at most 64 bits, got {value}")
     if not enough:
         raise RuntimeError(f"{name}: expected a value >= {least}, got {value}")
-    return value
+    return cast(int, value)
 
 
-def sm_margin(value):
+def sm_margin(value: Any) -> int:
     return value if type(value) is int and value == 0 else integer("sm_margin", value, least=0)
 
 
-def number(name, value):
+def number(name: str, value: Any) -> float:
     """value as a float."""
     if type(value) is float:
         return value
@@ -332,15 +255,15 @@ def number(name, value):
     raise TypeError(f"{name}: expected a number, got {shown(value)}")
 
 
-def float32(name, value):
+def float32(name: str, value: Any) -> float:
     """value as a float that float32 holds: one that is too large for it is an error, infinity is not."""
-    value = number(name, value)
-    if _LARGEST < abs(value) < math.inf:
-        raise RuntimeError(f"{name}: expected a number of at most {_LARGEST:g}, got {value}")
-    return value
+    result = number(name, value)
+    if _LARGEST < abs(result) < math.inf:
+        raise RuntimeError(f"{name}: expected a number of at most {_LARGEST:g}, got {result}")
+    return result
 
 
-def flag(name, value):
+def flag(name: str, value: Any) -> bool:
     """value as a bool: whatever equals 0 or 1; None is False."""
     if type(value) is bool:
         return value
@@ -352,7 +275,7 @@ def flag(name, value):
     raise TypeError(f"{name}: expected a bool, got {shown(value)}")
 
 
-def device(name, value):
+def device(name: str, value: Any) -> torch.device:
     """value as a torch.device."""
     try:
         return torch.device(value)
@@ -360,11 +283,11 @@ def device(name, value):
         raise TypeError(f"{name}: expected a device or its name, got {shown(value)}") from None
 
 
-def scale(softmax_scale, head_dim):
+def scale(softmax_scale: Any, head_dim: int) -> float:
     return head_dim**-0.5 if softmax_scale is None else number("softmax_scale", softmax_scale)
 
 
-def window(window_size):
+def window(window_size: Any) -> tuple[int, int]:
     """(left, right) as ints, from any pair of them."""
     pair = window_size
     if type(pair) is not tuple and not isinstance(pair, (str, bytes, dict)):
@@ -385,19 +308,19 @@ def window(window_size):
         raise TypeError(f"window_size: expected {expected}, got {shown(window_size)}") from None
 
 
-def normal_window(causal, window_size):
+def normal_window(causal: Any, window_size: Any) -> tuple[int, int]:
     """(left, right) with the causal mask in it and -1 for unbounded, which 2^31 - 1 is too, as in the backends."""
     left, right = map(_side, window(window_size))
     return left, 0 if causal else right
 
 
-def _side(width):
+def _side(width: int) -> int:
     if type(width) is not int:  # symbolic: without a guard
         return max(width, -1)
     return width if 0 <= width < _UNBOUNDED else -1
 
 
-def max_seqlens(inputs, sequences, exact):
+def max_seqlens(inputs: tuple[Tensor, ...], sequences: Sequences, exact: bool) -> tuple[int, int]:
     """(max_seqlen_q, max_seqlen_k) as ints.
 
     A tensor is read only if S_dmask needs its value, for that waits for the GPU; a bound from shapes stands in.
@@ -413,19 +336,21 @@ def max_seqlens(inputs, sequences, exact):
     return max_seqlen_q, integer("max_seqlen_k", max_seqlen_k, expected=_AN_INT_OR_TENSOR)
 
 
-def _size(x, axis):
+def _size(x: Tensor, axis: int) -> int:
     return x.shape[axis] if x.dim() > axis else 0  # too few dimensions are the backends' matter
 
 
-def _max_seqlen(name, value, bound, exact):
+def _max_seqlen(name: str, value: Tensor, bound: int, exact: bool) -> int:
     if value.numel() != 1:
         raise TypeError(f"{name}: expected an int or a tensor of one element, got {shown(value)}")
     if value.is_floating_point() or value.is_complex():
         raise TypeError(f"{name}: expected {_AN_INT_OR_TENSOR}, got {shown(value)}")
-    return value.item() if exact else bound
+    return cast(int, value.item()) if exact else bound
 
 
-def cache_lengths(cache_seqlens, q, k_cache, k, block_table):
+def cache_lengths(
+    cache_seqlens: Any, q: Tensor, k_cache: Tensor, k: Tensor | None, block_table: Tensor | None
+) -> Tensor:
     """A length that is one int for all sequences as int32 (batch,); it is checked here, where the host can see it."""
     length = integer("cache_seqlens", cache_seqlens, expected=_AN_INT_OR_TENSOR)
     capacity = k_cache.shape[1] if block_table is None else block_table.shape[1] * k_cache.shape[1]

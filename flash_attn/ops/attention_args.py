@@ -6,13 +6,14 @@ follow from the fields; nothing else counts positions.
 Annotations stay objects (no postponed evaluation): the schemas are made of them.
 """
 
-from operator import attrgetter
-from typing import NamedTuple, Optional, Union
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Optional, Union
 
 import torch
 from torch import Tensor
 
 from flash_attn.eight_bit import EIGHT_BIT, Descales
+from flash_attn.ops.quant_args import NO_QUANT, QuantArgs
 
 
 class Sequences(NamedTuple):
@@ -28,6 +29,22 @@ class Sequences(NamedTuple):
 
 
 DENSE = Sequences(None, None, 0, 0)
+
+
+class Options(NamedTuple):
+    """What FlashAttention-2's functions have no argument for, as the caller gave it; sinks alone travel as a tensor."""
+
+    sinks_name: str = "sinks"  # the caller's
+    return_max_logit: bool = False
+    batch_invariant: bool = False
+    quant: QuantArgs = NO_QUANT
+    sm_margin: int = 0
+    out: Optional[Tensor] = None  # receives the result
+    seqused_k: Optional[Tensor] = None
+    leftpad_k: Optional[Tensor] = None
+
+
+PLAIN = Options()
 
 
 class AttentionArgs(NamedTuple):
@@ -67,10 +84,12 @@ class AttentionArgs(NamedTuple):
     fast_exp: bool = False
     sm_margin: int = 0
 
-    def named(self):
+    def named(self) -> dict[str, Any]:
         """The values of NAMED_OPTIONS and sm_margin that are given, by name: reading one costs the extension as much as
         a check."""
-        given = {}  # filled by a loop: before Python 3.12 a comprehension costs twice as much
+        given: dict[str, Any] = {}
+        if self.sinks is None and not self.sm_margin:
+            return given
         for name in NAMED_OPTIONS:
             value = getattr(self, name)
             if value is not None:
@@ -79,7 +98,7 @@ class AttentionArgs(NamedTuple):
             given["sm_margin"] = self.sm_margin
         return given
 
-    def differentiable(self):
+    def differentiable(self) -> tuple[Optional[Tensor], ...]:
         """The values of ATTENTION_INPUTS."""
         return self.q, self.k, self.v, self.sinks
 
@@ -104,11 +123,11 @@ class AttentionArgs(NamedTuple):
     def descales(self) -> Descales:
         return Descales(self.q_descale, self.k_descale, self.v_descale, self.v_per_channel)
 
-    def scaling(self):
+    def scaling(self) -> dict[str, Any]:
         """What calls with 8-bit tensors have beside the others, as the backends take it by name."""
         return {name: getattr(self, name) for name in SCALING}
 
-    def without_scaling(self, q, k, v):
+    def without_scaling(self, q: Tensor, k: Optional[Tensor], v: Optional[Tensor]) -> "AttentionArgs":
         """The same call of operands that descales have been applied to."""
         return self._replace(
             q=q, k=k, v=v, q_descale=None, k_descale=None, v_descale=None, v_per_channel=False, out_dtype=None,
@@ -151,25 +170,29 @@ class AttentionBackwardArgs(NamedTuple):
     batch_invariant: bool = False
     sm_margin: int = 0
 
-    named = AttentionArgs.named
+    named = AttentionArgs.named  # type: ignore[misc]  # mypy knows no such statement in a NamedTuple
 
-    def differentiable(self):
+    def differentiable(self) -> tuple[Optional[Tensor], ...]:
         """The values of BACKWARD_INPUTS."""
         return self.dout, self.dlse, self.q, self.k, self.v
 
 
 BACKWARD_INPUTS = ("dout", "dlse", "q", "k", "v")  # the fields that may ask for a gradient; none gets one
-# All fields that are no tensors: the forward has them too.
-_saved_options = attrgetter(*AttentionBackwardArgs._fields[AttentionBackwardArgs._fields.index("max_seqlen_q") :])
 
 
-def saved_for_backward(args: AttentionArgs, out, lse, rng_state):
+def saved_for_backward(
+    args: AttentionArgs, out: Tensor, lse: Tensor, rng_state: Tensor
+) -> tuple[tuple[Optional[Tensor], ...], tuple[Any, ...]]:
     """(tensors, options) that a forward saves: with dout and dlse before them they make AttentionBackwardArgs."""
     tensors = (
         args.q, args.k, args.v, out, lse, rng_state, args.cu_seqlens_q, args.cu_seqlens_k, args.alibi_slopes,
         args.sinks,
     )  # fmt: skip
-    return tensors, _saved_options(args)
+    options = (
+        args.max_seqlen_q, args.max_seqlen_k, args.dropout_p, args.softmax_scale, args.causal, args.window_left,
+        args.window_right, args.softcap, args.deterministic, args.batch_invariant, args.sm_margin,
+    )  # fmt: skip
+    return tensors, options
 
 
 class KvCacheArgs(NamedTuple):
@@ -207,9 +230,9 @@ class KvCacheArgs(NamedTuple):
     out_dtype: Optional[torch.dtype] = None
     sm_margin: int = 0
 
-    def named(self):
+    def named(self) -> dict[str, Any]:
         """Those of NAMED_OPTIONS that it has, and sm_margin, that are given, by name."""
-        given = {} if self.sinks is None else {"sinks": self.sinks}
+        given: dict[str, Any] = {} if self.sinks is None else {"sinks": self.sinks}
         if self.sm_margin:
             given["sm_margin"] = self.sm_margin
         return given
@@ -228,11 +251,11 @@ class KvCacheArgs(NamedTuple):
             or self.q.dtype in EIGHT_BIT
         )
 
-    def scaling(self):
+    def scaling(self) -> dict[str, Any]:
         """What calls with 8-bit tensors have beside the others, as the backends take it by name."""
         return {name: getattr(self, name) for name in (*SCALING, "k_token_descale", "v_token_descale")}
 
-    def differentiable(self):
+    def differentiable(self) -> tuple[Optional[Tensor], ...]:
         """The values of KVCACHE_INPUTS."""
         return self.q, self.k_cache, self.v_cache, self.k, self.v, self.sinks, self.out
 
@@ -262,7 +285,7 @@ class KvCachePlanArgs(NamedTuple):
     eight_bit: bool = False  # of a cache of codes
     sm_margin: int = 0
 
-    def sizes(self):
+    def sizes(self) -> tuple[Any, ...]:
         """What all backends schedule by, but for the tensors."""
         return self[self._fields.index("batch") : self._fields.index("eight_bit")]
 
@@ -277,7 +300,7 @@ _SCHEMA_TYPES = {
 }
 
 
-def schema(record, returns, written=None):
+def schema(record: type[Any], returns: str, written: Optional[Mapping[str, str]] = None) -> str:
     """The schema "(type name, ...) -> returns" of an operator over the fields of a record.
 
     written: the fields that it writes, each with the letter of its alias set.
@@ -286,7 +309,7 @@ def schema(record, returns, written=None):
     return f"({', '.join(_parameter(record, name, written) for name in record._fields)}) -> {returns}"
 
 
-def _parameter(record, name, written):
+def _parameter(record: type[Any], name: str, written: Mapping[str, str]) -> str:
     kind = _SCHEMA_TYPES[record.__annotations__[name]]
     if name in written:
         kind = kind.replace("Tensor", f"Tensor({written[name]}!)")
@@ -294,7 +317,7 @@ def _parameter(record, name, written):
     return f"{kind} {name}{default}"
 
 
-def attention_gradients(values, record=AttentionArgs):
+def attention_gradients(values: Sequence[Any], record: type[Any] = AttentionArgs) -> tuple[Any, ...]:
     """A gradient for every field of a record: values, one for each of ATTENTION_INPUTS, and None elsewhere."""
     given = dict(zip(ATTENTION_INPUTS, values))
     return tuple(given.get(name) for name in record._fields)

@@ -3,6 +3,10 @@
 The output has v's head dim. Gradients come back in the packing of the inputs. backend: another one than the device's.
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 import torch
 
 from flash_attn import backends
@@ -10,15 +14,18 @@ from flash_attn.eight_bit import result_dtype
 from flash_attn.ops import context, outputs, scaled
 from flash_attn.ops.attention_args import AttentionArgs, AttentionBackwardArgs, KvCacheArgs, KvCachePlanArgs
 
+if TYPE_CHECKING:
+    from flash_attn.ops.rows import RowsInUse
+
 _KVCACHE_WRITTEN = ("out", "k_cache", "v_cache", "k_descale", "v_descale")
 _BLOCK = 128  # S_dmask and softmax_d are padded to multiples of this many rows and columns
 
 
-def round_up(x, multiple):
+def round_up(x: int, multiple: int) -> int:
     return (x + multiple - 1) // multiple * multiple
 
 
-def unpack(q, k, v):
+def unpack(q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
     """Views (q, k, v) of the inputs in any packing."""
     if k is None:
         return q.unbind(-3)
@@ -27,23 +34,23 @@ def unpack(q, k, v):
     return q, k, v
 
 
-def rows_contiguous(x):
+def rows_contiguous(x: torch.Tensor) -> torch.Tensor:
     """x with a contiguous last dimension, copied if it has to be."""
     return x if has_contiguous_rows(x) else x.contiguous()
 
 
-def has_contiguous_rows(x):
+def has_contiguous_rows(x: torch.Tensor) -> bool:
     return x.is_contiguous() or x.stride(-1) == 1 or x.shape[-1] <= 1
 
 
-def _index(name, x):
+def _index(name: str, x: torch.Tensor | None) -> torch.Tensor | None:
     """An index tensor as the backends want it: contiguous, int64 converted to int32. None passes."""
     if x is None or (x.dtype is torch.int32 and x.is_contiguous()):
         return x
     return (_to_int32(name, x) if x.dtype == torch.int64 else x).contiguous()
 
 
-def _to_int32(name, x):
+def _to_int32(name: str, x: torch.Tensor) -> torch.Tensor:
     """int64 as int32: values beyond it are an error on the CPU and the nearest int32, out of every range, on a GPU."""
     limits = torch.iinfo(torch.int32)
     if x.is_cpu:
@@ -54,29 +61,29 @@ def _to_int32(name, x):
     return x.clamp(limits.min, limits.max).to(torch.int32)
 
 
-def forward(args: AttentionArgs, backend=None, out=None):
+def forward(args: AttentionArgs, backend: Any = None, out: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
     """Attention forward -> (out, lse, S_dmask, rng_state), and max_logit if wanted.
 
-    out: for the result, if given. A call with 8-bit tensors may leave it as it is and return another tensor.
+    out: for the result, if given. A call that makes copies of 8-bit tensors returns another tensor.
     """
     backend = backend or backends.of(args.q)
     if not args.is_scaled():
         return _forward(args, backend, {}, out)
-    if not args.q.is_cpu:
-        return scaled.forward(
-            args,
-            lambda: _forward_fp8(args, backend),
-            # Without scaling the operands are copies, and the result is converted.
-            lambda operands, scaling: _forward(operands, backend, scaling, out if scaling else None),
-        )
-    scaled.check_unpacked(args)
-    return _forward(args, backend, args.scaling(), out)
+    if args.q.is_cpu:
+        scaled.check_unpacked(args)
+        return _forward(args, backend, args.scaling(), out)
+    scaled.check(args)
+    if scaled.needs_copies(args):
+        return scaled.attend_copies(args, lambda copies: _forward(copies, backend, {}))
+    return _forward(args, backend, scaled.by_name(args), out)
 
 
-def forward_into(args: AttentionArgs, out, inputs):
+def forward_into(
+    args: AttentionArgs, out: torch.Tensor, inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+) -> tuple[torch.Tensor, ...]:
     """`forward` with its result in out. inputs: (q, k, v) as the caller gave them, without padding."""
     *_, v = inputs
-    is_padded = args.v.shape[-1:] != v.shape[-1:]
+    is_padded = args.v is not None and args.v.shape[-1:] != v.shape[-1:]
     if is_padded or args.is_scaled() or _has_copies(args, inputs):
         outputs.check_result(out, args.q, v, args.out_dtype, {**args._asdict(), **dict(zip("qkv", inputs))})
     context.check_writable(("out",), (out,))
@@ -88,7 +95,7 @@ def forward_into(args: AttentionArgs, out, inputs):
     return (out, *others)
 
 
-def _has_copies(args: AttentionArgs, inputs):
+def _has_copies(args: AttentionArgs, inputs: tuple[torch.Tensor, ...]) -> bool:
     """Whether the backend gets copies of what the caller gave, and so cannot see what shares memory with them."""
     index = (args.cu_seqlens_q, args.cu_seqlens_k, args.seqused_k, args.leftpad_k, args.block_table)
     return (
@@ -97,8 +104,10 @@ def _has_copies(args: AttentionArgs, inputs):
     )  # fmt: skip
 
 
-def _forward(args: AttentionArgs, backend, scaling, out=None):
-    """scaling: what calls with 8-bit tensors have beside the others, by name. out: written and returned."""
+def _forward(
+    args: AttentionArgs, backend: Any, scaling: dict[str, Any], out: torch.Tensor | None = None
+) -> tuple[torch.Tensor, ...]:
+    """scaling: what only calls with 8-bit tensors have, by name. out: written and returned."""
     q, k, v = map(rows_contiguous, unpack(args.q, args.k, args.v))
     if args.cu_seqlens_q is None:
         result = backend.fwd(
@@ -117,24 +126,27 @@ def _forward(args: AttentionArgs, backend, scaling, out=None):
     return tuple(result)
 
 
-def _forward_fp8(args: AttentionArgs, backend):
-    """The result of the kernels of e4m3, or () where there is none for the call."""
-    return tuple(
-        backend.fwd_fp8(
-            *map(rows_contiguous, (args.q, args.k, args.v)), _index("cu_seqlens_q", args.cu_seqlens_q),
-            _index("cu_seqlens_k", args.cu_seqlens_k), args.q_descale, args.k_descale, args.v_descale, args.sinks,
-            args.softmax_scale, args.causal, args.window_left, args.window_right,
-            result_dtype(args.q, args.v, args.out_dtype) is torch.float16, args.fast_exp,
-            args.batch_invariant, sm_margin=args.sm_margin,
-        )
-    )  # fmt: skip
-
-
 def forward_in_use(
-    q, k, v, rows, cu_seqlens_k, seqused_k=None, leftpad_k=None, block_table=None, alibi_slopes=None,
-    max_seqlen_q=None, max_seqlen_k=None, *, scores, dropout_p=0.0, batch_invariant=False, sinks=None, scaling=None,
-    out=None, sm_margin=0,
-):  # fmt: skip
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    rows: RowsInUse,
+    cu_seqlens_k: torch.Tensor,
+    seqused_k: torch.Tensor | None = None,
+    leftpad_k: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    *,
+    scores: tuple[float, bool, int, int, float],
+    dropout_p: float = 0.0,
+    batch_invariant: bool = False,
+    sinks: torch.Tensor | None = None,
+    scaling: dict[str, Any] | None = None,
+    out: torch.Tensor | None = None,
+    sm_margin: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Forward of packed queries of which `rows`, a RowsInUse, are in use -> (out, lse); without autograd.
 
     scores: (softmax_scale, causal, window_left, window_right, softcap). scaling: those of SCALING that a call with
@@ -150,24 +162,25 @@ def forward_in_use(
         result, lse = forward(args)[:2]
         return rows.scatter(result), rows.scatter(lse, 1)
     if rows.order is None:
-        return forward_into(args, out, (q, k, v))[:2]
+        result, lse, *_ = forward_into(args, out, (q, k, v))
+        return result, lse
     outputs.check_result(out, q, v, args.out_dtype, {**args._asdict(), "q": q})
     result, lse = forward(args)[:2]
     return out.copy_(rows.scatter(result)), rows.scatter(lse, 1)
 
 
-def forward_fake(args: AttentionArgs):
+def forward_fake(args: AttentionArgs) -> tuple[torch.Tensor, ...]:
     """Outputs of `forward` by shape, dtype, strides and device alone."""
     q, k, v = unpack(args.q, args.k, args.v)
     if args.cu_seqlens_q is None:
         batch, max_seqlen_q, heads = q.shape[:3]
         max_seqlen_k = k.shape[1]
-        lse_shape = (batch, heads, max_seqlen_q)
+        lse_shape: tuple[int, ...] = (batch, heads, max_seqlen_q)
     else:
         batch, max_seqlen_q, max_seqlen_k = args.cu_seqlens_q.shape[0] - 1, args.max_seqlen_q, args.max_seqlen_k
         heads = q.shape[1]
         lse_shape = (heads, q.shape[0])
-    dmask_shape = (0,)
+    dmask_shape: tuple[int, ...] = (0,)
     if args.return_softmax and args.dropout_p > 0:
         dmask_shape = (batch, heads, round_up(max_seqlen_q, _BLOCK), round_up(max_seqlen_k, _BLOCK))
     dtype = result_dtype(q, v, args.out_dtype)
@@ -180,32 +193,43 @@ def forward_fake(args: AttentionArgs):
     )
 
 
-def backward(args: AttentionBackwardArgs, backend=None):
+def backward(args: AttentionBackwardArgs, backend: Any = None) -> list[torch.Tensor]:
     """Attention backward -> the gradients of those of (q, k, v, sinks) that are given, each a new contiguous tensor."""
     packed = []
     if args.v is None:
         given = (args.q,) if args.k is None else (args.q, args.k)
         packed = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in given]
-    targets = unpack(*packed, *[None] * (3 - len(packed))) if packed else (None, None, None)
-    dq, dk, dv, _, *dsinks = _backward_into(args, *targets, backend)
+    targets: tuple[Any, ...] = (None, None, None)
+    if packed:
+        targets = unpack(packed[0], packed[1] if len(packed) > 1 else None, None)
+    dq, dk, dv, _, *dsinks = _backward_into(args, targets[0], targets[1], targets[2], backend)
     return [*(packed or (dq, dk, dv)), *dsinks]
 
 
-def backward_fake(args: AttentionBackwardArgs):
+def backward_fake(args: AttentionBackwardArgs) -> list[torch.Tensor]:
     """Outputs of `backward` by shape, dtype, strides and device alone."""
     return [x.new_empty(x.shape) for x in (args.q, args.k, args.v, args.sinks) if x is not None]
 
 
-def backward_into(args: AttentionBackwardArgs, dq, dk, dv):
+def backward_into(
+    args: AttentionBackwardArgs, dq: torch.Tensor | None, dk: torch.Tensor | None, dv: torch.Tensor | None
+) -> torch.Tensor:
     """Attention backward into the given dq, dk, dv of any strides (None: allocated and dropped) -> softmax_d."""
     tensors = (args.dout, args.q, args.k, args.v, args.out, dq, dk, dv)
     if not all(x is None or has_contiguous_rows(x) for x in tensors):  # the backend gets copies
         read = {**args._asdict(), "lse": None, "softmax_lse": args.lse}
         outputs.check_apart({"dq": dq, "dk": dk, "dv": dv}, read)
-    return _backward_into(args, dq, dk, dv)[3]
+    softmax_d: torch.Tensor = _backward_into(args, dq, dk, dv)[3]
+    return softmax_d
 
 
-def _backward_into(args, dq, dk, dv, backend=None):
+def _backward_into(
+    args: AttentionBackwardArgs,
+    dq: torch.Tensor | None,
+    dk: torch.Tensor | None,
+    dv: torch.Tensor | None,
+    backend: Any = None,
+) -> Any:
     """-> [dq, dk, dv, softmax_d], and with sinks their gradient; a gradient that is not given is new and contiguous."""
     backend = backend or backends.of(args.q)
     wanted = (dq, dk, dv)
@@ -227,34 +251,34 @@ def _backward_into(args, dq, dk, dv, backend=None):
             args.deterministic, None, args.rng_state, args.dlse, args.batch_invariant, **args.named(),
         )  # fmt: skip
     for target, source in zip(wanted, written):
-        if target is not source:
+        if target is not source and target is not None and source is not None:
             target.copy_(source)
     context.written(wanted)
     return result
 
 
-def softmax_d_fake(q, cu_seqlens_q):
+def softmax_d_fake(q: torch.Tensor, cu_seqlens_q: torch.Tensor | None) -> torch.Tensor:
     """The fourth result of a backend's backward by shape, dtype and device alone."""
     if cu_seqlens_q is None:
-        shape = (q.shape[0], q.shape[2], round_up(q.shape[1], _BLOCK))
+        shape: tuple[int, ...] = (q.shape[0], q.shape[2], round_up(q.shape[1], _BLOCK))
     else:
         shape = (q.shape[1], q.shape[0] + _BLOCK * (cu_seqlens_q.shape[0] - 1))
     return q.new_empty(shape, dtype=_accumulator(q))
 
 
-def _pages(block_table):
+def _pages(block_table: torch.Tensor | None) -> torch.Tensor | None:
     """A block table as the backends want it: rows of contiguous int32, at any distance. None passes."""
     if block_table is None or (block_table.dtype == torch.int32 and block_table.stride(-1) == 1):
         return block_table
     return _index("block_table", block_table)
 
 
-def kvcache_forward(args: KvCacheArgs, backend=None):
+def kvcache_forward(args: KvCacheArgs, backend: Any = None) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention over a KV cache, which receives k and v first when they are given -> (out, lse)."""
     rotary_cos, rotary_sin, k, v = args.rotary_cos, args.rotary_sin, args.k, args.v
     if rotary_cos is not None and rotary_sin is not None:
         rotary_cos, rotary_sin = rows_contiguous(rotary_cos), rows_contiguous(rotary_sin)
-    overwritten = () if args.out is None else (args.out,)
+    overwritten: tuple[torch.Tensor | None, ...] = () if args.out is None else (args.out,)
     if k is not None and v is not None:
         k, v = rows_contiguous(k), rows_contiguous(v)
         overwritten = (args.out, args.k_cache, args.v_cache, args.k_token_descale, args.v_token_descale)
@@ -264,7 +288,9 @@ def kvcache_forward(args: KvCacheArgs, backend=None):
             outputs.check_apart_from_copied(zip(_KVCACHE_WRITTEN, overwritten), {"q": args.q, "k": args.k, "v": args.v})
     backend, scaling = backend or backends.of(args.q), {}
     if args.is_scaled():
-        scaling = args.scaling() if args.q.is_cpu else scaled.kvcache_arguments(args)
+        if not args.q.is_cpu:
+            scaled.check_cache(args)
+        scaling = args.scaling()
     out, lse = backend.fwd_kvcache(
         rows_contiguous(args.q), args.k_cache, args.v_cache, k, v, _index("cache_seqlens", args.cache_seqlens),
         rotary_cos, rotary_sin, _index("cache_batch_idx", args.cache_batch_idx),
@@ -277,13 +303,13 @@ def kvcache_forward(args: KvCacheArgs, backend=None):
     return out, lse
 
 
-def kvcache_operator(args: KvCacheArgs):
+def kvcache_operator(args: KvCacheArgs) -> tuple[torch.Tensor, torch.Tensor]:
     """`kvcache_forward` as an operator, which cannot return what it is given: with `out` the first result is empty."""
     out, lse = kvcache_forward(args)
     return (out if args.out is None else out.new_empty(0)), lse
 
 
-def kvcache_operator_fake(args: KvCacheArgs):
+def kvcache_operator_fake(args: KvCacheArgs) -> tuple[torch.Tensor, torch.Tensor]:
     """Outputs of `kvcache_operator` by shape, dtype, strides and device alone."""
     q = args.q
     lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=_accumulator(q))
@@ -291,16 +317,16 @@ def kvcache_operator_fake(args: KvCacheArgs):
     return q.new_empty(q.shape if args.out is None else 0, dtype=dtype), lse
 
 
-def kvcache_plan(args: KvCachePlanArgs):
+def kvcache_plan(args: KvCachePlanArgs) -> torch.Tensor:
     """Fill the plan of calls of `kvcache_forward`, or make one where it is None -> plan."""
     lengths, leftpad = _index("cache_seqlens", args.cache_seqlens), _index("cache_leftpad", args.cache_leftpad)
     backend = backends.of(args.cache_seqlens, "cache_seqlens")
     # On the CPU nothing is scheduled.
     named = {} if args.cache_seqlens.is_cpu else {"eight_bit": args.eight_bit, "sm_margin": args.sm_margin}
-    plan = backend.kvcache_plan(lengths, leftpad, *args.sizes(), args.plan, **named)
+    plan: torch.Tensor = backend.kvcache_plan(lengths, leftpad, *args.sizes(), args.plan, **named)
     context.written((args.plan,))
     return plan
 
 
-def _accumulator(q):
+def _accumulator(q: torch.Tensor) -> torch.dtype:
     return torch.float64 if q.dtype == torch.float64 else torch.float32

@@ -4,7 +4,13 @@ With weights w_i = exp(lse_i - lse), out = sum_i w_i out_i and lse = log sum_i e
 d out / d out_i = w_i, d out / d lse_i = w_i (out_i - out) and d lse / d lse_i = w_i.
 """
 
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import torch
+from torch import Tensor
 
 from flash_attn import backends
 from flash_attn.ops import arguments, context, outputs
@@ -14,7 +20,9 @@ _SCHEMA = "(Tensor out_partial, Tensor lse_partial, ScalarType? out_dtype) -> (T
 _OUT_SCHEMA = "(Tensor out_partial, Tensor lse_partial, Tensor(a!) out) -> Tensor"
 
 
-def combine(out_partial, lse_partial, out, out_dtype):
+def combine(
+    out_partial: Tensor, lse_partial: Tensor, out: Tensor | None, out_dtype: torch.dtype | None
+) -> tuple[Tensor, Tensor]:
     """(out, lse), differentiable unless out is given."""
     tensors = (out_partial, lse_partial)
     needs_dispatch, differentiating = context.survey(("out_partial", "lse_partial", "out"), (*tensors, out))
@@ -26,11 +34,13 @@ def combine(out_partial, lse_partial, out, out_dtype):
     if needs_dispatch or (transformed and out is not None):
         return _combine_op(*tensors, out_dtype) if out is None else (out, _combine_out_op(*tensors, out))
     if differentiating or transformed:
-        return _Combine.apply(*tensors, out_dtype)
+        return _Combine.apply(*tensors, out_dtype)  # type: ignore[no-any-return]  # of torch
     return _call(*tensors, out, out_dtype)
 
 
-def _call(out_partial, lse_partial, out, out_dtype):
+def _call(
+    out_partial: Tensor, lse_partial: Tensor, out: Tensor | None, out_dtype: torch.dtype | None
+) -> tuple[Tensor, Tensor]:
     given = out
     if given is not None:
         context.check_writable(("out",), (given,))
@@ -44,30 +54,30 @@ def _call(out_partial, lse_partial, out, out_dtype):
     return out, lse
 
 
-def _new(out_partial, lse_partial, out_dtype):
+def _new(out_partial: Tensor, lse_partial: Tensor, out_dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
     return _call(out_partial, lse_partial, None, out_dtype)
 
 
-def _new_fake(out_partial, lse_partial, out_dtype):
+def _new_fake(out_partial: Tensor, lse_partial: Tensor, out_dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
     out = out_partial.new_empty(out_partial.shape[1:], dtype=out_dtype or out_partial.dtype)
     return out, lse_partial.new_empty(lse_partial.shape[1:])
 
 
-def _into(out_partial, lse_partial, out):
+def _into(out_partial: Tensor, lse_partial: Tensor, out: Tensor) -> Tensor:
     return _call(out_partial, lse_partial, out, None)[1]
 
 
-def _into_fake(out_partial, lse_partial, out):
+def _into_fake(out_partial: Tensor, lse_partial: Tensor, out: Tensor) -> Tensor:
     return lse_partial.new_empty(lse_partial.shape[1:])
 
 
-def _setup_context(ctx, inputs, output):
+def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:
     out_partial, lse_partial, _ = inputs
     ctx.save_for_backward(out_partial, lse_partial, *output)
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx, dout, dlse):
+def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
     """Gradients of out_partial and lse_partial; 0 for the splits that mask a row fully, whatever they hold."""
     out_partial, lse_partial, out, lse = ctx.saved_tensors
     if dout is None and dlse is None:
@@ -97,11 +107,13 @@ class _Combine(torch.autograd.Function):
     jvp = staticmethod(context.no_jvp)
 
     @staticmethod
-    def vmap(info, in_dims, *args):
+    def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
         return context.by_sample(_Combine, info, in_dims, args)
 
 
-def _register(name, schema, function, fake, mutates=()):
+def _register(
+    name: str, schema: str, function: Callable[..., Any], fake: Callable[..., Any], mutates: Sequence[str] = ()
+) -> Any:
     op = torch.library.custom_op(f"flash_attn_core::{name}", function, mutates_args=mutates, schema=schema)
     op.register_fake(fake)
     return op, getattr(torch.ops.flash_attn_core, name).default
@@ -112,7 +124,9 @@ _definition.register_autograd(_backward, setup_context=_setup_context)
 _combine_out_op = _register("combine_out", _OUT_SCHEMA, _into, _into_fake, ("out",))[1]
 
 
-def check_arguments(out_partial, lse_partial, out, out_dtype):
+def check_arguments(
+    out_partial: Tensor, lse_partial: Tensor, out: Tensor | None, out_dtype: torch.dtype | None
+) -> None:
     arguments.check_tensors(("out_partial", "lse_partial"), (out_partial, lse_partial))
     if out_dtype is not None and not isinstance(out_dtype, torch.dtype):
         raise TypeError(f"out_dtype: expected a torch.dtype or None, got {arguments.shown(out_dtype)}")

@@ -1,16 +1,20 @@
 """Conditions on numbers, some of which compiled code learns only when it runs (`.item()`)."""
 
+from __future__ import annotations
+
+from typing import Any, cast
+
 import torch
 
 _is_compiling = torch.compiler.is_compiling
 
 
-def may_hold(condition):
+def may_hold(condition: Any) -> bool:
     """A condition on numbers; True where compiled code cannot tell."""
     return _guard("guard_or_true", condition)
 
 
-def holds(condition):
+def holds(condition: Any) -> bool:
     """A condition on numbers that a call requires: where compiled code cannot tell, it checks that when it runs."""
     if not may_hold(condition):
         return False
@@ -19,17 +23,17 @@ def holds(condition):
     return True
 
 
-def is_known(condition):
+def is_known(condition: Any) -> bool:
     """A condition on numbers; False where compiled code cannot tell."""
     return _guard("guard_or_false", condition)
 
 
-def is_decided(condition):
+def is_decided(condition: Any) -> bool:
     """Whether compiled code can tell if a condition on numbers holds."""
     return is_known(condition) or not may_hold(condition)
 
 
-def _guard(name, condition):
+def _guard(name: str, condition: Any) -> bool:
     if type(condition) is bool and not _is_compiling():
         return condition
     if isinstance(condition, torch.Tensor):  # torch.jit.trace: sizes are tensors
@@ -37,4 +41,4 @@ def _guard(name, condition):
     from torch.fx.experimental import symbolic_shapes  # sympy, which eager code has no need of
 
     guard = getattr(symbolic_shapes, name, None)  # torch 2.8 and newer; before, such numbers break the graph
-    return condition if guard is None else guard(condition)
+    return cast(bool, condition if guard is None else guard(condition))

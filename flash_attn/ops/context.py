@@ -4,6 +4,11 @@ A kernel reads and writes memory behind PyTorch's back. Whatever must see the ca
 writes is asked for here, and nowhere else.
 """
 
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
@@ -18,7 +23,7 @@ _dispatch_modes = torch._C._len_torch_dispatch_stack
 _function_modes = torch._C._len_torch_function_stack
 
 
-def survey(names, tensors):
+def survey(names: Iterable[str], tensors: Iterable[Tensor | None]) -> tuple[bool, bool]:
     """(needs_dispatch, differentiating) of a call with these tensors, of which some may be None.
 
     needs_dispatch: something other than eager execution on plain tensors must see the operator: torch.compile,
@@ -44,17 +49,29 @@ def survey(names, tensors):
     return needs_dispatch, requires_grad and torch.is_grad_enabled()
 
 
-def records_gradients(*tensors):
+def is_watched() -> bool:
+    """Whether torch.jit.trace, a mode, a torch.func transform or forward-mode differentiation is on. torch.compile is
+    not asked for."""
+    return (
+        is_tracing()
+        or transformed()
+        or _dispatch_modes() > 0
+        or forward_ad._current_level >= 0
+        or (_function_modes() > 0 and _a_mode_watches())
+    )
+
+
+def records_gradients(*tensors: Tensor | None) -> bool:
     """Whether gradients are recorded of one of these (some None)."""
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
-def _a_mode_watches():
+def _a_mode_watches() -> bool:
     """Whether a function mode is active that is not a default device, which only redirects factory functions."""
     return any(not isinstance(mode, DeviceContext) for mode in torch.overrides._get_current_function_mode_stack())
 
 
-def decomposes():
+def decomposes() -> bool:
     """Whether a function with a PyTorch composition beside its kernel must use it, so that each operation is seen."""
     return _is_compiling() or is_tracing() or transformed() or forward_ad._current_level >= 0
 
@@ -62,7 +79,7 @@ def decomposes():
 _NO_JVP = "flash_attn has no forward-mode derivative (torch.func.jvp, torch.autograd.forward_ad)"
 
 
-def reject_tangents(names, tensors):
+def reject_tangents(names: Iterable[str], tensors: Iterable[Tensor | None]) -> None:
     """Raise NotImplementedError for a tensor with a forward-mode tangent, which would be lost."""
     if forward_ad._current_level < 0:
         return
@@ -75,24 +92,24 @@ def reject_tangents(names, tensors):
             raise NotImplementedError(f"{name}: expected a tensor without forward-mode tangent, got one: {_NO_JVP}")
 
 
-def no_jvp(ctx, *tangents):
+def no_jvp(ctx: Any, *tangents: Any) -> Any:
     """The jvp of every autograd.Function here: tangents of an outer transform, as in torch.func.hessian."""
     raise NotImplementedError(f"flash_attn: expected inputs without forward-mode tangents, got some: {_NO_JVP}")
 
 
-def reject_forward_mode(operator):
+def reject_forward_mode(operator: str) -> None:
     """Raise NotImplementedError within forward-mode differentiation: an operator's implementation sees no tangents."""
     if forward_ad._current_level >= 0:
         raise NotImplementedError(f"{operator}: expected a call outside of forward-mode differentiation: {_NO_JVP}")
 
 
-def reject_transforms(function):
+def reject_transforms(function: str) -> None:
     """Raise NotImplementedError within a torch.func transform, for a function that has no rule for any."""
     if transformed():
         raise NotImplementedError(f"{function}: expected a call outside of torch.func transforms, got one within")
 
 
-def reject_batched(function, names, tensors):
+def reject_batched(function: str, names: Iterable[str], tensors: Iterable[Any]) -> None:
     """Raise NotImplementedError for one (some are no tensors) that torch.vmap has added a dimension to."""
     if not transformed():
         return
@@ -106,7 +123,7 @@ def reject_batched(function, names, tensors):
             x = torch._C._functorch.get_unwrapped(x)
 
 
-def reject_batched_gradients(*gradients):
+def reject_batched_gradients(*gradients: Tensor | None) -> None:
     """Raise NotImplementedError for one (some None) of a batch of backwards that autograd runs as one."""
     for gradient in gradients:
         if type(gradient) is Tensor and not _has_memory(gradient):
@@ -116,7 +133,7 @@ def reject_batched_gradients(*gradients):
             )
 
 
-def _has_memory(x):
+def _has_memory(x: Tensor) -> bool:
     try:
         x.data_ptr()  # the cheapest way to ask
     except RuntimeError:
@@ -124,7 +141,9 @@ def _has_memory(x):
     return True
 
 
-def by_sample(function, info, in_dims, args):
+def by_sample(
+    function: Any, info: Any, in_dims: Any, args: Sequence[Any]
+) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
     """What the vmap of an autograd.Function returns if it applies the function to each sample in turn."""
     if info.batch_size == 0:
         raise NotImplementedError("torch.vmap: expected at least one sample for attention, got 0")
@@ -136,7 +155,7 @@ def by_sample(function, info, in_dims, args):
     return results, (0,) * len(results)
 
 
-def check_writable(names, tensors):
+def check_writable(names: Sequence[str], tensors: Sequence[Tensor | None]) -> None:
     """Raise RuntimeError for one (some None) that torch's in-place operations reject here, whatever its gradient."""
     if _is_compiling() or _in_inference_mode():
         return
@@ -148,7 +167,7 @@ def check_writable(names, tensors):
             )
 
 
-def check_savable(names, tensors):
+def check_savable(names: Sequence[str], tensors: Sequence[Tensor | None]) -> None:
     """Raise RuntimeError for one (some None) that autograd will not save for a backward."""
     if _is_compiling():
         return
@@ -159,12 +178,19 @@ def check_savable(names, tensors):
             )
 
 
-def savable(x):
+def savable(x: Tensor | None) -> Tensor | None:
     """x, or a copy where autograd will not save it for it was made in inference mode. None passes."""
     return x if x is None or _is_compiling() or not x.is_inference() else x.clone()
 
 
-def check_distinct(name, x):
+def all_savable(tensors: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+    """`savable` of each."""
+    if _is_compiling():
+        return tensors
+    return [x.clone() if x is not None and x.is_inference() else x for x in tensors]
+
+
+def check_distinct(name: str, x: Tensor | None) -> None:
     """Raise RuntimeError for a tensor (or None) to be written of which several elements share their memory."""
     if x is not None and torch._debug_has_internal_overlap(x) == 1:
         raise RuntimeError(
@@ -172,7 +198,7 @@ def check_distinct(name, x):
         )
 
 
-def overwrite(name, x):
+def overwrite(name: str, x: Tensor | None) -> None:
     """Record that x loses its history to a write, as an in-place operation without a derivative.
 
     Only where gradients are recorded and x requires one. A backward through x then raises. Raises RuntimeError where
@@ -189,17 +215,17 @@ def overwrite(name, x):
 
 class _Overwritten(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, name):
+    def forward(ctx: Any, x: Tensor, name: str) -> Any:
         ctx.mark_dirty(x)
         ctx.name = name
         return x
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Tensor) -> Any:
         raise RuntimeError(f"{ctx.name}: expected no backward through a tensor that was written in place, got one")
 
 
-def written(tensors):
+def written(tensors: Iterable[Tensor | None]) -> None:
     """Tell autograd of writes through a pointer: a backward that saved one of these (some None) raises its error."""
     given = [x for x in tensors if x is not None]
     if _VERSIONS_IN_ONE_CALL:
@@ -209,7 +235,7 @@ def written(tensors):
             increment_version(x)
 
 
-def _versions_in_one_call():
+def _versions_in_one_call() -> bool:
     """Whether torch (2.6 and newer) takes several tensors at once."""
     try:
         increment_version([])

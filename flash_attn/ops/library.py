@@ -5,7 +5,13 @@
 so nothing here depends on them. Eager calls on plain tensors skip the dispatcher, which costs more than a small kernel.
 """
 
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
 import torch
+from torch import Tensor
 
 from flash_attn.ops import calls, context, outputs
 from flash_attn.ops.attention_args import (
@@ -23,24 +29,22 @@ from flash_attn.ops.attention_args import (
 
 _NAMESPACE = "flash_attn_core"
 _library = torch.library.Library(_NAMESPACE, "DEF")
-_forward_op = _backward_op = None  # set by _register_attention
+_forward_op: Any = None  # set by _register_attention, as is the next
+_backward_op: Any = None
 
 
-def attention(args: AttentionArgs):
-    """`calls.forward`, differentiable in q, k, v and sinks, whatever is tracing or transforming the call."""
-    inputs = args.differentiable()
-    needs_dispatch, differentiating = context.survey(ATTENTION_INPUTS, inputs)
+def attention(args: AttentionArgs) -> Any:
+    """`calls.forward` for a call that no autograd.Function records: as the operator, which is differentiable, where
+    someone watches it, sample by sample within torch.func."""
+    needs_dispatch, differentiating = context.survey(ATTENTION_INPUTS, args.differentiable())
     if needs_dispatch:
         return _forward_op(*args)
     if context.transformed():
         return _TransformedAttention.apply(*args)
-    if differentiating:
-        context.check_savable(ATTENTION_INPUTS, (args.q, args.k, args.v))
-        return _Attention.apply(args, *inputs)
-    return calls.forward(args)
+    return _forward_op(*args) if differentiating else calls.forward(args)
 
 
-def attention_into(args: AttentionArgs, out, inputs):
+def attention_into(args: AttentionArgs, out: Tensor, inputs: Any) -> Any:
     """`attention` with its result in out; without gradients. inputs: (q, k, v) as the caller gave them."""
     given = args.differentiable()
     outputs.reject_gradients(out, *given)
@@ -53,7 +57,7 @@ def attention_into(args: AttentionArgs, out, inputs):
     return (out.copy_(result[..., : out.shape[-1]]), *others)
 
 
-def kvcache_attention(args: KvCacheArgs):
+def kvcache_attention(args: KvCacheArgs) -> tuple[Tensor, Tensor]:
     """`calls.kvcache_forward`; not differentiable: a backward through it raises an error."""
     out, appends = args.out, args.k is not None
     needs_dispatch, differentiating = context.survey(KVCACHE_INPUTS, args.differentiable())
@@ -73,7 +77,7 @@ def kvcache_attention(args: KvCacheArgs):
     return calls.kvcache_forward(args)
 
 
-def update_kvcache_plan(args: KvCachePlanArgs):
+def update_kvcache_plan(args: KvCachePlanArgs) -> None:
     """`calls.kvcache_plan` in place."""
     context.reject_batched("KvCachePlan", args._fields, args)
     if context.survey(("cache_seqlens",), (args.cache_seqlens,))[0]:
@@ -82,17 +86,16 @@ def update_kvcache_plan(args: KvCachePlanArgs):
         calls.kvcache_plan(args)
 
 
-def _save(ctx, args, output):
-    """What the backward needs of a forward."""
-    out, lse, dmask, rng_state, *max_logit = output
+def save_for_backward(ctx: Any, args: AttentionArgs, output: Any) -> None:
+    """Save what `input_gradients` needs of a forward in the ctx of an autograd.Function."""
+    out, lse, _, rng_state, *_ = output
     tensors, ctx.options = saved_for_backward(args, out, lse, rng_state)
-    ctx.save_for_backward(*map(context.savable, tensors))
+    ctx.save_for_backward(*context.all_savable(tensors))
     ctx.forward_only = args.forward_only()
-    ctx.mark_non_differentiable(dmask, rng_state, *max_logit)
     ctx.set_materialize_grads(False)
 
 
-def _input_gradients(ctx, dout, dlse):
+def input_gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
     """The gradients of ATTENTION_INPUTS, None for those that are not given."""
     if ctx.forward_only is not None:
         expected = "at least 16 bits" if ctx.forward_only == "k" else "None"
@@ -101,14 +104,14 @@ def _input_gradients(ctx, dout, dlse):
         )
     if dout is None and dlse is None:
         return (None,) * len(ATTENTION_INPUTS)
-    args = AttentionBackwardArgs(dout, dlse, *ctx.saved_tensors, *ctx.options)
+    args = AttentionBackwardArgs(dout, dlse, *ctx.saved_tensors, *ctx.options)  # type: ignore[arg-type]  # None: next
     if dout is None:
         args = args._replace(dout=torch.zeros_like(args.out))
     grads = iter(attention_backward(args))
     return tuple(None if x is None else next(grads) for x in (args.q, args.k, args.v, args.sinks))
 
 
-def attention_backward(args: AttentionBackwardArgs):
+def attention_backward(args: AttentionBackwardArgs) -> Any:
     if context.survey(BACKWARD_INPUTS, args.differentiable())[0]:
         return _backward_op(*args)
     if torch.is_grad_enabled():
@@ -117,34 +120,20 @@ def attention_backward(args: AttentionBackwardArgs):
     return calls.backward(args)
 
 
-def _setup_context(ctx, inputs, output):
-    _save(ctx, AttentionArgs(*inputs), output)
+def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+    save_for_backward(ctx, AttentionArgs(*inputs), output)
+    ctx.mark_non_differentiable(*output[2:])
 
 
-def _backward(ctx, dout, dlse, *_):
-    return attention_gradients(_input_gradients(ctx, dout, dlse))
-
-
-class _Attention(torch.autograd.Function):
-    """The eager path: what the registered operator does, without its dispatch."""
-
-    @staticmethod
-    def forward(ctx, args, *inputs):
-        """inputs: args.differentiable(), where autograd sees them."""
-        output = calls.forward(args)
-        _save(ctx, args, output)
-        return output
-
-    @staticmethod
-    def backward(ctx, dout, dlse, *_):
-        return (None, *_input_gradients(ctx, dout, dlse))
+def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: Any) -> Any:
+    return attention_gradients(input_gradients(ctx, dout, dlse))
 
 
 class _TransformedAttention(torch.autograd.Function):
-    """The same for torch.func, which needs setup_context; that costs eager calls 15 us of argument binding."""
+    """For torch.func, which needs setup_context; that costs eager calls 15 us of argument binding."""
 
     @staticmethod
-    def forward(*args):
+    def forward(*args: Any) -> Any:
         return calls.forward(AttentionArgs(*args))
 
     setup_context = staticmethod(_setup_context)
@@ -152,7 +141,7 @@ class _TransformedAttention(torch.autograd.Function):
     jvp = staticmethod(context.no_jvp)
 
     @staticmethod
-    def vmap(info, in_dims, *args):
+    def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
         dropout_p = AttentionArgs(*args).dropout_p
         if dropout_p > 0 and info.randomness != "different":
             raise RuntimeError(
@@ -168,42 +157,49 @@ class _AttentionBackward(torch.autograd.Function):
     jvp = staticmethod(context.no_jvp)
 
     @staticmethod
-    def forward(*args):
+    def forward(*args: Any) -> Any:
         return tuple(calls.backward(AttentionBackwardArgs(*args)))
 
     @staticmethod
-    def setup_context(ctx, inputs, output):
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         pass
 
     @staticmethod
-    def backward(ctx, *grads):
+    def backward(ctx: Any, *grads: Any) -> Any:
         _reject_double_backward(ctx, *grads)
 
     @staticmethod
-    def vmap(info, in_dims, *args):
+    def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
         return context.by_sample(_AttentionBackward, info, in_dims, args)
 
 
-def _reject_double_backward(ctx, *grads):
+def _reject_double_backward(ctx: Any, *grads: Any) -> None:
     raise RuntimeError("flash_attn: expected one backward, got a second: attention's gradients are not differentiable")
 
 
-def takes(record, function):
+def takes(record: type[Any], function: Callable[..., Any]) -> Callable[..., Any]:
     """`function` of a record as an operator calls it: with the fields by position."""
     return lambda *args: function(record(*args))
 
 
-def _five_results(forward):
+def _five_results(forward: Callable[..., Any]) -> Callable[..., Any]:
     """The operator has a fixed number of results: a max_logit that is not wanted is empty."""
 
-    def padded(args):
+    def padded(args: AttentionArgs) -> tuple[Tensor, ...]:
         out, lse, *results = forward(args)
         return (out, lse, *results) if args.return_max_logit else (out, lse, *results, lse.new_empty(0))
 
     return takes(AttentionArgs, padded)
 
 
-def register(name, record, returns, function, fake, tags=()):
+def register(
+    name: str,
+    record: type[Any],
+    returns: str,
+    function: Callable[..., Any],
+    fake: Callable[..., Any],
+    tags: Sequence[torch.Tag] = (),
+) -> Any:
     """The functional operator `name` over the fields of a record. function, fake: of these fields by position."""
     # The compliant tag lets compilers trust the fake.
     _library.define(name + schema(record, returns), tags=(*tags, torch.Tag.pt2_compliant_tag))
@@ -212,11 +208,11 @@ def register(name, record, returns, function, fake, tags=()):
     return getattr(getattr(torch.ops, _NAMESPACE), name).default
 
 
-def register_autograd(name, backward, setup_context=None):
+def register_autograd(name: str, backward: Callable[..., Any], setup_context: Callable[..., Any] | None = None) -> None:
     torch.library.register_autograd(f"{_NAMESPACE}::{name}", backward, setup_context=setup_context, lib=_library)
 
 
-def _register_attention():
+def _register_attention() -> None:
     global _forward_op, _backward_op
     # The tag keeps dropout out of common subexpression elimination, and makes compiled checkpointing replay the RNG.
     _forward_op = register(
@@ -231,7 +227,14 @@ def _register_attention():
     register_autograd("bwd", _reject_double_backward)
 
 
-def _register_writing(name, record, returns, function, fake, written):
+def _register_writing(
+    name: str,
+    record: type[Any],
+    returns: str,
+    function: Callable[..., Any],
+    fake: Callable[..., Any],
+    written: Mapping[str, str],
+) -> Any:
     """The operator `name` over the fields of a record that writes those of `written`: see `schema`."""
     op = torch.library.custom_op(
         f"{_NAMESPACE}::{name}",
@@ -243,12 +246,12 @@ def _register_writing(name, record, returns, function, fake, written):
     return getattr(getattr(torch.ops, _NAMESPACE), name).default
 
 
-def _register_kvcache(name, written):
+def _register_kvcache(name: str, written: Mapping[str, str]) -> Any:
     functions = calls.kvcache_operator, calls.kvcache_operator_fake
     return _register_writing(name, KvCacheArgs, "(Tensor, Tensor)", *functions, written)
 
 
-def _fill_plan(args):
+def _fill_plan(args: KvCachePlanArgs) -> None:
     calls.kvcache_plan(args)  # an operator that writes its argument must not return it
 
 

@@ -3,26 +3,30 @@ launch."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
 from torch import Tensor
 
 from flash_attn.eight_bit import named, result_dtype
 from flash_attn.ops import arguments, context
 
 
-def reject_gradients(out, *inputs):
+def reject_gradients(out: Tensor | None, *inputs: Tensor | None) -> None:
     arguments.check_tensors(("out",), (out,))
     if context.records_gradients(out, *inputs):
         raise RuntimeError("out: expected None where gradients are recorded, got a tensor (use torch.no_grad())")
 
 
-def check_result(out, q, v, out_dtype, read):
+def check_result(out: Tensor, q: Tensor, v: Tensor, out_dtype: torch.dtype | None, read: Mapping[str, Any]) -> None:
     """out as the result of attention of q and v. read: the arguments by name, of which tensors are read."""
     shape = (*q.shape[:-1], arguments.head_dim("v", v))
     check("out", out, shape, q, result_dtype(q, v, out_dtype))
     check_apart({"out": out}, read)
 
 
-def check(name, given, shape, q, dtype):
+def check(name: str, given: Tensor, shape: Sequence[int], q: Tensor, dtype: torch.dtype) -> None:
     """A tensor for a result of this shape and dtype, on q's device."""
     arguments.check_tensors((name,), (given,))
     context.check_writable((name,), (given,))
@@ -35,13 +39,13 @@ def check(name, given, shape, q, dtype):
         raise RuntimeError(f"{name}: expected shape {list(shape)}, got {list(given.shape)}")
 
 
-def check_apart_from_copied(written, read):
+def check_apart_from_copied(written: Iterable[tuple[str, Tensor | None]], read: Mapping[str, Any]) -> None:
     """Of pairs of a name and a tensor or None, each apart from what is read and the backend gets a copy of."""
     for name, x in written:
         check_apart({name: x}, read)
 
 
-def check_apart(written, read):
+def check_apart(written: Mapping[str, Any], read: Mapping[str, Any]) -> None:
     """Of tensors by name: no element is written twice, and none that is read. Other values are left out.
 
     Where tensors may have no addresses, traced or transformed, nothing is checked.

@@ -5,7 +5,7 @@ batch-invariant where `set_batch_invariant` says so.
 Annotations stay objects (no postponed evaluation): torch.library infers the schemas from them.
 """
 
-from typing import Optional
+from typing import Any, Optional
 
 import torch
 from torch import Tensor
@@ -18,27 +18,54 @@ _NAMESPACE = "flash_attn"
 
 
 def _forward_args(
-    q, k, v, sequences, dropout_p, softmax_scale, causal, window_left, window_right, softcap, alibi_slopes,
-    return_softmax,
-):  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sequences: Sequences,
+    dropout_p: float,
+    softmax_scale: float,
+    causal: bool,
+    window_left: int,
+    window_right: int,
+    softcap: float,
+    alibi_slopes: Optional[Tensor],
+    return_softmax: bool,
+) -> AttentionArgs:
     return AttentionArgs(
         q=q, k=k, v=v, cu_seqlens_q=sequences.cu_seqlens_q, cu_seqlens_k=sequences.cu_seqlens_k,
         seqused_k=sequences.seqused_k, leftpad_k=sequences.leftpad_k, block_table=sequences.block_table,
-        alibi_slopes=alibi_slopes, sinks=None, max_seqlen_q=sequences.max_seqlen_q,
-        max_seqlen_k=sequences.max_seqlen_k, dropout_p=dropout_p, softmax_scale=softmax_scale, causal=causal,
+        alibi_slopes=alibi_slopes, sinks=None,
+        max_seqlen_q=sequences.max_seqlen_q, max_seqlen_k=sequences.max_seqlen_k,  # type: ignore[arg-type]
+        dropout_p=dropout_p, softmax_scale=softmax_scale, causal=causal,
         window_left=window_left, window_right=window_right, softcap=softcap, deterministic=False,
         return_softmax=return_softmax, return_max_logit=False, batch_invariant=is_batch_invariant(),
     )  # fmt: skip
 
 
 def _backward_args(
-    dout, q, k, v, out, lse, sequences, dropout_p, softmax_scale, causal, window_left, window_right, softcap,
-    alibi_slopes, deterministic, rng_state,
-):  # fmt: skip
-    return AttentionBackwardArgs(
-        dout=dout, dlse=None, q=q, k=k, v=v, out=out, lse=lse, rng_state=rng_state,
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    sequences: Sequences,
+    dropout_p: float,
+    softmax_scale: float,
+    causal: bool,
+    window_left: int,
+    window_right: int,
+    softcap: float,
+    alibi_slopes: Optional[Tensor],
+    deterministic: bool,
+    rng_state: Optional[Tensor],
+) -> AttentionBackwardArgs:
+    # mypy sees no defaults in this record; the operators have ints as lengths, and need a state with dropout alone
+    return AttentionBackwardArgs(  # type: ignore[call-arg]
+        dout=dout, dlse=None, q=q, k=k, v=v, out=out, lse=lse, rng_state=rng_state,  # type: ignore[arg-type]
         cu_seqlens_q=sequences.cu_seqlens_q, cu_seqlens_k=sequences.cu_seqlens_k, alibi_slopes=alibi_slopes,
-        sinks=None, max_seqlen_q=sequences.max_seqlen_q, max_seqlen_k=sequences.max_seqlen_k, dropout_p=dropout_p,
+        sinks=None, dropout_p=dropout_p,
+        max_seqlen_q=sequences.max_seqlen_q, max_seqlen_k=sequences.max_seqlen_k,  # type: ignore[arg-type]
         softmax_scale=softmax_scale, causal=causal, window_left=window_left, window_right=window_right,
         softcap=softcap, deterministic=deterministic, batch_invariant=is_batch_invariant(),
     )  # fmt: skip
@@ -60,19 +87,28 @@ def _flash_attn_forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Dense forward -> (out, lse (b, h, sq), S_dmask, rng_state int64 (2,)). Shapes as in `flash_attn_func`."""
     context.reject_forward_mode("_flash_attn_forward")
-    return calls.forward(
-        _forward_args(
-            q, k, v, DENSE, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap,
-            alibi_slopes, return_softmax,
-        )
+    args = _forward_args(
+        q, k, v, DENSE, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes,
+        return_softmax,
     )  # fmt: skip
+    out, lse, dmask, state = calls.forward(args)
+    return out, lse, dmask, state
 
 
 @_flash_attn_forward.register_fake
 def _(
-    q, k, v, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes,
-    return_softmax,
-):  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float,
+    softmax_scale: float,
+    causal: bool,
+    window_size_left: int,
+    window_size_right: int,
+    softcap: float,
+    alibi_slopes: Optional[Tensor],
+    return_softmax: bool,
+) -> tuple[Tensor, ...]:
     return calls.forward_fake(
         _forward_args(
             q, k, v, DENSE, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap,
@@ -113,20 +149,37 @@ def _flash_attn_varlen_forward(
     sequences = Sequences(
         cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k, leftpad_k, block_table
     )  # fmt: skip
-    return calls.forward(
-        _forward_args(
-            q, k, v, sequences, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap,
-            alibi_slopes, return_softmax,
-        )
+    args = _forward_args(
+        q, k, v, sequences, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap,
+        alibi_slopes, return_softmax,
     )  # fmt: skip
+    out, lse, dmask, state = calls.forward(args)
+    return out, lse, dmask, state
 
 
 @_flash_attn_varlen_forward.register_fake
 def _(
-    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
-    window_size_left=-1, window_size_right=-1, softcap=0.0, alibi_slopes=None, return_softmax=False, block_table=None,
-    leftpad_k=None, seqused_k=None, zero_tensors=False, num_splits=0,
-):  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float,
+    softmax_scale: float,
+    causal: bool,
+    window_size_left: int = -1,
+    window_size_right: int = -1,
+    softcap: float = 0.0,
+    alibi_slopes: Optional[Tensor] = None,
+    return_softmax: bool = False,
+    block_table: Optional[Tensor] = None,
+    leftpad_k: Optional[Tensor] = None,
+    seqused_k: Optional[Tensor] = None,
+    zero_tensors: bool = False,
+    num_splits: int = 0,
+) -> tuple[Tensor, ...]:
     sequences = Sequences(
         cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k, leftpad_k, block_table
     )  # fmt: skip
@@ -169,7 +222,7 @@ def _flash_attn_backward(
 
 
 @_flash_attn_backward.register_fake
-def _(dout, q, *rest, **options):
+def _(dout: Tensor, q: Tensor, *rest: Any, **options: Any) -> Tensor:
     return calls.softmax_d_fake(q, None)
 
 
@@ -213,5 +266,18 @@ def _flash_attn_varlen_backward(
 
 
 @_flash_attn_varlen_backward.register_fake
-def _(dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, *rest, **options):
+def _(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    softmax_lse: Tensor,
+    dq: Optional[Tensor],
+    dk: Optional[Tensor],
+    dv: Optional[Tensor],
+    cu_seqlens_q: Tensor,
+    *rest: Any,
+    **options: Any,
+) -> Tensor:
     return calls.softmax_d_fake(q, cu_seqlens_q)

@@ -6,37 +6,38 @@ Everything here is made of differentiable torch operations whose sizes are known
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from flash_attn.ops import arguments
 
 
-def equal_steps(batch, step, device):
+def equal_steps(batch: int, step: int, device: torch.device) -> Tensor:
     """cu_seqlens (batch + 1) of sequences of one length."""
     return torch.arange(batch + 1, dtype=torch.int32, device=device) * step
 
 
-def pack(x, cu_seqlens):
+def pack(x: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
     """(x as (total, heads, head_dim), its cu_seqlens): x may be a batch (batch, seqlen, heads, head_dim)."""
     if cu_seqlens is not None:
         return x, cu_seqlens
     return x.flatten(0, 1), equal_steps(x.shape[0], x.shape[1], x.device)
 
 
-def unpack(q, cu_seqlens, out, lse):
+def unpack(q: Tensor, cu_seqlens: Tensor | None, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     """(out, lse) of packed rows as those of q, which `pack` was given with cu_seqlens."""
     if cu_seqlens is not None:
         return out, lse
     return out.unflatten(0, q.shape[:2]), lse.unflatten(1, q.shape[:2]).transpose(0, 1).contiguous()
 
 
-def sequence_of_rows(cu_seqlens, rows):
+def sequence_of_rows(cu_seqlens: Tensor, rows: int) -> Tensor:
     """The sequence of each of the packed rows, any one for those of none; nothing waits for the GPU."""
     bounds = cu_seqlens.clamp(0, rows).cummax(0).values[1:]
     index = torch.arange(rows, dtype=bounds.dtype, device=bounds.device)
     return torch.searchsorted(bounds, index, right=True).clamp(max=max(bounds.shape[0] - 1, 0))
 
 
-def length_of_each(length, cu_seqlens):
+def length_of_each(length: int | Tensor | None, cu_seqlens: Tensor) -> Tensor | None:
     """Lengths (batch,) where one int may stand for all; None passes."""
     if length is None or isinstance(length, torch.Tensor):
         return length
@@ -51,7 +52,7 @@ class RowsInUse:
     length. Results of rows that are not in use come out as those of rows that belong to no sequence.
     """
 
-    def __init__(self, cu_seqlens, seqused, x, side="q"):
+    def __init__(self, cu_seqlens: Tensor, seqused: Tensor | None, x: Tensor, side: str = "q") -> None:
         """x: the packed tensor. side: q or k, as in the names of both arguments, which no backend sees unchanged."""
         self.cu_seqlens, self.order = cu_seqlens, None
         if seqused is None:
@@ -70,7 +71,7 @@ class RowsInUse:
         self.order = torch.argsort(unused.to(torch.int8), stable=True)
         self.cu_seqlens = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
 
-    def gather(self, x, axis=0):
+    def gather(self, x: Tensor, axis: int = 0) -> Tensor:
         """x with the rows in use first."""
         if self.order is None:
             return x
@@ -78,6 +79,6 @@ class RowsInUse:
             return x.view(torch.int8).index_select(axis, self.order).view(x.dtype)
         return x.index_select(axis, self.order)
 
-    def scatter(self, x, axis=0):
+    def scatter(self, x: Tensor, axis: int = 0) -> Tensor:
         """The inverse of gather."""
         return x if self.order is None else torch.empty_like(x).index_copy(axis, self.order, x)

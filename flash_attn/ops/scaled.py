@@ -1,10 +1,15 @@
-"""Calls with 8-bit tensors on CUDA: by kernels of 8 bits, or over codes of K and V, else by operands made here.
+"""Calls with 8-bit tensors on CUDA: checks, arguments by name, and 16-bit copies of what kernels do not take.
 
-The kernels take 16-bit queries. Where they serve no call, all operands have 16 bits, in which codes are exact: descales
-of heads go into the queries before and into the output after, those of rows and pages into copies of K and V.
+The binding plans which kernels run. It takes 8-bit k and v of one dtype and head dim, a multiple of 8, and q of 16 bits
+or as k.
 """
 
-import torch
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
 
 from flash_attn import eight_bit
 from flash_attn.ops import arguments
@@ -12,86 +17,63 @@ from flash_attn.ops.attention_args import AttentionArgs, KvCacheArgs
 from flash_attn.ops.rows import sequence_of_rows
 
 
-def check_unpacked(args: AttentionArgs):
+def check_unpacked(args: AttentionArgs) -> None:
     for name, x in (("k", args.k), ("v", args.v)):
         if x is None:
-            raise RuntimeError(f"{name}: expected a Tensor beside 8-bit tensors and descales, got None: one is packed")
+            raise RuntimeError(f"{name}: expected a Tensor with 8-bit tensors and descales, got None: one is packed")
 
 
-def may_have_kernels(args: AttentionArgs) -> bool:
-    """Whether kernels of 8 bits serve such calls of some head dims on some GPUs."""
-    descales = (args.q_descale, args.k_descale, args.v_descale)
-    return (
-        all(x.dtype is eight_bit.E4M3 for x in (args.q, args.k, args.v))
-        and not any(eight_bit.is_by_row(x) and x.numel() > 1 for x in descales)
-        and not args.v_per_channel
-        and all(x is None for x in (args.seqused_k, args.leftpad_k, args.block_table, args.alibi_slopes))
-        and args.softcap == 0.0
-        and not args.return_max_logit
-    )
-
-
-def reads_codes(args: AttentionArgs) -> bool:
-    """Whether kernels of 16-bit queries take K and V as codes in such a call."""
-    q, k, v = args.q, args.k, args.v
-    by_sequence = any(x is not None and x.dim() == 2 and x.shape[0] > 1 for x in (args.k_descale, args.v_descale))
-    by_sequence = by_sequence or (args.v_per_channel and args.v_descale.dim() == 3)
-    overlap = args.seqused_k is not None and args.block_table is None  # a row may be a key of two sequences
-    return (
-        k.dtype in eight_bit.EIGHT_BIT
-        and v.dtype is k.dtype
-        and v.shape[-1] == q.shape[-1]
-        and q.shape[-1] % 8 == 0
-        and not (overlap and by_sequence)
-    )
-
-
-def forward(args: AttentionArgs, attend_fp8, attend):
-    """The result of a call: of `attend_fp8`, which may be empty, or attend(args, scaling), of 16-bit queries.
-
-    scaling: what codes of K and V have beside them, by name; empty where these have 16 bits too.
-    """
+def check(args: AttentionArgs) -> None:
+    """Dtypes and scales, and the shapes that scaling relies on; the binding checks the rest."""
     check_unpacked(args)
-    q, k, v = args.q, args.k, args.v
-    _check_shapes(args)
+    q, k, v = _operands(args)
+    _check_shapes(args, q, k, v)
     eight_bit.check_dtypes(q, k, v, args.out_dtype, args.dropout_p)
-    varlen = args.cu_seqlens_q is not None
-    eight_bit.check_descales(q, k, v, args.descales(), args.cu_seqlens_q.shape[0] - 1 if varlen else q.shape[0])
-    if may_have_kernels(args):
-        result = attend_fp8()
-        if result:
-            return result
+    eight_bit.check_descales(q, k, v, args.descales(), _batch(args))
+
+
+def by_name(args: AttentionArgs) -> dict[str, Any]:
+    """What the binding takes by name."""
+    return {**args.scaling(), "fast_exp": args.fast_exp}
+
+
+def needs_copies(args: AttentionArgs) -> bool:
+    """Whether the binding cannot take k and v as they are, by their shapes and dtypes."""
+    _, k, v = _operands(args)
+    if k.dtype not in eight_bit.EIGHT_BIT:
+        return False
+    by_sequence = any(x is not None and x.dim() == 2 and x.shape[0] > 1 for x in (args.k_descale, args.v_descale))
+    by_sequence = by_sequence or (args.v_per_channel and args.v_descale is not None and args.v_descale.dim() == 3)
+    may_overlap = args.seqused_k is not None and args.block_table is None  # a row may be a key of two sequences
+    return (
+        v.dtype is not k.dtype
+        or v.shape[-1] != k.shape[-1]
+        or k.shape[-1] % 8 != 0
+        or (may_overlap and by_sequence)
+    )  # fmt: skip
+
+
+def attend_copies(args: AttentionArgs, attend: Callable[[AttentionArgs], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+    """The result of attend(args) with 16-bit copies, in which 8-bit values are exact.
+
+    Scales of heads go into q before and into the output after, those of rows and pages into the copies of k and v.
+    """
+    q, k, v = _operands(args)
     dtype = eight_bit.result_dtype(q, v, args.out_dtype)
-    over_codes = reads_codes(args)
-    if over_codes and q.dtype not in eight_bit.EIGHT_BIT:
-        return attend(args.without_scaling(q, k, v), _of_codes(args))
-    sequence = sequence_of_rows(args.cu_seqlens_q, q.shape[0]) if varlen else None
-    if over_codes:
-        of_codes = _of_codes(args)
-        if eight_bit.can_join(args.q_descale, args.k_descale, k.shape[-2]):
-            of_codes["k_descale"] = eight_bit.joined(args.q_descale, args.k_descale)
-            queries = q.to(dtype)  # exact
-        else:
-            own = eight_bit.Scaling.of(q, k, v, eight_bit.Descales(q=args.q_descale), dtype)
-            queries = own.queries(q, sequence)
-        return attend(args.without_scaling(queries, k, v), of_codes)
+    sequence = sequence_of_rows(args.cu_seqlens_q, q.shape[0]) if args.cu_seqlens_q is not None else None
     scaling = eight_bit.Scaling.of(q, k, v, args.descales(), dtype)
-    operands = scaling.queries(q, sequence), scaling.scaled(k, scaling.k_rows), scaling.scaled(v, scaling.v_rows)
-    operands = tuple(x.to(dtype) for x in operands)
+    wide = scaling.queries(q, sequence), scaling.scaled(k, scaling.k_rows), scaling.scaled(v, scaling.v_rows)
+    operands = tuple(x.to(dtype) for x in wide)
     if q.shape[-1] % 8 != 0 and q.shape[-1] < 256:
         operands = arguments.padded(operands, q.shape[-1])
-    result, *others = attend(args.without_scaling(*operands), {})
+    result, *others = attend(args.without_scaling(*operands))
     out = result.new_empty((*q.shape[:-1], v.shape[-1]))
     scaling.store(out, result[..., : v.shape[-1]], sequence)
     return (out, *others)
 
 
-def _of_codes(args: AttentionArgs):
-    return {"k_descale": args.k_descale, "v_descale": args.v_descale, "v_per_channel": args.v_per_channel}
-
-
-def kvcache_arguments(args: KvCacheArgs):
-    """What CUDA's kernels over an 8-bit cache take by name."""
+def check_cache(args: KvCacheArgs) -> None:
+    """Dtypes of a call over an 8-bit cache."""
     q, k_cache, v_cache = args.q, args.k_cache, args.v_cache
     eight_bit.check_dtypes(q, k_cache, v_cache, args.out_dtype, names=("k_cache", "v_cache"))
     if v_cache.dtype is not k_cache.dtype:
@@ -99,20 +81,20 @@ def kvcache_arguments(args: KvCacheArgs):
             f"v_cache: expected the dtype of k_cache ({eight_bit.named(k_cache.dtype)}) on {q.device.type}, got "
             f"{eight_bit.named(v_cache.dtype)}: decoding has no kernels for 8 bits of keys alone there"
         )
-    result = {name: value for name, value in args.scaling().items() if name != "out_dtype"}
-    if q.dtype in eight_bit.EIGHT_BIT:
-        result["fp16_out"] = args.out_dtype is torch.float16
-        # New rows are quantised by k_descale, those of rows stand elsewhere.
-        reads_only = args.k is None and args.k_token_descale is None
-        if reads_only and eight_bit.can_join(args.q_descale, args.k_descale, k_cache.shape[-2]):
-            result["k_descale"] = eight_bit.joined(args.q_descale, args.k_descale)
-            result["q_descale"] = None
-    return result
 
 
-def _check_shapes(args: AttentionArgs):
-    """The shapes that scaling relies on, in the words of the backends; they check the others."""
-    q, k, v = args.q, args.k, args.v
+def _batch(args: AttentionArgs) -> int:
+    return args.q.shape[0] if args.cu_seqlens_q is None else args.cu_seqlens_q.shape[0] - 1
+
+
+def _operands(args: AttentionArgs) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v of a call that `check_unpacked` has passed."""
+    k, v = args.k, args.v
+    assert k is not None and v is not None
+    return args.q, k, v
+
+
+def _check_shapes(args: AttentionArgs, q: Tensor, k: Tensor, v: Tensor) -> None:
     dense, packed = "batch, seqlen, heads, head_dim", "total, heads, head_dim"
     paged = "blocks, page_size, heads, head_dim"
     q_axes = dense if args.cu_seqlens_q is None else packed

@@ -10,6 +10,8 @@ so that the second result of the generator, unused, is empty.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from flash_attn import backends
@@ -20,26 +22,36 @@ from flash_attn.ops.attention_args import AttentionBackwardArgs
 _WITHOUT_BACKWARD = "expected None in training, got a tensor: it has no backward"
 
 
-def _scale(scale, query):
+def _scale(scale: float | None, query: torch.Tensor) -> float:
     return query.shape[-1] ** -0.5 if scale is None else scale
 
 
-def _writable(out):
+def _writable(out: torch.Tensor) -> torch.Tensor:
     """out, or a tensor like it with the contiguous last dimension that backends write, to be copied to out."""
     return out if out.stride(-1) == 1 else torch.empty_like(out, memory_format=torch.contiguous_format)
 
 
-def _window(left, right):
+def _window(left: int | None, right: int | None) -> tuple[int, int]:
     return -1 if left is None else left, -1 if right is None else right
 
 
-def _random_results(query, rng_state):
+def _random_results(query: torch.Tensor, rng_state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return rng_state.view(torch.uint64), torch.empty((), dtype=torch.uint64, device=query.device)
 
 
 def _dense(
-    q, k, v, out, dropout_p, is_causal, return_debug_mask, scale, window, alibi_slopes, batch_invariant
-):  # fmt: skip
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    return_debug_mask: bool,
+    scale: float | None,
+    window: tuple[int, int],
+    alibi_slopes: torch.Tensor | None,
+    batch_invariant: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Forward of (batch, seqlen, heads, head_dim) -> (out, lse, S_dmask, rng_state). out None: a new contiguous one."""
     target = None if out is None else _writable(out)
     q, k, v = map(calls.rows_contiguous, (q, k, v))
@@ -47,15 +59,30 @@ def _dense(
         q, k, v, target, alibi_slopes, dropout_p, scale, is_causal, *window, 0.0, return_debug_mask, None, False,
         batch_invariant,
     )  # fmt: skip
-    if target is not out:
+    if out is not None and target is not None and target is not out:
         result = out.copy_(target)
     return result, lse, dmask, rng_state
 
 
 def _varlen(
-    q, k, v, out, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, return_debug_mask, scale, window, seqused_k,
-    block_table, alibi_slopes, batch_invariant,
-):  # fmt: skip
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    cum_seq_q: torch.Tensor | None,
+    cum_seq_k: torch.Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    return_debug_mask: bool,
+    scale: float | None,
+    window: tuple[int, int],
+    seqused_k: torch.Tensor | None,
+    block_table: torch.Tensor | None,
+    alibi_slopes: torch.Tensor | None,
+    batch_invariant: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Forward of (total, heads, head_dim) into out -> (out, lse, S_dmask, rng_state)."""
     target = _writable(out)
     q, k, v = map(calls.rows_contiguous, (q, k, v))
@@ -70,7 +97,16 @@ def _varlen(
     return out, lse, dmask, rng_state
 
 
-def sdpa_forward(query, key, value, dropout_p=0.0, is_causal=False, return_debug_mask=False, *, scale=None):
+def sdpa_forward(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    return_debug_mask: bool = False,
+    *,
+    scale: float | None = None,
+) -> tuple[Any, ...]:
     """aten::_scaled_dot_product_flash_attention: query (batch, heads, seqlen_q, head_dim), key and value with heads of
     their own, which divide those of query.
     """
@@ -85,16 +121,30 @@ def sdpa_forward(query, key, value, dropout_p=0.0, is_causal=False, return_debug
 
 
 def _gradients(
-    grad_out, query, key, value, out, lse, rng_state, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, scale,
-    window, swap,
-):  # fmt: skip
+    grad_out: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    rng_state: torch.Tensor,
+    cum_seq_q: torch.Tensor | None,
+    cum_seq_k: torch.Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    window: tuple[int, int],
+    swap: bool,
+) -> tuple[Any, ...]:
     """(dq, dk, dv) like (query, key, value). swap: the axes 1 and 2 of all tensors but lse change places for us."""
 
-    def ours(x):
+    def ours(x: torch.Tensor) -> torch.Tensor:
         return x.transpose(1, 2) if swap else x
 
     gradients = tuple(map(torch.empty_like, (query, key, value)))
-    args = AttentionBackwardArgs(
+    args = AttentionBackwardArgs(  # type: ignore[call-arg]  # mypy sees no defaults in this record
         dout=ours(grad_out), dlse=None, q=ours(query), k=ours(key), v=ours(value), out=ours(out), lse=lse,
         rng_state=rng_state.view(torch.int64), cu_seqlens_q=cum_seq_q, cu_seqlens_k=cum_seq_k, alibi_slopes=None,
         sinks=None, max_seqlen_q=max_q, max_seqlen_k=max_k, dropout_p=dropout_p, softmax_scale=_scale(scale, query),
@@ -106,9 +156,23 @@ def _gradients(
 
 
 def sdpa_backward(
-    grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, philox_seed,
-    philox_offset, *, scale=None,
-):  # fmt: skip
+    grad_out: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    logsumexp: torch.Tensor,
+    cum_seq_q: torch.Tensor | None,
+    cum_seq_k: torch.Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    philox_seed: torch.Tensor,
+    philox_offset: torch.Tensor,
+    *,
+    scale: float | None = None,
+) -> tuple[Any, ...]:
     """aten::_scaled_dot_product_flash_attention_backward; deterministic where torch's flag asks for it."""
     return _gradients(
         grad_out, query, key, value, out, logsumexp, philox_seed, None, None, 0, 0, dropout_p, is_causal, scale,
@@ -117,10 +181,25 @@ def sdpa_backward(
 
 
 def flash_forward(
-    query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, return_debug_mask, *, scale=None,
-    window_size_left=None, window_size_right=None, seqused_k=None, alibi_slopes=None, block_table=None,
-    num_splits=None,
-):  # fmt: skip
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cum_seq_q: torch.Tensor | None,
+    cum_seq_k: torch.Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    return_debug_mask: bool,
+    *,
+    scale: float | None = None,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+    seqused_k: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    num_splits: int | None = None,
+) -> tuple[Any, ...]:
     """aten::_flash_attention_forward: dense (batch, seqlen, heads, head_dim), with cum_seq_q varlen
     (total, heads, head_dim). num_splits 1 asks for a result that does not depend on the rest of the batch, as torch
     promises; other values change nothing.
@@ -140,27 +219,60 @@ def flash_forward(
 
 
 def flash_forward_inplace(
-    out, query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, return_debug_mask, *, scale=None,
-    window_size_left=None, window_size_right=None, seqused_k=None, alibi_slopes=None, block_table=None,
-    num_splits=None,
-):  # fmt: skip
+    out: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cum_seq_q: torch.Tensor | None,
+    cum_seq_k: torch.Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    return_debug_mask: bool,
+    *,
+    scale: float | None = None,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+    seqused_k: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    num_splits: int | None = None,
+) -> torch.Tensor:
     """aten::_flash_attention_forward_no_dropout_inplace (torch 2.13): `flash_forward` into out -> lse."""
-    return _flash_forward_into(
+    _, lse, *_ = _flash_forward_into(
         out, query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, return_debug_mask,
         _scale(scale, query), _window(window_size_left, window_size_right), seqused_k, block_table, alibi_slopes,
         num_splits,
-    )[1]  # fmt: skip
+    )  # fmt: skip
+    return lse
 
 
 def _flash_forward_into(
-    out, query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, return_debug_mask, scale, window,
-    seqused_k, block_table, alibi_slopes, num_splits,
-):  # fmt: skip
+    out: torch.Tensor | None,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cum_seq_q: torch.Tensor | None,
+    cum_seq_k: torch.Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    return_debug_mask: bool,
+    scale: float | None,
+    window: tuple[int, int],
+    seqused_k: torch.Tensor | None,
+    block_table: torch.Tensor | None,
+    alibi_slopes: torch.Tensor | None,
+    num_splits: int | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     batch_invariant = num_splits == 1 or is_batch_invariant()
     if cum_seq_q is not None:
+        assert out is not None
         return _varlen(
-            query, key, value, out, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, return_debug_mask, scale,
-            window, seqused_k, block_table, alibi_slopes, batch_invariant,
+            query, key, value, out, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal,
+            return_debug_mask, scale, window, seqused_k, block_table, alibi_slopes, batch_invariant,
         )  # fmt: skip
     for name, tensor in (("seqused_k", seqused_k), ("block_table", block_table)):
         if tensor is not None:
@@ -171,9 +283,25 @@ def _flash_forward_into(
 
 
 def flash_backward(
-    grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, rng_state,
-    unused, *, scale=None, window_size_left=None, window_size_right=None,
-):  # fmt: skip
+    grad_out: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    logsumexp: torch.Tensor,
+    cum_seq_q: torch.Tensor | None,
+    cum_seq_k: torch.Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    rng_state: torch.Tensor,
+    unused: torch.Tensor,
+    *,
+    scale: float | None = None,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+) -> tuple[Any, ...]:
     """aten::_flash_attention_backward; deterministic where torch's flag asks for it."""
     return _gradients(
         grad_out, query, key, value, out, logsumexp, rng_state, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p,

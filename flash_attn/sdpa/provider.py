@@ -38,7 +38,7 @@ def register(name: str = "flash_attn", *, disable_cudnn: bool = True) -> None:
 class _Activation:
     """Our kernels in place of torch's, until `remove`: the handle that torch's registry keeps."""
 
-    def __init__(self, disable_cudnn):
+    def __init__(self, disable_cudnn: bool) -> None:
         has_cuda = backends.cuda_extension() is not None
         self._library = torch.library.Library("aten", "IMPL")
         with warnings.catch_warnings():  # torch warns of the first kernel replaced in a process

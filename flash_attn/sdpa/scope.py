@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from threading import Lock
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,17 +16,19 @@ from torch.autograd import forward_ad
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from flash_attn.flash_attn_interface import flash_attn_func
+from flash_attn.limits import MAX_HEAD_DIM
 from flash_attn.ops import arguments, context
 from flash_attn.scoped import Scoped
 
 _TENSOR_TYPES = (Tensor, torch.nn.Parameter)
 _DTYPES = (torch.float16, torch.bfloat16)
-_MAX_HEAD_DIM = 256
 
 _scope = Scoped("flash_attn.sdpa.devices")
 _lock = Lock()
 _open_scopes = 0  # of all threads
-_original = _installed = None  # SDPA of torch.nn.functional before the first open scope, and what stands there since
+# SDPA of torch.nn.functional before the first open scope, and what has its place since
+_original: Any = None
+_installed: Any = None
 
 
 @contextmanager
@@ -54,7 +57,7 @@ def use(devices: str | Sequence[str] = ("cuda",)) -> Iterator[None]:
         _uninstall()
 
 
-def _device_types(devices):
+def _device_types(devices: Any) -> tuple[str, ...]:
     types = (devices,) if isinstance(devices, str) else devices
     if not isinstance(types, (tuple, list, set, frozenset)) or not all(isinstance(x, str) for x in types):
         raise TypeError(f"devices: expected 'cuda', 'cpu' or several of them, got {arguments.shown(devices)}")
@@ -64,7 +67,7 @@ def _device_types(devices):
     return tuple(types)
 
 
-def _install():
+def _install() -> None:
     global _original, _installed, _open_scopes
     with _lock:
         _open_scopes += 1
@@ -73,7 +76,7 @@ def _install():
             F.scaled_dot_product_attention = _installed = _replacement(_original)
 
 
-def _uninstall():
+def _uninstall() -> None:
     global _open_scopes
     with _lock:
         _open_scopes -= 1
@@ -82,29 +85,49 @@ def _uninstall():
 
 
 @cache
-def _replacement(original):
+def _replacement(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """The function that stands in for `original`; one for each, so that compiled code finds the one it knows."""
 
     def scaled_dot_product_attention(
-        query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False
-    ):
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Any = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
         devices = _scope.value
         if devices:
             inputs = _served_inputs(devices, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
             if inputs is not None:
                 bottom_right = attn_mask is not None and attn_mask.variant == CausalVariant.LOWER_RIGHT
-                return _attention(*inputs, dropout_p, is_causal or attn_mask is not None, bottom_right, scale)
+                q, k, v = inputs
+                return _attention(q, k, v, dropout_p, is_causal or attn_mask is not None, bottom_right, scale)
         options = {"scale": scale, "enable_gqa": True} if enable_gqa else {"scale": scale}  # torch 2.4 has no GQA
         if isinstance(attn_mask, CausalBias):  # compares the function with the one in torch.nn.functional
             arguments = (query, key, value, attn_mask, dropout_p, is_causal)
             types = (type(attn_mask),)
-            return attn_mask.__torch_function__(F.scaled_dot_product_attention, types, arguments, options)
+            out: Tensor = attn_mask.__torch_function__(F.scaled_dot_product_attention, types, arguments, options)
+            return out
         return original(query, key, value, attn_mask, dropout_p, is_causal, **options)
 
     return scaled_dot_product_attention
 
 
-def _served_inputs(devices, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa):
+def _served_inputs(
+    devices: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Any,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> Any:
     """(query, key, value) as autocast wants them; None for a call that is PyTorch's, which invalid ones are too."""
     if attn_mask is not None and (is_causal or type(attn_mask) is not CausalBias):
         return None
@@ -114,6 +137,7 @@ def _served_inputs(devices, query, key, value, attn_mask, dropout_p, is_causal, 
     device = "cuda" if query.is_cuda else "cpu" if query.is_cpu else None
     if device not in devices or not _plain_execution():
         return None
+    assert device is not None
     if torch.is_autocast_enabled(device):
         query, key, value = _autocast(torch.get_autocast_dtype(device), query, key, value)
     dtype = query.dtype
@@ -125,8 +149,8 @@ def _served_inputs(devices, query, key, value, attn_mask, dropout_p, is_causal, 
         key.shape == (batch, heads_k, seqlen_k, head_dim)
         and value.shape == (batch, heads_k, seqlen_k, value_dim)
         and (heads == heads_k or (enable_gqa and heads_k > 0 and heads % heads_k == 0))
-        and 0 < head_dim <= _MAX_HEAD_DIM
-        and 0 < value_dim <= _MAX_HEAD_DIM
+        and 0 < head_dim <= MAX_HEAD_DIM
+        and 0 < value_dim <= MAX_HEAD_DIM
         and batch > 0 and heads > 0 and seqlen_q > 0 and seqlen_k > 0
         and (attn_mask is None or (seqlen_q == attn_mask.seq_len_q and seqlen_k == attn_mask.seq_len_kv))
         and 0.0 <= dropout_p < 1.0
@@ -135,17 +159,19 @@ def _served_inputs(devices, query, key, value, attn_mask, dropout_p, is_causal, 
     return (query, key, value) if fits else None
 
 
-def _plain_execution():
+def _plain_execution() -> bool:
     """Whether no torch.func transform and no forward-mode level is active, through which our operators do not go."""
     return torch.compiler.is_compiling() or not (context.transformed() or forward_ad._current_level >= 0)
 
 
-def _autocast(dtype, *tensors):
+def _autocast(dtype: Any, *tensors: Tensor) -> Any:
     """Floating point tensors in the dtype of autocast; float64 ones stay."""
     return [x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors]
 
 
-def _attention(query, key, value, dropout_p, causal, bottom_right, scale):
+def _attention(
+    query: Tensor, key: Tensor, value: Tensor, dropout_p: float, causal: bool, bottom_right: bool, scale: float | None
+) -> Tensor:
     """SDPA (batch, heads, seqlen, head_dim) by the public function, whose positions are aligned bottom right."""
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     window = (-1, -1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -45,31 +45,32 @@ class DerivedBuffers(torch.nn.Module):
         if not self._filled:
             self._fill(device)
 
-    def _fill(self, device) -> None:
+    def _fill(self, device: Any) -> None:
         with torch.inference_mode(False):  # a backward may save them
             for name, x in self._derived(device).items():
                 if x is not None:
-                    self._buffers[name] = x.to(self._dtype_like(self._buffers[name]))
+                    buffer = cast(Tensor, self._buffers[name])
+                    self._buffers[name] = x.to(self._dtype_like(buffer))
         self._filled = not self._lacks_values()
 
     def _lacks_values(self) -> bool:
         return any(not has_values(x) for x in self._buffers.values() if x is not None)
 
-    def _dtype_like(self, buffer) -> torch.dtype:
+    def _dtype_like(self, buffer: Tensor) -> torch.dtype:
         return torch.float32 if self._stays_float32 else buffer.dtype
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> DerivedBuffers:
         before = {name: x for name, x in self._buffers.items() if x is not None}
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         device = None
         for name, old in before.items():
-            new = self._buffers[name]
+            new = cast(Tensor, self._buffers[name])
             self._buffers[name], device = self._with_values(old, new), new.device
         self._filled = self._filled and not self._lacks_values()
         self._ensure_filled(device)
         return self
 
-    def _with_values(self, old, new) -> Tensor:
+    def _with_values(self, old: Tensor, new: Tensor) -> Tensor:
         """A buffer like new, which _apply() got for old, with the values of old: new may be memory without any."""
         dtype = self._dtype_like(new)
         if not has_values(new):

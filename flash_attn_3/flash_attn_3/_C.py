@@ -5,7 +5,13 @@ memory there are empty tensors here. `fwd` writes k and v, the cache, where k_ne
 as that of FlashAttention-3 does not.
 """
 
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import torch
+from torch import Tensor
 
 from flash_attn import flash_attn_combine
 from flash_attn.eight_bit import result_dtype
@@ -41,17 +47,27 @@ _SCHEMAS = {
 }
 
 
-def no_scratch(like):
+def no_scratch(like: Tensor) -> Tensor:
     """The scratch memory that an operator of FlashAttention-3 returns and none is needed here."""
     return like.new_empty(0, dtype=torch.float32)
 
 
-def _fwd(*args):
+def _fwd(*args: Any) -> tuple[Tensor, ...]:
     out, lse = forward(*args)
     return out, lse, no_scratch(lse), no_scratch(lse)
 
 
-def fwd_fake(q, k, v, k_new=None, v_new=None, q_v=None, out=None, cu_seqlens_q=None, *_):
+def fwd_fake(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_new: Tensor | None = None,
+    v_new: Tensor | None = None,
+    q_v: Tensor | None = None,
+    out: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    *_: Any,
+) -> tuple[Tensor, ...]:
     """Results of `fwd` by shape, dtype and device alone."""
     dtype = result_dtype(q, v, None)
     result = q.new_empty((*q.shape[:-1], v.shape[-1]), dtype=dtype) if out is None else out
@@ -60,12 +76,18 @@ def fwd_fake(q, k, v, k_new=None, v_new=None, q_v=None, out=None, cu_seqlens_q=N
     return result, lse, no_scratch(lse), no_scratch(lse)
 
 
-def _bwd(*args):
+def _bwd(*args: Any) -> tuple[Tensor, ...]:
     softmax_d = backward(*args)
     return softmax_d, *(no_scratch(softmax_d) for _ in range(4))
 
 
-def softmax_d_fake(q, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k):
+def softmax_d_fake(
+    q: Tensor,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    seqused_q: Tensor | None,
+    seqused_k: Tensor | None,
+) -> Tensor:
     """softmax_d by shape, dtype and device alone: (batch, nheads, rows), or (nheads, rows) if anything is packed."""
     if all(x is None for x in (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)):
         return calls.softmax_d_fake(q, None)
@@ -74,30 +96,65 @@ def softmax_d_fake(q, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k):
     return calls.softmax_d_fake(q, cu_seqlens_q)
 
 
-def _bwd_fake(dout, q, k, v, out, softmax_lse, dq=None, dk=None, dv=None, *rest):
+def _bwd_fake(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    softmax_lse: Tensor,
+    dq: Tensor | None = None,
+    dk: Tensor | None = None,
+    dv: Tensor | None = None,
+    *rest: Any,
+) -> tuple[Tensor, ...]:
     lengths = (*rest, None, None, None, None)[:4]
     softmax_d = softmax_d_fake(q, *lengths)
     return softmax_d, *(no_scratch(softmax_d) for _ in range(4))
 
 
-def _fwd_combine(out_partial, lse_partial, out=None, out_dtype=None):
+def _fwd_combine(
+    out_partial: Tensor, lse_partial: Tensor, out: Tensor | None = None, out_dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
     with torch.no_grad():
         out, lse = flash_attn_combine(out_partial, lse_partial, out, out_dtype)
     return out, mark_masked_rows(lse)
 
 
-def _fwd_combine_fake(out_partial, lse_partial, out=None, out_dtype=None):
+def _fwd_combine_fake(
+    out_partial: Tensor, lse_partial: Tensor, out: Tensor | None = None, out_dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
     if out is None:
         out = out_partial.new_empty(out_partial.shape[1:], dtype=out_dtype or out_partial.dtype)
     return out, lse_partial.new_empty(lse_partial.shape[1:])
 
 
 def scheduler_metadata(
-    batch_size, max_seqlen_q, max_seqlen_k, num_heads, num_heads_k, headdim, headdim_v, qkv_dtype, seqused_k,
-    cu_seqlens_q=None, cu_seqlens_k=None, cu_seqlens_k_new=None, seqused_q=None, leftpad_k=None, page_size=None,
-    max_seqlen_k_new=0, is_causal=False, window_size_left=-1, window_size_right=-1, attention_chunk=0,
-    has_softcap=False, num_splits=0, pack_gqa=None, sm_margin=0,
-):  # fmt: skip
+    batch_size: int,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    num_heads: int,
+    num_heads_k: int,
+    headdim: int,
+    headdim_v: int,
+    qkv_dtype: torch.dtype,
+    seqused_k: Tensor,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    cu_seqlens_k_new: Tensor | None = None,
+    seqused_q: Tensor | None = None,
+    leftpad_k: Tensor | None = None,
+    page_size: int | None = None,
+    max_seqlen_k_new: int = 0,
+    is_causal: bool = False,
+    window_size_left: int = -1,
+    window_size_right: int = -1,
+    attention_chunk: int = 0,
+    has_softcap: bool = False,
+    num_splits: int = 0,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+) -> Tensor:
     """Nothing has to be scheduled before a call: an empty tensor, which every function here ignores."""
     _checks.reject_unsupported(attention_chunk=attention_chunk)
     _checks.unused(num_splits, pack_gqa)
@@ -106,8 +163,8 @@ def scheduler_metadata(
     arguments.integer("max_seqlen_k_new", max_seqlen_k_new, least=0)
     if not isinstance(qkv_dtype, torch.dtype):
         raise TypeError(f"qkv_dtype: expected a torch.dtype, got {arguments.shown(qkv_dtype)}")
-    for name, value in (("is_causal", is_causal), ("has_softcap", has_softcap)):
-        arguments.flag(name, value)
+    for name, flag in (("is_causal", is_causal), ("has_softcap", has_softcap)):
+        arguments.flag(name, flag)
     arguments.check_tensors(("seqused_k",), (seqused_k,))
     vectors = {"seqused_k": seqused_k, "seqused_q": seqused_q, "leftpad_k": leftpad_k}
     bounds = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "cu_seqlens_k_new": cu_seqlens_k_new}
@@ -118,10 +175,10 @@ def scheduler_metadata(
     return seqused_k.new_empty(0, dtype=torch.int32)
 
 
-def on_one_device(fake, names):
+def on_one_device(fake: Callable[..., Any], names: Sequence[str]) -> Callable[..., Any]:
     """`fake` of the arguments of these names, of tensors that are all on meta or none."""
 
-    def checked(*args, **kwargs):
+    def checked(*args: Any, **kwargs: Any) -> Any:
         _checks.reject_meta((*names[: len(args)], *kwargs), (*args, *kwargs.values()))
         return fake(*args, **kwargs)
 
@@ -131,7 +188,7 @@ def on_one_device(fake, names):
 _library = torch.library.Library("flash_attn_3", "DEF")
 
 
-def _register(name, function, fake):
+def _register(name: str, function: Callable[..., Any], fake: Callable[..., Any]) -> None:
     _library.define(name + _SCHEMAS[name])
     _library.impl(name, function, "CompositeExplicitAutograd")
     names = [x.name for x in getattr(torch.ops.flash_attn_3, name).default._schema.arguments]

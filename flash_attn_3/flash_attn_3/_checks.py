@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from flash_attn.eight_bit import E4M3, EIGHT_BIT, named
 from flash_attn.ops import arguments
+from flash_attn.ops.quant_args import NO_QUANT, QuantArgs
 
 _HALF = (torch.float16, torch.bfloat16)
 ERRORS = (RuntimeError, TypeError, NotImplementedError)
 
 
-def renamed(error, names):
+def renamed(error: Exception, names: Mapping[str, str]) -> Exception:
     """The error for the caller, who knows flash_attn's arguments by other names: {flash_attn's: the caller's}."""
     text = str(error)
     if type(error) not in ERRORS or not re.match(r"\w+: expected ", text):
@@ -22,7 +25,13 @@ def renamed(error, names):
     return type(error)(re.sub(r"\w+", lambda word: names.get(word[0], word[0]), text))
 
 
-def unused(num_splits=0, pack_gqa=None, scheduler_metadata=None, max_seqlen_q=None, max_seqlen_k=None):
+def unused(
+    num_splits: int = 0,
+    pack_gqa: bool | None = None,
+    scheduler_metadata: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+) -> int:
     """num_splits, of any sign. The others have no effect, but must be what they are said to be."""
     if pack_gqa is not None:
         arguments.flag("pack_gqa", pack_gqa)
@@ -33,7 +42,12 @@ def unused(num_splits=0, pack_gqa=None, scheduler_metadata=None, max_seqlen_q=No
     return num_splits if type(num_splits) is int else arguments.integer("num_splits", num_splits)
 
 
-def reject_unsupported(qv=None, attention_chunk=0, cu_seqlens_k_new=None, seqlens_rotary=None):
+def reject_unsupported(
+    qv: Tensor | None = None,
+    attention_chunk: int = 0,
+    cu_seqlens_k_new: Tensor | None = None,
+    seqlens_rotary: Tensor | None = None,
+) -> None:
     """Raise NotImplementedError for the first argument given that is not served at all, by name."""
     tensors = {"qv": qv, "cu_seqlens_k_new": cu_seqlens_k_new, "rotary_seqlens": seqlens_rotary}
     for name, value in tensors.items():
@@ -43,19 +57,21 @@ def reject_unsupported(qv=None, attention_chunk=0, cu_seqlens_k_new=None, seqlen
         raise NotImplementedError(f"attention_chunk: expected 0, got {attention_chunk}: it is not supported")
 
 
-def scaling(q, k, v, q_descale, k_descale, v_descale, out=None):
-    """The arguments of flash_attn for 8-bit tensors; none where all are wider, whose descales have no effect."""
+def quant_args(
+    q: Tensor, k: Tensor, v: Tensor, q_descale: Any, k_descale: Any, v_descale: Any, out: Tensor | None = None
+) -> QuantArgs:
+    """The arguments of flash_attn for 8-bit tensors; NO_QUANT where all are wider, whose descales have no effect."""
     given = {"q_descale": (q, q_descale), "k_descale": (k, k_descale), "v_descale": (v, v_descale)}
     for name, (_, descale) in given.items():
         if descale is not None and not isinstance(descale, Tensor):
             arguments.number(name, descale)
     if all(x.dtype not in EIGHT_BIT for x, _ in given.values()):
-        return {}
-    descales = {name: descale if x.dtype in EIGHT_BIT else None for name, (x, descale) in given.items()}
-    return {**descales, "out_dtype": None if out is None else _out_dtype(out, q)}
+        return NO_QUANT
+    descales: dict[str, Any] = {name: descale if x.dtype in EIGHT_BIT else None for name, (x, descale) in given.items()}
+    return QuantArgs(**descales, out_dtype=None if out is None else _out_dtype(out, q))
 
 
-def _out_dtype(out, q):
+def _out_dtype(out: Tensor, q: Tensor) -> torch.dtype:
     """The dtype of the result, which out decides where q has 8 bits."""
     arguments.check_tensors(("out",), (out,))
     if q.dtype is E4M3 and out.dtype not in _HALF:
@@ -65,30 +81,22 @@ def _out_dtype(out, q):
     return out.dtype
 
 
-def scaling_values(scaling):
-    """The same in the order in which flash_attn's functions pass it on, with v_descale_axis."""
-    return (*(scaling.get(name) for name in ("q_descale", "k_descale", "v_descale")), None, scaling.get("out_dtype"))
-
-
-def named_options(scaling, sm_margin, out=None, sinks=None):
-    """What `attend` takes by name."""
-    return {"scaling": (*scaling_values(scaling), "exact"), "sm_margin": sm_margin, "out": out, "sinks": sinks}
-
-
-def reject_training(q, k, v):
+def reject_training(q: Tensor, k: Tensor, v: Tensor) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dtype in EIGHT_BIT:
             raise NotImplementedError(f"{name}: expected at least 16 bits in training, got {x.dtype}: no backward")
 
 
-def reject_beside(reason, **arguments):
+def reject_beside(reason: str, **arguments: object) -> None:
     """Raise NotImplementedError for the first argument given that the reason, another argument, excludes."""
     for name, value in arguments.items():
         if value is not None:
             raise NotImplementedError(f"{name}: expected None {reason}, got a tensor: it is not supported")
 
 
-def packed(q, k, v, cu_seqlens_q=None, cu_seqlens_k=None):
+def packed(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None = None, cu_seqlens_k: Tensor | None = None
+) -> None:
     """Shapes that rows are rearranged by before flash_attn sees them: batches, or packed where cu_seqlens are given."""
     given = (("cu_seqlens_q", cu_seqlens_q, k, cu_seqlens_k), ("cu_seqlens_k", cu_seqlens_k, q, cu_seqlens_q))
     for name, x, cu_seqlens in (("q", q, cu_seqlens_q), ("k", k, cu_seqlens_k), ("v", v, cu_seqlens_k)):
@@ -104,16 +112,26 @@ def packed(q, k, v, cu_seqlens_q=None, cu_seqlens_k=None):
                 arguments.check_lengths(name, cu_seqlens, other.shape[0] + 1, q.device)
 
 
-def split_heads(qkv, num_heads_q):
+def split_heads(qkv: Tensor, num_heads_q: Any) -> tuple[Tensor, ...]:
     """(q, k, v), views of qkv (batch, seqlen, num_heads_q + 2 * nheads_k, head_dim)."""
     count = arguments.integer("num_heads_q", num_heads_q, expected="an int for qkv of 4 dimensions")
     others = qkv.shape[2] - count
     if count < 0 or others < 0 or others % 2:
         raise RuntimeError(f"num_heads_q: expected qkv's {qkv.shape[2]} heads less twice those of k, got {count}")
-    return qkv.split([count, others // 2, others // 2], dim=2)
+    parts: tuple[Tensor, ...] = qkv.split([count, others // 2, others // 2], dim=2)
+    return parts
 
 
-def sizes(batch_size, max_seqlen_q, max_seqlen_k, num_heads, num_heads_k, headdim, headdim_v, page_size):
+def sizes(
+    batch_size: int,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    num_heads: int,
+    num_heads_k: int,
+    headdim: int,
+    headdim_v: int,
+    page_size: int | None,
+) -> None:
     """Sizes that no tensor tells."""
     least = {"batch_size": (batch_size, 0), "max_seqlen_q": (max_seqlen_q, 0), "max_seqlen_k": (max_seqlen_k, 0),
              "num_heads": (num_heads, 1), "num_heads_k": (num_heads_k, 1), "headdim": (headdim, 1),
@@ -126,7 +144,7 @@ def sizes(batch_size, max_seqlen_q, max_seqlen_k, num_heads, num_heads_k, headdi
         )  # fmt: skip
 
 
-def reject_meta(names, values):
+def reject_meta(names: Sequence[str], values: Sequence[object]) -> None:
     """Raise RuntimeError for a meta tensor among others, for which torch calls the fake: its result has no contents."""
     given = [(name, x) for name, x in zip(names, values) if isinstance(x, Tensor)]
     for name, x in given:
@@ -135,6 +153,6 @@ def reject_meta(names, values):
             raise RuntimeError(f"{name}: expected a tensor on {first}'s device ({device}), got one on {x.device}")
 
 
-def on_device_of_q(name, x, q):
+def on_device_of_q(name: str, x: Tensor, q: Tensor) -> None:
     if x.device != q.device:
         raise RuntimeError(f"{name}: expected a tensor on q's device ({q.device}), got one on {x.device}")

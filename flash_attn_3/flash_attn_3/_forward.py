@@ -7,17 +7,25 @@ or of a cache, in pages or not. `forward` takes its arguments in its order and p
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from typing import Any, Optional, TypeVar
 
 import torch
 from torch import Tensor
 
+from flash_attn._types import WindowSize
+from flash_attn.flash_attn_interface import attend, attend_rows_in_use
 from flash_attn.inference import attend_over_cache
 from flash_attn.ops import arguments, context, outputs
-from flash_attn.ops.attend import attend, attend_rows_in_use
-from flash_attn.ops.attention_args import DENSE, Sequences
+from flash_attn.ops.attention_args import DENSE, Options, Sequences
 from flash_attn.ops.lse import mark_masked_rows
+from flash_attn.ops.quant_args import QuantArgs
 from flash_attn.ops.rows import equal_steps, pack, sequence_of_rows, unpack
 from flash_attn_3 import _checks
+
+_Result = TypeVar("_Result")
+# softmax_scale, causal, window_size, softcap
+_Score = tuple[Optional[float], bool, WindowSize, float]
 
 _NAMES = {  # flash_attn's name of an argument over a cache: the operator's
     "k_cache": "k", "v_cache": "v", "k": "k_new", "v": "v_new", "cache_seqlens": "seqused_k",
@@ -26,11 +34,11 @@ _NAMES = {  # flash_attn's name of an argument over a cache: the operator's
 }  # fmt: skip
 
 
-def without_autograd(function):
+def without_autograd(function: Callable[..., _Result]) -> Callable[..., _Result]:
     """`function` as the body of an operator: its tensors are computed with as they are."""
 
     @functools.wraps(function)
-    def call(q, *args, **kwargs):
+    def call(q: Tensor, *args: Any, **kwargs: Any) -> _Result:
         with torch.no_grad():
             if q.device.type == "meta" or not torch.is_autocast_enabled(q.device.type):
                 return function(q, *args, **kwargs)
@@ -42,12 +50,41 @@ def without_autograd(function):
 
 @without_autograd
 def forward(
-    q, k, v, k_new=None, v_new=None, qv=None, out=None, cu_seqlens_q=None, cu_seqlens_k=None, cu_seqlens_k_new=None,
-    seqused_q=None, seqused_k=None, max_seqlen_q=None, max_seqlen_k=None, page_table=None, kv_batch_idx=None,
-    leftpad_k=None, rotary_cos=None, rotary_sin=None, seqlens_rotary=None, q_descale=None, k_descale=None,
-    v_descale=None, softmax_scale=None, causal=False, window_size_left=-1, window_size_right=-1, attention_chunk=0,
-    softcap=0.0, rotary_interleaved=False, scheduler_metadata=None, num_splits=0, pack_gqa=None, sm_margin=0,
-):  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_new: Tensor | None = None,
+    v_new: Tensor | None = None,
+    qv: Tensor | None = None,
+    out: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    cu_seqlens_k_new: Tensor | None = None,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    page_table: Tensor | None = None,
+    kv_batch_idx: Tensor | None = None,
+    leftpad_k: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    seqlens_rotary: Tensor | None = None,
+    q_descale: Any = None,
+    k_descale: Any = None,
+    v_descale: Any = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size_left: int = -1,
+    window_size_right: int = -1,
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    rotary_interleaved: bool = False,
+    scheduler_metadata: Tensor | None = None,
+    num_splits: int = 0,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+) -> tuple[Tensor, Tensor]:
     """(out, softmax_lse) of `torch.ops.flash_attn_3.fwd`.
 
     LSE is (batch, nheads, seqlen_q), with cu_seqlens_q (nheads, total_q), and -inf in fully masked rows.
@@ -56,14 +93,14 @@ def forward(
     _checks.reject_unsupported(qv, attention_chunk, cu_seqlens_k_new, seqlens_rotary)
     arguments.check_tensors(("q", "k", "v"), (q, k, v))
     num_splits = _checks.unused(num_splits, pack_gqa, scheduler_metadata, max_seqlen_q, max_seqlen_k)
-    scaling = _checks.scaling(q, k, v, q_descale, k_descale, v_descale, out)
+    quant = _checks.quant_args(q, k, v, q_descale, k_descale, v_descale, out)
     score = (softmax_scale, causal, (window_size_left, window_size_right), softcap)
     own_rows = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_q": seqused_q}
     appends = not _all_none(k_new, v_new, rotary_cos, rotary_sin)
     if appends:
         _checks.reject_beside("with new keys or rotary embedding", **own_rows)
     of_cache = not _all_none(seqused_k, page_table, kv_batch_idx, leftpad_k)
-    options = {"scaling": scaling, "sm_margin": sm_margin, "out": out}
+    options: dict[str, Any] = {"quant": quant, "sm_margin": sm_margin, "out": out}
     if appends or (of_cache and _all_none(*own_rows.values()) and v.shape[-1:] == q.shape[-1:]):
         new = (k_new, v_new, rotary_cos, rotary_sin)
         where = (seqused_k, kv_batch_idx, leftpad_k, page_table)
@@ -80,31 +117,46 @@ def forward(
             q, k, v, *where, cu_seqlens_q, seqused_q, *score, names={}, **options
         )  # fmt: skip
     else:
-        result, lse, _ = attend((q, k, v), DENSE, *_options(score), **_checks.named_options(**options))
+        result, lse, _ = attend((q, k, v), DENSE, *_options(score), None, Options(**options))
         if not _some_row_is_masked(q.shape[1], k.shape[1], causal, window_size_right):
             return result, lse
     return result, mark_masked_rows(lse)
 
 
-def _all_none(*values):
+def _all_none(*values: object) -> bool:
     return all(x is None for x in values)
 
 
-def _options(score):
-    """Those of `attend` from dropout_p on, with the LSE."""
-    return (0.0, *score, None, False, True)
+def _options(score: _Score) -> tuple[Any, ...]:
+    """Those of `attend` from dropout_p to is_grad_enabled, with the LSE."""
+    return (0.0, *score, None, False, True, True)
 
 
-def _some_row_is_masked(seqlen_q, seqlen_k, causal, right):
+def _some_row_is_masked(seqlen_q: int, seqlen_k: int, causal: bool, right: int) -> bool:
     """Whether a row of a batch of such lengths sees no key: the first one sees the fewest to its right."""
     beyond_first = seqlen_k - seqlen_q + (0 if causal else right) < 0
     return seqlen_k == 0 or ((causal or right >= 0) and beyond_first)
 
 
 def _packed(
-    q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, leftpad_k, max_seqlen_q, max_seqlen_k, softmax_scale,
-    causal, window_size, softcap, scaling, sm_margin, out,
-):  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor,
+    seqused_q: Tensor | None,
+    seqused_k: Tensor | None,
+    leftpad_k: Tensor | None,
+    max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: WindowSize,
+    softcap: float,
+    quant: QuantArgs,
+    sm_margin: int,
+    out: Tensor | None,
+) -> tuple[Tensor, Tensor]:
     """(out, lse) of queries, packed or in a batch, over packed keys."""
     _checks.packed(q, k, v, cu_seqlens_q, cu_seqlens_k)
     rows, cu_rows = pack(q, cu_seqlens_q)
@@ -113,39 +165,74 @@ def _packed(
         k.shape[0] if max_seqlen_k is None else max_seqlen_k, seqused_k, leftpad_k,
     )  # fmt: skip
     score = (softmax_scale, causal, window_size, softcap)
-    return _of_rows(q, k, v, rows, cu_seqlens_q, seqused_q, sequences, score, scaling, sm_margin, out)
+    return _of_rows(q, k, v, rows, cu_seqlens_q, seqused_q, sequences, score, quant, sm_margin, out)
 
 
-def _of_rows(q, k, v, rows, cu_seqlens_q, seqused_q, sequences, score, scaling, sm_margin, out, sinks=None):
+def _of_rows(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rows: Tensor,
+    cu_seqlens_q: Tensor | None,
+    seqused_q: Tensor | None,
+    sequences: Sequences,
+    score: _Score,
+    quant: QuantArgs,
+    sm_margin: int,
+    out: Tensor | None,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """(out, lse) in the form of q, of which rows are packed."""
     packed_out = out if cu_seqlens_q is not None else None
     if out is not None and packed_out is None:
         outputs.reject_gradients(out, q, k, v, sinks)
         read = {"q": q, "k": k, "v": v, "seqused_q": seqused_q, "sinks": sinks, **sequences._asdict()}
-        outputs.check_result(out, q, v, scaling.get("out_dtype"), read)
-    named = _checks.named_options(scaling, sm_margin, packed_out, sinks)
-    result, lse, _ = attend_rows_in_use(seqused_q, (rows, k, v), sequences, *_options(score), **named)
+        outputs.check_result(out, q, v, quant.out_dtype, read)
+    options = Options(quant=quant, sm_margin=sm_margin, out=packed_out)
+    result, lse, _ = attend_rows_in_use(seqused_q, (rows, k, v), sequences, *_options(score), sinks, options)
     result, lse = unpack(q, cu_seqlens_q, result, lse)
     return (result if out is None or packed_out is not None else out.copy_(result)), lse
 
 
 def over_cache(
-    q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, block_table,
-    softmax_scale, causal, window_size, softcap, rotary_interleaved, num_splits, *, scaling, sm_margin, out, names,
-    sinks=None,
-):  # fmt: skip
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    rotary_cos: Tensor | None,
+    rotary_sin: Tensor | None,
+    cache_seqlens: Any,
+    cache_batch_idx: Tensor | None,
+    cache_leftpad: Tensor | None,
+    block_table: Tensor | None,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: WindowSize,
+    softcap: float,
+    rotary_interleaved: bool,
+    num_splits: int,
+    *,
+    quant: QuantArgs,
+    sm_margin: int,
+    out: Tensor | None,
+    names: dict[str, str],
+    sinks: Tensor | None = None,
+) -> Any:
     """(out, lse) of `flash_attn.flash_attn_with_kvcache`. names: the caller's, see `_checks.renamed`."""
     try:
         return attend_over_cache(
-            q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad,
-            block_table, softmax_scale, causal, window_size, softcap, rotary_interleaved, None, max(num_splits, 0),
-            True, out, None, False, "fa2", sinks, _checks.scaling_values(scaling), sm_margin,
+            q, k_cache, v_cache, k=k, v=v, rotary_cos=rotary_cos, rotary_sin=rotary_sin, cache_seqlens=cache_seqlens,
+            cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad, block_table=block_table,
+            softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,
+            rotary_interleaved=rotary_interleaved, num_splits=max(num_splits, 0), return_softmax_lse=True, out=out,
+            sinks=sinks, quant=quant, sm_margin=sm_margin,
         )  # fmt: skip
     except _checks.ERRORS as error:
         raise _checks.renamed(error, names) from None
 
 
-def packed_over_cache(*args, names, **named):
+def packed_over_cache(*args: Any, names: dict[str, str], **named: Any) -> tuple[Tensor, Tensor]:
     """(out, lse) of packed queries, or of those of a batch, over a cache of pages or of rows, of any V head dim.
 
     A sequence takes no part where it takes none in `flash_attn.flash_attn_with_kvcache`: its length is -1 or does not
@@ -158,9 +245,25 @@ def packed_over_cache(*args, names, **named):
 
 
 def _packed_over_cache(
-    q, k, v, seqused_k, kv_batch_idx, leftpad_k, page_table, cu_seqlens_q, seqused_q, softmax_scale, causal,
-    window_size, softcap, *, scaling, sm_margin, out, sinks=None,
-):  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seqused_k: Any,
+    kv_batch_idx: Tensor | None,
+    leftpad_k: Tensor | None,
+    page_table: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    seqused_q: Tensor | None,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: WindowSize,
+    softcap: float,
+    *,
+    quant: QuantArgs,
+    sm_margin: int,
+    out: Tensor | None,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     _check_cache(q, k, v, kv_batch_idx, page_table, cu_seqlens_q)
     rows, cu_rows = pack(q, cu_seqlens_q)
     batch = arguments.check_cu_seqlens("cu_seqlens_q", cu_rows, q.device)
@@ -171,7 +274,7 @@ def _packed_over_cache(
         missing = (kv_batch_idx < 0) | (kv_batch_idx >= k.shape[0])
         absent = missing if absent is None else absent | missing
         lengths = torch.full_like(cu_rows[1:], capacity) if lengths is None else lengths
-    if absent is not None:
+    if absent is not None and lengths is not None:
         lengths = lengths.masked_fill(absent, 0)
         if out is not None:  # which may be memory of the lengths that are copied here
             arguments.check_tensors(("out",), (out,))
@@ -180,7 +283,7 @@ def _packed_over_cache(
         cu_rows, equal_steps(batch, capacity, q.device), rows.shape[0], capacity, lengths, leftpad_k, page_table
     )  # fmt: skip
     score = (softmax_scale, causal, window_size, softcap)
-    result, lse = _of_rows(q, k, v, rows, cu_seqlens_q, seqused_q, sequences, score, scaling, sm_margin, out, sinks)
+    result, lse = _of_rows(q, k, v, rows, cu_seqlens_q, seqused_q, sequences, score, quant, sm_margin, out, sinks)
     if sinks is not None and absent is not None and batch > 0:  # a request that takes no part has no sink
         rows_absent = absent[sequence_of_rows(cu_rows, rows.shape[0])]
         rows_absent = rows_absent if cu_seqlens_q is not None else rows_absent.view(batch, 1, -1)
@@ -188,7 +291,9 @@ def _packed_over_cache(
     return result, lse
 
 
-def _check_cache(q, k, v, kv_batch_idx, page_table, cu_seqlens_q):
+def _check_cache(
+    q: Tensor, k: Tensor, v: Tensor, kv_batch_idx: Tensor | None, page_table: Tensor | None, cu_seqlens_q: Tensor | None
+) -> None:
     """What `flash_attn.flash_attn_with_kvcache` checks of a cache and its place, and attention over pages does not."""
     arguments.check_optional_tensors(
         ("cu_seqlens_q", "kv_batch_idx", "page_table"), (cu_seqlens_q, kv_batch_idx, page_table)
@@ -203,7 +308,7 @@ def _check_cache(q, k, v, kv_batch_idx, page_table, cu_seqlens_q):
         raise RuntimeError(f"v: expected shape {[*k.shape[:-1], v.shape[-1]]}, got {list(v.shape)}")
 
 
-def _pages(k, page_table, kv_batch_idx, batch):
+def _pages(k: Tensor, page_table: Tensor | None, kv_batch_idx: Tensor | None, batch: int) -> Tensor:
     """The pages of each sequence: rows of a cache are pages too, of the whole length."""
     if page_table is not None:
         _checks.reject_beside("with page_table", kv_batch_idx=kv_batch_idx)
@@ -217,7 +322,7 @@ def _pages(k, page_table, kv_batch_idx, batch):
     return torch.arange(batch, dtype=torch.int32, device=k.device).unsqueeze(1)
 
 
-def _lengths(seqused_k, like, k, page_table):
+def _lengths(seqused_k: Any, like: Tensor, k: Tensor, page_table: Tensor) -> tuple[Tensor | None, Tensor | None]:
     """(lengths (batch,), which of them take no part (batch,)), each None for all and none.
 
     A length that does not fit is an error where the host sees it: an int, a CPU tensor.

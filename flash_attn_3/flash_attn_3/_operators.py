@@ -4,7 +4,7 @@ Annotations stay objects (no postponed evaluation): torch.library infers the sch
 """
 
 import inspect
-from typing import Optional
+from typing import Any, Optional
 
 import torch
 from torch import Tensor
@@ -67,7 +67,7 @@ def _flash_attn_forward(
     return out, lse, _C.no_scratch(lse), _C.no_scratch(lse)
 
 
-def _forward_fake(*args, **options):
+def _forward_fake(*args: Any, **options: Any) -> tuple[Tensor, ...]:
     return _C.fwd_fake(*args, **{name: value for name, value in options.items() if name == "cu_seqlens_q"})
 
 
@@ -80,7 +80,7 @@ _PARAMETERS = tuple(inspect.signature(_flash_attn_forward._init_fn).parameters)
 _flash_attn_forward.register_fake(_C.on_one_device(_forward_fake, _PARAMETERS))
 
 
-def _setup_context(ctx, inputs, output):
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     out, lse, *scratch = output
     given = dict(zip(_PARAMETERS, inputs))
     ctx.save_for_backward(*inputs[:3], out, lse, *(given[name] for name in _LENGTHS))
@@ -91,7 +91,7 @@ def _setup_context(ctx, inputs, output):
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx, dout, dlse, *_):
+def _backward(ctx: Any, dout: Optional[Tensor], dlse: Optional[Tensor], *_: Any) -> tuple[Any, ...]:
     _checks.reject_beside("in training", **ctx.forward_only)
     q, k, v, out, lse, *lengths = ctx.saved_tensors
     _checks.reject_training(q, k, v)
@@ -136,8 +136,19 @@ def _flash_attn_backward(
 
 
 def _backward_fake(
-    dout, q, k, v, out, softmax_lse, cu_seqlens_q=None, cu_seqlens_k=None, sequed_q=None, sequed_k=None, *_, **__
-):
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    softmax_lse: Tensor,
+    cu_seqlens_q: Optional[Tensor] = None,
+    cu_seqlens_k: Optional[Tensor] = None,
+    sequed_q: Optional[Tensor] = None,
+    sequed_k: Optional[Tensor] = None,
+    *_: Any,
+    **__: Any,
+) -> Tensor:
     return _C.softmax_d_fake(q, cu_seqlens_q, cu_seqlens_k, sequed_q, sequed_k)
 
 

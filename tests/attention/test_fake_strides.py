@@ -15,8 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 import flash_attn
 from flash_attn import flash_attn_interface as interface
-from flash_attn.context_parallel import CpPlan, operators
-from flash_attn.context_parallel.local_group import LocalGroup
+from flash_attn.context_parallel import CpPlan, LocalGroup, operators
 from flash_attn.layers.rotary import apply_rotary_emb
 from flash_attn.ops.triton import cross_entropy, dispatch, layer_norm, rotary
 

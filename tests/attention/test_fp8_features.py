@@ -22,7 +22,7 @@ from reference import Varlen, attention, attention_varlen
 from torch.library import opcheck
 
 import flash_attn
-from flash_attn import eight_bit, flash_attn_func, flash_attn_varlen_func
+from flash_attn import flash_attn_func, flash_attn_varlen_func
 from flash_attn.fp8 import (
     flash_attn_straight_through_func,
     flash_attn_varlen_straight_through_func,
@@ -505,21 +505,3 @@ def test_straight_through_takes_16_bits(device, given, message):
     tensors = {name: torch.zeros(B, SK, H, D, device=device).to(given.get(name, HALF)) for name in "qkv"}
     with pytest.raises(RuntimeError, match=f"^{message}"):
         flash_attn_straight_through_func(**tensors)
-
-
-@pytest.mark.parametrize("of_q", (None, (), (1, 1), (HK,), (B, HK), (H,), (B, H)), ids=str)
-@pytest.mark.parametrize("of_k", (None, (), (HK,), (B, HK), (B, SK, HK), (B, 1, HK)), ids=str)
-def test_descales_of_q_and_k_that_join(device, of_q, of_k):
-    """Codes of q stay exact where one descale of K can say what both say."""
-    q_descale, k_descale = (None if shape is None else scale(device, *shape) for shape in (of_q, of_k))
-    joins = eight_bit.can_join(q_descale, k_descale, HK)
-    assert joins == (of_q not in ((H,), (B, H)) and len(of_k or ()) < 3)
-    if not joins:
-        return
-    product = torch.ones(B, H, device=device)
-    for x in (q_descale, k_descale):
-        product = product if x is None else product * eight_bit.by_head(x, H)
-    ours = eight_bit.joined(q_descale, k_descale)
-    assert (ours is None) == (of_q is None and of_k is None)
-    if ours is not None:
-        assert torch.equal(eight_bit.by_head(ours, H).expand(B, H), product)

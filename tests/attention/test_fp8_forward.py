@@ -22,11 +22,11 @@ from fp8_harness import (
     relative_rmse,
     set_nan,
 )  # fmt: skip
-from harness import captured
+from harness import backend_forward, captured
 from reference import Varlen, attention, attention_varlen, sequence_bounds
 from test_fp8 import inputs, quantized
 
-from flash_attn import backends, explain, flash_attn_func, flash_attn_varlen_func
+from flash_attn import explain, flash_attn_func, flash_attn_varlen_func
 
 HEAD_DIMS = (64, 128, 256)
 D = 128  # where the head dim makes no difference
@@ -369,18 +369,20 @@ def test_the_kernels_serve_such_calls(device, d):
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("no wgmma")
     q, k, v = dense(device, 1, 200, 200, 2, 2, d)
-    arguments = (None, None, None, None, None, None, 0.1, False, -1, -1, False, False, False)
-    assert len(backends.of(q).fwd_fp8(q, k, v, *arguments)) == 4
     plan = explain(flash_attn_func, q, k, v, exp="fast")["forward"]
     assert plan["qkv_dtype"] == "e4m3" and plan["exp"] == ("exact" if d == 256 else "fast")
+    assert plan["stages"] == "transpose_v,attention"
     narrow = [x[..., : d - 16].contiguous() for x in (q, k, v)]
-    assert backends.of(q).fwd_fp8(*narrow, *arguments) == []
+    assert "qkv_dtype" not in explain(flash_attn_func, *narrow)["forward"]
+    assert "qkv_dtype" not in explain(flash_attn_func, q, k, v, softcap=5.0)["forward"]
+    expected = flash_attn_func(q, k, v)
     out = torch.full(q.shape, float("nan"), dtype=torch.bfloat16, device=device)
-    result = backends.of(q).fwd_fp8(q, k, v, *arguments, out=out)[0]
-    assert result.data_ptr() == out.data_ptr() and not out.isnan().any()
-    for wrong in (out.half(), out[:, 1:], out[..., ::2], out.cpu(), out.transpose(1, 2).contiguous().transpose(1, 2)):
+    for given in (out, out.transpose(1, 2).contiguous().transpose(1, 2)):
+        result = backend_forward(q, k, v, given)[0]
+        assert result.data_ptr() == given.data_ptr() and torch.equal(given, expected)
+    for wrong in (out.half(), out[:, 1:], out.cpu()):
         with pytest.raises(RuntimeError, match="^out: expected"):
-            backends.of(q).fwd_fp8(q, k, v, *arguments, out=wrong)
+            backend_forward(q, k, v, wrong)
 
 
 def test_exp_is_exact_or_fast(device):

@@ -17,6 +17,7 @@ from torch.library import opcheck
 
 from flash_attn import backends, flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from flash_attn import flash_attn_interface as interface
+from flash_attn.limits import MAX_HEAD_DIM
 from flash_attn.ops import library  # noqa: F401
 
 DTYPE = "bfloat16"
@@ -186,10 +187,10 @@ def test_functional_gradient(device):
 
 def test_errors(device):
     q, k, v = (torch.randn(2, n, 2, 16, device=device).bfloat16() for n in (5, 7, 7))
-    wide = torch.randn(2, 7, 2, 264, device=device).bfloat16()
+    wide = torch.randn(2, 7, 2, MAX_HEAD_DIM + 8, device=device).bfloat16()
     out = torch.full_like(q, 7.0)
-    fails("v: expected a head dim from 1 to 256, got 264", backend_forward, q, k, wide, out)
-    fails("v: expected a head dim from 1 to 256, got 264", flash_attn_func, q, k, wide)
+    fails(f"v: expected a head dim from 1 to {MAX_HEAD_DIM}, got {MAX_HEAD_DIM + 8}", backend_forward, q, k, wide, out)
+    fails(f"v: expected a head dim from 1 to {MAX_HEAD_DIM}, got {MAX_HEAD_DIM + 8}", flash_attn_func, q, k, wide)
     fails("v: expected a head dim from 1 to 256, got 0", backend_forward, q, k, wide[..., :0], out)
     fails("v: expected shape [2, 7, 2, 8], got [2, 6, 2, 8]", backend_forward, q, k, v[:, 1:, :, :8], out)
     fails("v: expected shape [2, 7, 2, 16], got [7, 2, 8]", backend_forward, q, k, v[0, ..., :8], out)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import Case, cache_groups
+from cases import Case
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "benchmarks"))
@@ -29,13 +29,6 @@ VARIANTS = (
     {"alibi": "heads"}, {"append": 1}, {"append": 1, "page_size": 16}, {"invariant": True},
     {"seqlen_q": 40, "causal": True, "page_size": 16}, {"nheads": 2},
 )  # fmt: skip
-
-
-def test_groups_are_measured_where_asked_for():
-    assert set(cache_groups()) == set(rows.CACHE_TIMING)
-    assert not set(rows.GROUPS) & set(rows.CACHE_TIMING)
-    found = rows.select(("decode",), False, "cuda", "bfloat16")
-    assert len(found) == 3 * 5 * 3 and {row.timing for row in found} == {"replay"}
 
 
 def test_bytes_are_the_keys_and_values_in_sight():
@@ -78,15 +71,6 @@ def test_what_has_no_cache_is_not_measured():
     assert implementations.IMPLEMENTATIONS["flash_attn_3"].limits(paged, "cuda", "fwd") is None
 
 
-def test_a_wrong_result_is_noticed():
-    row = rows.Row("decode", dataclasses.replace(BASE, page_size=16))
-    inputs = implementations.make_inputs(row, CPU)
-    right = over_cache.ours(row, inputs)()
-    assert over_cache.relative_error(row, inputs, right) < 1e-5
-    inputs.table[-1, 0] = inputs.table[0, 0]
-    assert over_cache.relative_error(row, inputs, right) > 0.05
-
-
 @pytest.fixture(scope="module")
 def result_path(tmp_path_factory):
     folder = tmp_path_factory.mktemp("bench")
@@ -100,7 +84,8 @@ def test_report_shows_the_bandwidth(result_path):
     result = json.loads(result_path.read_text())
     assert {row["group"] for row in result["rows"]} == {"decode", "decode_tokens", "prefill_cache"}
     lines = report.full_report(result)
-    assert "-- decode (GB/s of keys and values)" in lines and "-- prefill_cache" in lines
+    assert any(line.startswith("| decode fwd | µs | GB/s | ") for line in lines)
+    assert any(line.startswith("| prefill_cache fwd | µs | TFLOPS | ") for line in lines)
     row = next(row for row in result["rows"] if row["group"] == "decode")
     row["results"]["ours"]["ms"] = row["bytes"] / 1e6 / 2000.0
     assert scores.speed(row, "ours") == "2000"

@@ -2,6 +2,7 @@
 
 import json
 import os
+import pty
 import re
 import shutil
 import subprocess
@@ -327,6 +328,28 @@ def test_archive_of_a_subset_links_and_tells_what_it_holds(stand_in, tmp_path, c
     assert json.loads(text) == info
 
 
+def test_progress_is_seen_on_the_terminal_of_an_install_that_pip_keeps_quiet(tmp_path):
+    """One line that moves, and the last one stays; none where the output itself is seen."""
+    program = (
+        "import build_log, kernel_build\n"
+        "results = [{'unchanged': False}, {'unchanged': True}]\n"
+        "build_log.show(kernel_build.progress(2, 12, results, 30), end='')\n"
+        "build_log.announce('built')\n"
+    )
+    command = f'{sys.executable} -c "{program}"'
+    seen = []
+    for redirection in (f" > {tmp_path / 'output'}", ""):
+        process, terminal = pty.fork()
+        if process == 0:
+            os.chdir(ROOT / "tools")
+            os.execv("/bin/sh", ["sh", "-c", command + redirection])
+        os.waitpid(process, 0)
+        seen.append(os.read(terminal, 1000).decode())
+        os.close(terminal)
+    assert seen[0].split("\r\033[K") == ["\r\n  flash_attn: 2 of 12 files, at most 5 min left", "built\r\n"]
+    assert (tmp_path / "output").read_text() == seen[1].replace("\r", "") == "built\n"
+
+
 @needs_ninja
 @needs_compiler
 def test_compile_commands_are_the_compilers_own(stand_in, tmp_path):
@@ -398,6 +421,16 @@ def test_bad_kernels_are_refused_every_time(stand_in, tmp_path, log, message):
         with pytest.raises(BuildError, match=message):
             stand_in()
         assert not (tmp_path / "out" / kernel_build.ARCHIVE).exists()
+
+
+@needs_ninja
+@needs_compiler
+def test_spills_of_another_cuda_than_the_tuned_one_are_warnings(stand_in, tmp_path, capfd):
+    """torch decides which CUDA a user has; ptxas of 12 spills where that of 13 does not."""
+    (tmp_path / "ptxas").write_text(PTXAS_LOG)
+    (tmp_path / "budget.json").write_text('{"default_spill_bytes": 0, "tuned_cuda": "14", "rules": []}')
+    stand_in()
+    assert re.search(r"^    .*\(sm_80\) spills 96 bytes, budget 0 bytes$", capfd.readouterr().out, re.MULTILINE)
 
 
 @needs_ninja

@@ -1,4 +1,4 @@
-"""The benchmark of context parallelism: a dry run on gloo, its tables."""
+"""The benchmark of context parallelism: a dry run on gloo."""
 
 import json
 import os
@@ -43,37 +43,3 @@ def test_dry_run(tmp_path):
     assert "torch_context_parallel" in refused
     assert any(line.startswith("| packed | 192 | ") for line in cp_tables.measured_lines(result))
     assert "| causal | 96 | " in done.stdout
-
-
-def measured():
-    """A result of four GPUs: a peer fails at times, is the fastest at times, and another runs nowhere."""
-
-    def row(problem, tokens, name, forward, both):
-        modes = {"forward": forward, "both": both}
-        speeds = {mode: {"per_gpu": x, "tflops_per_gpu": 500 * x, "rounds": 5} for mode, x in modes.items()}
-        return {"problem": problem, "tokens": tokens, "name": name, "error": None, **speeds}
-
-    absent = [{"problem": "causal", "tokens": 8192, "name": "absent", "error": f"{x}Error: no"} for x in ("Type", "OS")]
-    rows = [
-        row("packed", 1000, "ring", 0.5, 0.6), row("causal", 16384, "all_gather", 0.8, 0.904),
-        row("causal", 16384, "peer", 0.7, 0.901), row("causal", 8192, "peer", 0.45, 0.5),
-        row("causal", 8192, "all_gather", 0.4, 0.6), row("causal", 8192, "ring", 0.3, 0.2),
-        {"problem": "packed", "tokens": 1000, "name": "peer", "error": "NotImplementedError: causal alone"}, *absent,
-    ]  # fmt: skip
-    device, bandwidth = {"name": "NVIDIA X", "driver": "1.2"}, {"bytes": 1 << 20, "messages": 20.4}
-    origin = {"ranks": 4, "device": device, "commit": "0123456789abcdef", "dirty": True, "torch": "2.0"}
-    return {**origin, "bandwidth": bandwidth, "rows": rows, "left_out": [["window", 8192]]}
-
-
-def test_the_table_shows_where_a_peer_is_faster():
-    lines = cp_tables.measured_lines(measured())
-    assert [line for line in lines if line.startswith("| ")] == [
-        "| problem | tokens | one GPU, TFLOPS | `all_gather` | `ring` | `peer` |",
-        "| causal | 8k | 500 / 500 | 40 / **60** | 30 / 20 | **45** / 50 |",
-        "| causal | 16k | 500 / 500 | **80** / **90** | – | 70 / **90** |",
-        "| packed | 1000 | 500 / 500 | – | **50** / **60** | – |",
-    ]
-    text = " ".join(lines)
-    assert "4 × NVIDIA X, driver 1.2, torch 2.0, commit 0123456789ab+changes." in text
-    assert "1 MiB at a time: 20 GB/s by messages of the group." in text
-    assert "Ran nowhere: `absent` (TypeError: no; OSError: no)." in text and "for time: window 8k." in text

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from flash_attn.limits import MAX_HEAD_DIM
+
 ROOT = Path(__file__).resolve().parents[2]
 CSRC = ROOT / "csrc" / "flash_attn"
 SOURCES = sorted(p for p in CSRC.rglob("*") if p.suffix in (".h", ".cpp", ".cu", ".cuh"))
@@ -167,6 +169,11 @@ def python_files(folder):
     return sorted((ROOT / "flash_attn" / folder).rglob("*.py"))
 
 
+def test_the_largest_head_dim_is_one_on_both_sides():
+    tiles = (CSRC / "plan" / "tiles.h").read_text(encoding="utf-8")
+    assert int(re.search(r"constexpr int kMaxHeadDim = (\d+);", tiles).group(1)) == MAX_HEAD_DIM
+
+
 def test_cpu_backend_needs_neither_extension_nor_interface():
     above = ("flash_attn_2_cuda", "flash_attn.backends", "flash_attn.flash_attn_interface", "flash_attn.ops")
     wrong = [
@@ -196,4 +203,26 @@ def test_package_imports_nothing_of_the_repository_around_it():
         for name in imported_modules(path)
         if name.split(".")[0] in outside
     ]
+    assert wrong == []
+
+
+CP_LAYERS = ("plan", "exchange", "compute")  # folders of flash_attn/context_parallel, from the lowest to the highest
+
+
+def test_context_parallel_layers_import_downwards():
+    """Each folder imports only those before it, the plan no torch, and no function imports a module of the package."""
+    package = "flash_attn.context_parallel."
+    wrong = []
+    for number, layer in enumerate(CP_LAYERS):
+        assert python_files(f"context_parallel/{layer}")
+        allowed = tuple(package + name for name in CP_LAYERS[: number + 1])
+        for path in python_files(f"context_parallel/{layer}"):
+            for name in imported_modules(path):
+                is_above = name.startswith(package) and not name.startswith(allowed)
+                if is_above or (layer == "plan" and name.split(".")[0] == "torch"):
+                    wrong.append(f"{path.relative_to(ROOT)} imports {name}")
+    for path in python_files("context_parallel"):
+        functions = [n for n in ast.walk(ast.parse(path.read_text("utf-8"))) if isinstance(n, ast.FunctionDef)]
+        late = [n for f in functions for n in ast.walk(f) if isinstance(n, ast.ImportFrom)]
+        wrong += [f"{path.relative_to(ROOT)} imports {n.module} late" for n in late if n.module.startswith(package)]
     assert wrong == []

@@ -1,4 +1,4 @@
-"""The minimal kernels (examples/minimal): their sources run on an emulated GPU, their build, the tables."""
+"""The minimal kernels (examples/minimal): their sources run on an emulated GPU, their build, their shared memory."""
 
 from __future__ import annotations
 
@@ -20,20 +20,6 @@ sys.path[:] = [str(ROOT / "tools"), *sys.path, str(MINIMAL)]
 import table
 import worked_example
 from toolchain import find_toolkit
-
-RESULT = {
-    "device": "GPU",
-    "batch": 4,
-    "seqlen": 4096,
-    "heads": 32,
-    "head_dim": 64,
-    "variants": [
-        {"name": "tensor_cores", "full": 50.0, "causal": 40.0, "error_in_bounds": 0.5},
-        {"name": "padding", "full": 150.0, "causal": 140.0, "registers": 128, "local_bytes": 0, "blocks_per_sm": 4},
-        {"name": "two_bands", "full": 160.0, "causal": 150.0},
-        {"name": "mma_sync", "full": 300.0, "causal": 280.0},
-    ],
-}
 
 
 def block_of(name):
@@ -111,11 +97,6 @@ def test_the_worked_example():
     assert min(corrections) < 1 == max(corrections)
 
 
-def test_each_rung_can_be_read_in_one_sitting():
-    lengths = {path.name: len(path.read_text().splitlines()) for path in MINIMAL.glob("*.cu")}
-    assert set(lengths) == {"main.cu", "minimal_attention.cu", "plain_loops.cu"} and max(lengths.values()) <= 200
-
-
 @pytest.mark.parametrize("arch, knobs", [("sm_90", ""), ("sm_80", "-DRUNG=5 -DHEAD_DIM=128 -DBLOCK_N=32")])
 def test_it_builds(tmp_path, arch, knobs):
     toolkit = find_toolkit(sys.path)
@@ -146,22 +127,3 @@ def test_it_is_exact_on_the_gpu(device, tmp_path):
     measured = json.loads((tmp_path / "minimal.json").read_text())
     assert [entry["name"] for entry in measured["variants"]][:9] == [*table.RUNGS, *table.SIDE_STEPS]
     assert "mma_sync" in {entry["name"] for entry in measured["variants"]}
-
-
-def test_table_states_gains_and_shares_of_the_library():
-    text = table.table(RESULT)
-    assert "| 150 | 140 | 3.00 | 50% | 128, 0, 4 |" in text
-    assert "| 160 | 150 | – | 53% | – |" in text and "| 300 | 280 | – | 100% | – |" in text
-    assert "plain loops" not in text and "commit" not in text
-    without = table.table({**RESULT, "variants": RESULT["variants"][1:2], "commit": "0123456789abcdef"})
-    assert "| 150 | 140 | – | – | 128, 0, 4 |" in without and "commit 0123456789ab:" in without
-
-
-def test_readme_takes_a_block_and_keeps_the_rest():
-    text = (MINIMAL / "README.md").read_text(encoding="utf-8")
-    once = table.written(text, "first")
-    assert once != text and table.written(once, "second") == table.written(text, "second")
-    for marker, part in (("<!-- minimal:begin -->", 0), ("<!-- minimal:end -->", 1)):
-        assert once.split(marker)[part] == text.split(marker)[part]
-    with pytest.raises(SystemExit, match="nothing:begin"):
-        table.written(text, "", "nothing")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import os
+import re
 import subprocess
 import sys
 import typing
@@ -17,7 +18,6 @@ import flash_attn
 PACKAGE = Path(flash_attn.__file__).parent
 PUBLIC_MODULES = (
     "flash_attn",
-    "flash_attn.autograd_functions",
     "flash_attn.backends",
     "flash_attn.batch_invariance",
     "flash_attn.bert_padding",
@@ -33,11 +33,20 @@ PUBLIC_MODULES = (
     "flash_attn.kvcache_plan",
     "flash_attn.layers.rotary",
     "flash_attn.losses.cross_entropy",
+    "flash_attn.modules.block",
+    "flash_attn.modules.embedding",
     "flash_attn.modules.inner_attention",
     "flash_attn.modules.mha",
+    "flash_attn.modules.mlp",
+    "flash_attn.ops.activations",
+    "flash_attn.ops.fused_dense",
+    "flash_attn.ops.layer_norm",
+    "flash_attn.ops.rms_norm",
     "flash_attn.ops.triton.cross_entropy",
     "flash_attn.ops.triton.layer_norm",
     "flash_attn.ops.triton.rotary",
+    "flash_attn.utils.benchmark",
+    "flash_attn.utils.distributed",
     "flash_attn.utils.generation",
 )
 
@@ -73,7 +82,7 @@ def test_public_functions_are_found():
     assert {
         "flash_attn.flash_attn_interface.flash_attn_func",
         "flash_attn.inference.flash_attn_with_kvcache",
-        "flash_attn.autograd_functions.FlashAttnFunc.apply",
+        "flash_attn.flash_attn_interface.FlashAttnFunc.forward",
         "flash_attn.modules.mha.MHA.forward",
         "flash_attn.kvcache_plan.KvCachePlan.__init__",
         "flash_attn.bert_padding.unpad_input",
@@ -176,3 +185,26 @@ def test_without_another_folder_there_is_no_cute(tmp_path):
     with pytest.raises(subprocess.CalledProcessError) as error:
         import_beside(tmp_path, "import flash_attn.cute")
     assert "No module named 'flash_attn.cute'" in error.value.stderr
+
+
+def modules_of_migration_table():
+    """(module, "served", "refused" or "absent") of each row of the table of modules."""
+    text = (Path(__file__).parents[2] / "docs" / "migrating.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| ([`*]flash_attn.*?) \| (served|refused|absent) \|", text, re.MULTILINE)
+    return [(module, state) for names, state in rows for module in re.findall(r"[\w.]+", names)]
+
+
+def test_the_migration_table_is_true():
+    table = modules_of_migration_table()
+    assert {state for _, state in table} == {"served", "refused", "absent"} and len(table) > 30
+    for module, state in table:
+        if state == "served":
+            importlib.import_module(module)
+            continue
+        with pytest.raises(ModuleNotFoundError) as error:
+            importlib.import_module(module)
+        assert ("transformers" in str(error.value)) == (state == "refused"), module
+    served = {module for module, state in table if state == "served"}
+    assert {module for module in PUBLIC_MODULES if ".modules." in module or ".layers." in module} <= served | {
+        "flash_attn.modules.inner_attention"
+    }

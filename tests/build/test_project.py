@@ -1,4 +1,4 @@
-"""The source distribution, continuous integration, pins of the style."""
+"""The source distribution."""
 
 import re
 import subprocess
@@ -8,13 +8,6 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tools"))
-
-from kernel_manifest import SUPPORTED_ARCHS, parse_archs
-
-
-def text_of(name):
-    return (ROOT / name).read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="module")
@@ -42,13 +35,20 @@ def test_the_sdist_holds_neither_benchmark_results_nor_what_was_built(sdist_file
     assert [name for name in sdist_files if name.startswith(folders) or built.search(name)] == []
 
 
-def test_pre_commit_has_the_pins_of_the_extra():
-    pins = re.search(r"^style = (\[.*\])$", text_of("pyproject.toml"), re.MULTILINE)[1]
-    text = text_of(".pre-commit-config.yaml")
-    assert re.search(r"^ +additional_dependencies: (\[.*\])$", text, re.MULTILINE)[1] == pins
-    assert all(re.fullmatch(r"[\w-]+==[\d.]+", pin) for pin in re.findall(r'"(.*?)"', pins))
+def test_a_missing_client_fails_in_ci(monkeypatch):
+    """Elsewhere its tests are skipped."""
+    monkeypatch.setitem(sys.modules, "peft", None)
+    monkeypatch.setenv("CI", "true")
+    with pytest.raises(ModuleNotFoundError):
+        pytest.importorskip("peft")
+    monkeypatch.delenv("CI")
+    with pytest.raises(pytest.skip.Exception):
+        pytest.importorskip("peft")
 
 
-def test_continuous_integration_compiles_for_every_supported_architecture():
-    lists = re.findall(r'(?:FLASH_ATTN_CUDA_ARCHS="|--archs )([\d;,]+)', text_of(".ci/run"))
-    assert {arch for archs in lists for arch in parse_archs(archs)} == set(SUPPORTED_ARCHS)
+def test_the_clients_are_in_the_extra():
+    conftest = (ROOT / "tests" / "conftest.py").read_text(encoding="utf-8")
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    clients = re.findall(r'"(\w+)"', re.search(r"^CLIENTS = \((.*)\)$", conftest, re.MULTILINE)[1])
+    extra = re.search(r"^test = \[(.*?)^\]$", project, re.MULTILINE | re.DOTALL)[1]
+    assert set(clients) <= {name.replace("-", "_") for name in re.findall(r'"([\w-]+)', extra)} and len(clients) == 5

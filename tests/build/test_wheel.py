@@ -1,5 +1,6 @@
-"""Wheels with kernels: name, tag, notices and run path, of a stand-in torch and module: nothing big is compiled."""
+"""Wheels with kernels and releases: name, tag, notices, run path, of a stand-in torch: nothing big is compiled."""
 
+import contextlib
 import json
 import os
 import platform
@@ -18,6 +19,7 @@ sys.path.insert(0, str(ROOT / "tools"))
 import binding_build
 import kernel_manifest
 import portable_wheel
+import release
 
 MACHINE = platform.machine()
 PYTHON_TAG = "cp{}{}".format(*sys.version_info[:2])
@@ -97,6 +99,81 @@ def test_the_notices_are_those_of_what_is_compiled_in():
     assert included == {"cute", "cutlass", "ATen", "c10", "torch"}, "their projects stand in LICENSE-THIRD-PARTY"
 
 
+# ---- a release -------------------------------------------------------------------------------------------------------
+
+
+def test_the_matrix_is_whole_and_can_be_narrowed():
+    everything = release.rows()
+    assert {row.python for row in everything} == set(release.PYTHONS)
+    assert {row.cuda.split(".")[0] for row in everything} == {"12", "13"}
+    assert {row.torch.rpartition(".")[0] for row in everything} >= {"2.6", "2.11", "2.15"}
+    assert len(everything) == len({(row.torch, row.python) for row in everything})
+    assert release.rows("2.1") == [], "a prefix of 2.10 and 2.11"
+    assert release.rows("2.11", "3.12") == [("2.11.0", "13.0", "3.12")]
+
+
+def made_up_wheel(folder, tags, size=0):
+    """A wheel without modules."""
+    wheel = folder / f"flash_attn-{tags}.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        for name, text in {"METADATA": "Metadata-Version: 2.1\nName: flash_attn\nVersion: 2.8.3\n",
+                           "WHEEL": "Wheel-Version: 1.0\n", "RECORD": ""}.items():  # fmt: skip
+            archive.writestr(f"flash_attn-2.8.3.dist-info/{name}", text)
+        archive.writestr("filler", bytes(size))
+    return wheel
+
+
+@pytest.mark.parametrize(
+    "tags, size, reason",
+    [
+        ("2.8.3-1torch2.11cu130-cp311-cp311-manylinux_2_28_x86_64", 0, None),
+        ("2.8.3-1torch2.11cu130-cp311-cp311-manylinux_2_28_x86_64", 10**7, "at most 10 MB, got 10.0"),
+        ("2.8.3-1torch2.12cu130-cp311-cp311-manylinux_2_28_x86_64", 0, "expected 2.8.3-1torch2.11cu130 in the name"),
+        ("2.8.3+cu130-1torch2.11cu130-cp311-cp311-manylinux_2_28_x86_64", 0, "expected 2.8.3-1torch2.11cu130"),
+        ("2.8.3-1torch2.11cu130-cp311-cp311-manylinux_2_17_x86_64", 0, "a manylinux tag of glibc 2.28 or newer"),
+        ("2.8.3-1torch2.11cu130-cp311-cp311-linux_x86_64", 0, "a manylinux tag of glibc 2.28 or newer"),
+    ],
+)
+def test_a_release_refuses_wheels_that_are_not_what_their_name_says(tmp_path, tags, size, reason):
+    row = release.Row("2.11.0", "13.0", "3.11")
+    with pytest.raises(release.BuildError, match=reason) if reason else contextlib.nullcontext():
+        release.check_wheel(made_up_wheel(tmp_path, tags, size), row, "2.28", 10)
+
+
+def test_pip_installs_the_wheel_of_its_torch_from_the_index(tmp_path):
+    """Of wheels that differ in their build tag alone pip would take the last one in the alphabet."""
+    wheels = [made_up_wheel(tmp_path, f"2.8.3-1torch{torch}-py3-none-any") for torch in ("2.11cu130", "2.9cu128")]
+    release.write_index(wheels, tmp_path.as_uri(), tmp_path / "site")
+    assert re.findall(r'href="(.*?)"', (tmp_path / "site" / "index.html").read_text()) == [
+        "torch2.11cu130/", "torch2.9cu128/",
+    ]  # fmt: skip
+    for wheel in wheels:
+        index = tmp_path / "site" / wheel.name.split("-")[2][1:]
+        command = [sys.executable, "-m", "pip", "download", "--no-deps", "--index-url", index.as_uri(), "flash_attn"]
+        environment = {**os.environ, "PIP_CONFIG_FILE": os.devnull, "PIP_FIND_LINKS": ""}
+        done = subprocess.run([*command, "-d", index], env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        assert [path.name for path in index.glob("*.whl")] == [wheel.name]
+        wheel.write_bytes(wheel.read_bytes() + b"changed")
+        assert subprocess.run([*command, "-d", tmp_path / "x"], env=environment, capture_output=True).returncode != 0
+
+
+def test_the_table_keeps_a_line_for_each_wheel():
+    text = "before\n<!-- wheels:begin -->\n<!-- wheels:end -->\nbehind\n"
+    for torch, python, size in (
+        ("2.11.0", "3.11", 4),
+        ("2.9.1", "3.12", 5),
+        ("2.11.0", "3.9", 6),
+        ("2.11.0", "3.11", 7),
+    ):
+        text = release.with_line(text, f"| {torch} | 13.0 | {python} | {size} |")
+    lines = text.splitlines()
+    assert lines[2:4] == list(release.HEADER)
+    assert [line.split("|")[1:5:2] + [line[-3]] for line in lines[4:-2]] == [
+        [" 2.9.1 ", " 3.12 ", "5"], [" 2.11.0 ", " 3.9 ", "6"], [" 2.11.0 ", " 3.11 ", "7"],
+    ]  # fmt: skip
+
+
 # ---- a whole build ---------------------------------------------------------------------------------------------------
 
 
@@ -114,8 +191,10 @@ def stand_in_python(path, site):
     facts = {"python": "{}.{}".format(*sys.version_info[:2]), "site_dirs": [str(site)], "torch": "2.99.0+cu130"}
     facts.update(torch_dir=str(site / "torch"), cuda="13.0", hip=None, cxx11_abi=1, libstdcxx=None, pybind11_abi={})
     facts["cudart"] = str(site / "nvidia" / "cu13" / "lib" / "libcudart.so.13")
+    info = {"torch": facts["torch"], "archs": ["80"]}
     path.write_text(
-        f"#!/bin/sh\ncase \"$*\" in *auditwheel*) exit 1;; esac\necho '@facts {json.dumps(facts)}'\necho '@info {{}}'\n"
+        f'#!/bin/sh\ncase "$*" in *auditwheel*) exit 1;; esac\n'
+        f"echo '@facts {json.dumps(facts)}'\necho '@info {json.dumps(info)}'\n"
     )
     path.chmod(0o755)
 
@@ -156,6 +235,8 @@ def test_a_wheel_with_kernels(tmp_path):
     variables = stand_in_sources(tree, tmp_path)
     result = run_setup(tree, "bdist_wheel", FLASH_ATTN_PYTHON=str(tmp_path / "python"), **variables)
     assert result.returncode == 0, result.stdout + result.stderr
+    last = result.stdout.splitlines()[-1]
+    assert re.fullmatch(r"built flash_attn_2_cuda for torch 2\.99\.0\+cu130 and sm 80, \d\.\d MB, in \d+ s", last)
     (wheel,) = (tree / "dist").glob("*.whl")
     tag = f"manylinux_2_28_{MACHINE}" if has_auditwheel() else f"linux_{MACHINE}"
     assert wheel.name == f"flash_attn-2.8.3-1torch2.99cu130-{PYTHON_TAG}-{PYTHON_TAG}-{tag}.whl", result.stdout

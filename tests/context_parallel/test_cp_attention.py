@@ -1,4 +1,4 @@
-"""Context-parallel attention against the reference: features x layouts x methods, ranks as threads of one process."""
+"""Context-parallel attention against the reference: features x layouts x methods; ranks are threads of one process."""
 
 import dataclasses
 import gc
@@ -9,8 +9,9 @@ from cases import DTYPES, Case, pairwise
 from cp_harness import call_options, check_gradients_of_some_ranks, check_result, make_plan, run_local, self_attention
 
 from flash_attn import flash_attn_func
-from flash_attn.context_parallel import CpPlan, LocalGroup, call, compute, flash_attn_cp_func, operators
-from flash_attn.context_parallel.schedule import METHODS
+from flash_attn.context_parallel import CpPlan, LocalGroup, attention_call, flash_attn_cp_func, operators
+from flash_attn.context_parallel.compute import kernel_calls
+from flash_attn.context_parallel.plan.steps import METHODS
 
 FEATURES = {
     "method": METHODS,
@@ -48,8 +49,8 @@ def test_pairwise(device, problem_case, method, layout, ranks):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_many_ranks_stay_within_the_criterion_of_one(device, method):
-    """bfloat16: partial results are float32, or rounded once, and do not drift with the number of ranks."""
+def test_errors_do_not_grow_with_the_number_of_ranks(device, method):
+    """bfloat16: partial results are float32 or rounded once."""
     problem, weights = self_attention(Case(1, 257, 257, 16, 16, 32, "bfloat16", causal=True), device)
     for ranks in (2, 8, 16):
         check_result(problem, weights, run_local(problem, weights, ranks, method=method))
@@ -58,9 +59,9 @@ def test_many_ranks_stay_within_the_criterion_of_one(device, method):
 @pytest.mark.devices("cpu")
 @pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("method", ["all_gather", "ring"])
-def test_parts_rounded_once_stay_within_the_criterion_too(device, method, sinks, monkeypatch):
-    """What the CUDA kernels do: each part in q's dtype, their sums in float32."""
-    monkeypatch.setattr(compute, "_part_dtype", lambda x: x.dtype)
+def test_errors_of_parts_that_are_rounded_once(device, method, sinks, monkeypatch):
+    """As CUDA kernels round them: each part to q's dtype, their sums to float32."""
+    monkeypatch.setattr(kernel_calls, "part_dtype", lambda x: x.dtype)
     case = Case(1, 257, 257, 16, 16, 32, "bfloat16", causal=True, sinks=sinks)
     problem, weights = self_attention(case, device)
     for ranks in (2, 8):
@@ -68,14 +69,14 @@ def test_parts_rounded_once_stay_within_the_criterion_too(device, method, sinks,
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_equal_bits_in_every_run(device, method):
+def test_equal_bits_in_each_run(device, method):
     problem, weights = self_attention(Case(2, 130, 130, 4, 2, 32, "bfloat16", causal=True), device)
     first, second = (run_local(problem, weights, 3, method=method, deterministic=True) for _ in range(2))
     for a, b in zip((first.out, first.lse, *first.grads), (second.out, second.lse, *second.grads)):
         assert torch.equal(a, b)
 
 
-def test_one_rank_has_the_bits_of_one_gpu(device):
+def test_one_rank_equals_one_gpu(device):
     problem, weights = self_attention(Case(2, 130, 130, 4, 2, 64, "bfloat16", causal=True), device)
     out, lse, _ = flash_attn_func(problem.q, problem.k, problem.v, causal=True, return_attn_probs=True)
     result = run_local(problem, weights, 1, method="all_gather")
@@ -87,8 +88,8 @@ def test_one_rank_has_the_bits_of_one_gpu(device):
 
 @pytest.mark.parametrize("alibi", ["none", "heads"])
 @pytest.mark.parametrize("batch, seqlen, kind", [(4, 0, "packed"), (1, 256, "dense")], ids=["packed", "dense"])
-def test_dropout_has_one_mask_whatever_the_ranks(device, batch, seqlen, kind, alibi):
-    """The same seed gives the same result for every number of ranks, layout and method."""
+def test_the_dropout_mask_does_not_depend_on_ranks(device, batch, seqlen, kind, alibi):
+    """One seed, one result for each number of ranks, layout and method."""
     dtype, limit = ("float64", 1e-12) if device == "cpu" else ("bfloat16", 3e-2)  # another mask differs by more than 1
     problem, _ = self_attention(
         Case(batch, seqlen, seqlen, 4, 2, 8, dtype, dropout=0.3, kind=kind, alibi=alibi), device
@@ -100,17 +101,17 @@ def test_dropout_has_one_mask_whatever_the_ranks(device, batch, seqlen, kind, al
         torch.testing.assert_close(other, results[0], atol=limit, rtol=0)
 
 
-def test_a_ring_whose_chunks_kernels_cannot_begin_at_gathers(device):
-    """CUDA kernels make dropout masks by MASK_COLUMNS: the method is another one where chunks begin between them."""
+def test_all_gather_replaces_a_ring_between_mask_columns(device):
+    """CUDA kernels make dropout masks by MASK_COLUMNS, so chunks of a ring must begin at multiples of it."""
     q = torch.randn(1, 96, 2, 8, dtype=torch.float64 if device == "cpu" else torch.bfloat16, device=device)
 
     def methods(rank):
         found = []
         for tokens in (96, 99):
             plan = CpPlan.dense(tokens, group=rank, method="ring", layout="contiguous")
-            options = compute.Options((None, 0), 1.0, 0.0, 0.5, False, None, None)
-            found.append(call._method(plan, 1, q, q, q, options))
-            assert call._method(plan, 1, q, q, q, options._replace(dropout_p=0.0)) == "ring"
+            options = kernel_calls.Options("ring", 1, (None, 0), 1.0, 0.0, 0.5, False, None, None)
+            found.append(attention_call._method(plan, q, q, q, options))
+            assert attention_call._method(plan, q, q, q, options._replace(dropout_p=0.0)) == "ring"
         return found
 
     assert LocalGroup(3).run(methods) == [["ring", "ring" if device == "cpu" else "all_gather"]] * 3
@@ -125,8 +126,8 @@ def _seeded(problem, rank, layout, method):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_gradients_of_some_ranks_alone(device, method):
-    """A rank whose results, or one of them, get no gradient still sends those of its keys."""
+def test_losses_of_some_ranks(device, method):
+    """A rank sends gradients of its keys even if its own results, or one of them, get no gradient."""
     check_gradients_of_some_ranks(device, 3, method=method)
 
 
@@ -144,7 +145,7 @@ def test_not_twice_differentiable(device):
     LocalGroup(1).run(run)
 
 
-def test_under_autocast_float32_is_cast(device):
+def test_autocast_casts_float32(device):
     q = torch.randn(1, 16, 2, 16, device=device)
 
     def run(rank):
@@ -165,7 +166,7 @@ def compiled_and_plain(*positional, backend="aot_eager", **options):
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("method", METHODS)
-def test_compiled_code_has_the_call_in_its_graph(device, method, packed):
+def test_compiled_code_has_no_graph_break(device, method, packed):
     dtype = torch.bfloat16 if device == "cuda" else torch.float64
     shape = (24,) if packed else (2, 24)
     q, dout = (torch.randn(*shape, 4, 16, device=device, dtype=dtype) for _ in range(2))
@@ -188,12 +189,12 @@ def test_compiled_code_has_the_call_in_its_graph(device, method, packed):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_operators_keep_the_rules_of_operators(device, method):
+def test_opcheck(device, method):
     dtype = torch.bfloat16 if device == "cuda" else torch.float64
     q, k, v = (torch.randn(1, 24, heads, 16, device=device, dtype=dtype, requires_grad=True) for heads in (4, 2, 2))
 
     def run(rank):
-        plan = CpPlan.dense(24, group=rank, method=method, check="none")  # which numbers no calls: equal results
+        plan = CpPlan.dense(24, group=rank, method=method, check="none")  # calls have no numbers: equal results
         args = operators.CpArgs(q, k, v, None, None, plan.handle, 0.0, 0.25, True, -1, -1, 0.0, True, 0)
         forward = torch.ops.flash_attn_core.cp_fwd.default
         torch.library.opcheck(forward, args)
@@ -203,7 +204,7 @@ def test_operators_keep_the_rules_of_operators(device, method):
     LocalGroup(1).run(run)
 
 
-def test_another_plan_is_no_other_code(device):
+def test_another_plan_needs_no_recompilation(device):
     q = torch.randn(32, 2, 16, device=device, dtype=torch.bfloat16)
     counts = torch._dynamo.testing.CompileCounter()
     compiled, plain = compiled_and_plain(backend=counts)
@@ -217,7 +218,7 @@ def test_another_plan_is_no_other_code(device):
     assert counts.frame_count == 1
 
 
-def test_compiled_dropout_has_the_mask_of_its_state(device):
+def test_compiled_dropout(device):
     q = torch.randn(1, 32, 2, 16, device=device, dtype=torch.bfloat16, requires_grad=True)
 
     both = compiled_and_plain(0.3, return_attn_probs=True)
@@ -235,7 +236,7 @@ def test_compiled_dropout_has_the_mask_of_its_state(device):
     LocalGroup(1).run(run)
 
 
-def test_a_plan_that_is_gone_is_an_error(device):
+def test_a_freed_plan_raises_in_the_backward(device):
     q = torch.randn(1, 16, 2, 16, device=device, dtype=torch.bfloat16, requires_grad=True)
     compiled, _ = compiled_and_plain()
 
@@ -250,14 +251,13 @@ def test_a_plan_that_is_gone_is_an_error(device):
 
 @pytest.mark.parametrize("heads, method", [((8, 8), "ulysses"), ((8, 2), "all_gather"), ((7, 7), "all_gather")])
 def test_auto(heads, method):
-    """By bytes: K and V of all ranks, or one's part of everything; the same on all ranks."""
-    from flash_attn.context_parallel import call
-    from flash_attn.context_parallel.compute import Options
+    """The method that moves fewer bytes, the same on all ranks."""
 
     def run(rank):
         plan = CpPlan.dense(64, group=rank)
         q, k = (torch.empty(1, plan.num_tokens, h, 16) for h in heads)
-        return call._method(plan, 1, q, k, k, Options((None, 0), 1.0, 0.0, 0.0, False, None, None))
+        options = kernel_calls.Options("auto", 1, (None, 0), 1.0, 0.0, 0.0, False, None, None)
+        return attention_call._method(plan, q, k, k, options)
 
     assert LocalGroup(4).run(run) == [method] * 4
 
@@ -309,7 +309,7 @@ def test_different_calls_raise_on_all_ranks(different, check):
     assert LocalGroup(3).run(run) == [True] * 3
 
 
-def test_a_plan_is_needed():
+def test_the_plan_is_required():
     q = torch.randn(1, 4, 2, 8)
     with pytest.raises(TypeError, match="plan: expected a CpPlan, got None"):
         flash_attn_cp_func(q, q, q, plan=None)

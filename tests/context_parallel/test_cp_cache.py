@@ -1,4 +1,4 @@
-"""Decoding over a KV cache shared out to ranks: the results of one cache, whatever the shards, masks and pages."""
+"""Decoding over a KV cache that is divided among ranks, against one cache: shards, masks, pages."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from flash_attn import flash_attn_with_kvcache
 from flash_attn.context_parallel import CpCache, LocalGroup, flash_attn_cp_kvcache
 
 BATCH, CAPACITY, HEADS, HEADS_K, DIM = 5, 50, 4, 2, 16
-LENGTHS = (50, 1, 0, 37, -1)  # a full cache, less keys than ranks, no key, a padding request
+LENGTHS = (50, 1, 0, 37, -1)  # a full cache, fewer keys than ranks, no key, an inactive request
 
 
 def problem(device, seqlen_q):
@@ -18,7 +18,7 @@ def problem(device, seqlen_q):
 
 
 def shard(shards, cache, lengths, rows):
-    """This rank's rows of a cache, NaN in those of no position."""
+    """This rank's rows of a cache; rows without a position are NaN."""
     own = torch.full((BATCH, rows, *cache.shape[2:]), float("nan"), device=cache.device, dtype=cache.dtype)
     for entry, length in enumerate(lengths.tolist()):
         targets = shards.rows(torch.arange(max(0, length), device=cache.device))
@@ -49,7 +49,7 @@ MASKS = [
 @pytest.mark.parametrize("mask", MASKS, ids=str)
 @pytest.mark.parametrize("seqlen_q", [1, 3])
 @pytest.mark.parametrize("ranks, interleave, page", SHARDS)
-def test_like_one_cache(device, mask, seqlen_q, ranks, interleave, page):
+def test_results_equal_those_of_one_cache(device, mask, seqlen_q, ranks, interleave, page):
     q, k, v, lengths = problem(device, seqlen_q)
     sinks = torch.randn(HEADS, device=device)
     options = {**mask, "softcap": 9.0, "sinks": sinks, "return_softmax_lse": True}
@@ -72,7 +72,7 @@ def test_like_one_cache(device, mask, seqlen_q, ranks, interleave, page):
 
 @pytest.mark.parametrize("convention", ["fa3", "flashinfer"])
 def test_conventions_and_rows_of_the_cache(device, convention):
-    """An int as length, cache_batch_idx with several queries, the LSE of other libraries."""
+    """An int as length, cache_batch_idx with several queries, LSE conventions of other libraries."""
     q, k, v, _ = problem(device, 2)
     index = torch.tensor([3, 0, 4, 4, 1], dtype=torch.int32, device=device)
     options = {"causal": True, "return_softmax_lse": True, "lse_convention": convention, "cache_batch_idx": index}
@@ -90,8 +90,8 @@ def test_conventions_and_rows_of_the_cache(device, convention):
 
 @pytest.mark.parametrize("interleave", [1, 3, 16])
 @pytest.mark.parametrize("size", [1, 2, 5])
-def test_every_position_has_one_row(interleave, size):
-    """Rows of a rank are counted without gaps, in the order of positions."""
+def test_each_position_has_one_row(interleave, size):
+    """Rows of a rank have no gaps and the order of positions."""
     positions = torch.arange(100)
 
     def run(rank):
@@ -121,7 +121,7 @@ BAD = [
 
 @pytest.mark.parametrize("bad, message", BAD, ids=[str(i) for i in range(len(BAD))])
 def test_bad_calls_raise_on_all_ranks(bad, message):
-    """Those of one rank, also where its cache alone is too small, and those of all."""
+    """Errors on one rank, also if only its cache is too small, and on all."""
     q, k, v, _ = problem("cpu", 1)
 
     def run(rank, everywhere):
@@ -138,8 +138,8 @@ def test_bad_calls_raise_on_all_ranks(bad, message):
 
 
 @pytest.mark.devices("cuda")
-def test_a_length_beyond_the_rows_is_a_padding_request_on_all_ranks(device):
-    """Of one rank alone the others would give a part of the result."""
+def test_a_length_beyond_the_rows_is_inactive_on_all_ranks(device):
+    """If it were inactive on one rank only, the others would give a part of the result."""
     q, k, v, lengths = problem(device, 1)
     lengths = lengths.clamp(min=1, max=20)
     lengths[1] = 101  # 51 on rank 0, 50 on rank 1

@@ -1,4 +1,4 @@
-"""Functions of other packages on this one: layouts and results of ring-flash-attention, on CPU processes."""
+"""Functions of ring-flash-attention on this package: their layouts and results, in CPU processes."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from signatures import plain_signature
 
 from flash_attn import flash_attn_func, flash_attn_varlen_func
 from flash_attn.context_parallel import CpPlan, LocalGroup, flash_attn_cp_func
-from flash_attn.context_parallel.compat import kept
+from flash_attn.context_parallel.compat import plan_cache
 from flash_attn.context_parallel.compat import ring_flash_attn as compat
 
 HEADS, HEADS_K, DIM = 4, 2, 8
 MASKS = ({"causal": True}, {"causal": False}, {"causal": True, "window_size": (7, 0)}, {"causal": True, "alibi": True})
-NO_ADAPTERS = "ring_flash_attn.adapters", MagicMock()  # which know older versions of transformers
+NO_ADAPTERS = "ring_flash_attn.adapters", MagicMock()  # they need older versions of transformers
 
 
 def run(size, function):
@@ -32,7 +32,7 @@ def run(size, function):
 
 
 def own_rows(bounds, kind, rank, ranks):
-    """Indices of a rank's tokens as that package divides them, chunk by chunk."""
+    """Indices of a rank's tokens in that package, chunk by chunk."""
     rows = []
     for first, last in zip(bounds, bounds[1:]):
         tokens = torch.arange(first, last)
@@ -59,7 +59,7 @@ def slopes_of(options):
 
 
 def check(form, call, alone, whole, rows, axis, options):
-    """Results and gradients of one form of a function are the rank's rows of those of one process."""
+    """Results and gradients of one form of a function equal the rank's rows of those of one process."""
     options = slopes_of(options)
     all_inputs = [x.clone().requires_grad_() for x in whole[:3]]
     expected, expected_lse, _ = alone(*all_inputs, return_attn_probs=True, **options)
@@ -109,7 +109,7 @@ def of_documents(function, *cu_seqlens):
 
 
 def llama3(form, options, rank, ranks):
-    """Documents that end in the midst of chunks, with them and nowhere; copies of lengths give the same."""
+    """Documents that end inside chunks, at their ends, and empty ones; copies of lengths give the same."""
     each = 10
     inner = [3, 3, 10, 4 + 10 * (ranks - 1)]
     cu_seqlens = torch.tensor([0, *inner, each * ranks], dtype=torch.int32)
@@ -127,7 +127,7 @@ def llama3(form, options, rank, ranks):
               options)  # fmt: skip
 
 
-def dropout_is_that_of_a_plan(device):
+def dropout_equals_that_of_a_plan(device):
     plan = CpPlan.dense(24, layout="zigzag", tile=1)
     q, k, v = (plan.shard(x, 1) for x in tensors(1, 24)[:3])
     torch.manual_seed(5)
@@ -136,8 +136,8 @@ def dropout_is_that_of_a_plan(device):
     assert torch.equal(compat.zigzag_ring_flash_attn_func(q, k, v, 0.5, causal=True), expected)
 
 
-def errors_come_on_all_ranks(device):
-    """Of whatever rank, before and after a plan for the lengths is kept; the group is usable afterwards."""
+def errors_raise_on_all_ranks(device):
+    """Before and after a plan for the lengths is cached; the group is usable afterwards."""
     is_last = dist.get_rank() == dist.get_world_size() - 1
     q, k, v, _ = tensors(1, 4)
     odd, cu = (torch.tensor([0, n, 4]) for n in (1, 2))
@@ -171,18 +171,18 @@ def errors_come_on_all_ranks(device):
         llama3(cu)
     with pytest.raises(
         (TypeError, RuntimeError), match="group: expected a ProcessGroup"
-    ):  # of one rank, and told to all
+    ):  # on one rank, which tells all
         compat.ring_flash_attn_func(q, k, v, group=3 if is_last else None)
 
 
 def plans_end_with_their_group(device):
     group = dist.new_group()
     q, k, v, _ = tensors(1, 40)
-    for seqlen in range(1, kept.MOST_PLANS + 3):
+    for seqlen in range(1, plan_cache.MOST_PLANS + 3):
         out = compat.ring_flash_attn_func(*(x[:, :seqlen].requires_grad_() for x in (q, k, v)), group=group)
-    assert len(kept._groups[group].plans) == kept.MOST_PLANS
+    assert len(plan_cache._groups[group].plans) == plan_cache.MOST_PLANS
     out.sum().backward()
-    alive = weakref.ref(group), weakref.ref(kept._groups[group].transport)
+    alive = weakref.ref(group), weakref.ref(plan_cache._groups[group].communicator)
     del out
     dist.destroy_process_group(group)
     del group
@@ -191,9 +191,9 @@ def plans_end_with_their_group(device):
 
 
 def work(device):
-    """One start of processes for all, which costs more than the attention."""
+    """All in one start of processes, which takes longer than the attention."""
     for function in (
-        all_functions, dropout_is_that_of_a_plan, errors_come_on_all_ranks, plans_end_with_their_group,
+        all_functions, dropout_equals_that_of_a_plan, errors_raise_on_all_ranks, plans_end_with_their_group,
     ):  # fmt: skip
         function(device)
 
@@ -211,7 +211,7 @@ def package(monkeypatch):
 
 
 @pytest.mark.devices("cpu")
-def test_ring_flash_attn_has_the_signatures(device, package):
+def test_signatures_equal_those_of_the_package(device, package):
     for name in compat.__all__:
         assert plain_signature(getattr(compat, name)) == plain_signature(getattr(package, name)), name
     theirs = {name for name in vars(package) if name.endswith(("_func", "_cu_seqlens"))}
@@ -219,7 +219,7 @@ def test_ring_flash_attn_has_the_signatures(device, package):
 
 
 def both_packages(device):
-    """Shapes, dtypes and values of the two, with the package's own functions on these kernels."""
+    """Shapes, dtypes and values of this module and of the package, which calls the same kernels."""
     sys.modules.update([NO_ADAPTERS])
     package = importlib.import_module("ring_flash_attn")
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -248,12 +248,12 @@ def both_packages(device):
 
 
 @pytest.mark.devices("cpu")
-def test_ring_flash_attn_has_the_results_of_the_package(device, package):
+def test_results_equal_those_of_the_package(device, package):
     run(2, both_packages)
 
 
 @pytest.mark.devices("cpu")
-def test_llama3_preparation_is_that_of_the_package(device, package):
+def test_llama3_preparation_equals_that_of_the_package(device, package):
     for _ in range(200):
         ranks = random.choice((1, 2, 3, 8))
         total = ranks * random.randint(1, 20)
@@ -280,8 +280,8 @@ def test_llama3_preparation(device):
 
 
 @pytest.mark.devices("cpu")
-def test_spans_of_any_layout(device):
-    """A plan with tokens by turns; what is no partition raises, and what ranks have in different ways."""
+def test_a_given_layout(device):
+    """Every third token per rank. Spans that are no partition raise, and different spans on the ranks."""
     whole = tensors(1, 12)
     spans = [[(i, i + 1) for i in range(r, 12, 3)] for r in range(3)]
 
@@ -312,13 +312,13 @@ def test_spans_of_any_layout(device):
 
 
 @pytest.mark.devices("cpu")
-def test_lengths_are_known_until_a_tensor_is_written_to(device):
-    known, x = kept.OfTensors(), torch.tensor([0, 3])
+def test_bounds_are_cached_until_the_tensor_is_written_to(device):
+    known, x = plan_cache.BoundsOfTensors(), torch.tensor([0, 3])
     known.put(x, (0, 3))
     assert known.get(x) == (0, 3) and known.get(x.clone()) is None
     x[1] = 4
     assert known.get(x) is None
-    with torch.inference_mode():  # which counts no writes
+    with torch.inference_mode():  # these tensors have no version
         y = torch.tensor([0, 3])
         known.put(y, (0, 3))
         assert known.get(y) is None

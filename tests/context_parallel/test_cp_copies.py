@@ -1,4 +1,4 @@
-"""Keys that ranks write into each other's buffers: ranks are threads with a slot protocol like that of GPUs."""
+"""Keys copied into other ranks' buffers: ranks are threads with the slots and signals of GPUs."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from cases import Case
 from cp_harness import check_result, run_rank, self_attention
 
 from flash_attn.context_parallel import CpPlan, LocalGroup, flash_attn_cp_func
-from flash_attn.context_parallel.copies import Arriving
-from flash_attn.context_parallel.layouts import LAYOUTS, layout_spans
-from flash_attn.context_parallel.local_group import LocalMesh, LocalRank
-from flash_attn.context_parallel.schedule import Layout, steps
-from flash_attn.context_parallel.tables import pushes_of
+from flash_attn.context_parallel.exchange.local_group import LocalMesh, LocalRank
+from flash_attn.context_parallel.exchange.peer_copies import Arriving
+from flash_attn.context_parallel.plan.layouts import LAYOUTS, Layout, layout_spans
+from flash_attn.context_parallel.plan.schedule import make_schedule
+from flash_attn.context_parallel.plan.steps import Kind
 
 SLOTS = 2
 
 
 class Shared:
-    """Memory that all ranks reach, with a word for each slot and pair of ranks."""
+    """Memory that all ranks reach, with a signal for each slot and pair of ranks."""
 
     def __init__(self):
-        self.lock, self.buffers, self.words = threading.Condition(), {}, set()
+        self.lock, self.buffers, self.signals = threading.Condition(), {}, set()
 
     def buffer(self, rank, slot, index, rows, like):
         key = rank, slot, index, rows, like.shape[1:], like.dtype
@@ -37,13 +37,13 @@ class Shared:
 class PushingRank(LocalRank):
     def __init__(self, rank: LocalRank, shared: Shared):
         super().__init__(rank._links, rank.rank, rank._members)
-        self.shared, self.passes, self.unfinished = shared, 0, 0
+        self.shared, self.count, self.unfinished = shared, 0, 0
 
-    def push(self, tensors, key_rows, most_rows, parts):
-        slot, shared = self.passes % SLOTS, self.shared
-        self.passes += 1
+    def push(self, tensors, key_rows, most_rows, copies):
+        slot, shared = self.count % SLOTS, self.shared
+        self.count += 1
         self.unfinished += 1
-        rows_of = dict(parts)
+        rows_of = dict(copies)
         for peer in range(self.size):
             if peer == self.rank:
                 continue
@@ -52,17 +52,17 @@ class PushingRank(LocalRank):
                 for row, target, count in rows_of.get(peer, ()):
                     there[target : target + count] = x[row : row + count]
             with shared.lock:
-                assert (peer, slot, self.rank) not in shared.words  # has been read
-                shared.words.add((peer, slot, self.rank))
+                assert (peer, slot, self.rank) not in shared.signals  # the peer has read the last one
+                shared.signals.add((peer, slot, self.rank))
                 shared.lock.notify_all()
         buffers = [shared.buffer(self.rank, slot, i, most_rows, x)[:key_rows] for i, x in enumerate(tensors)]
         return Arriving(buffers, lambda: self.wait(slot), self.finish)
 
     def wait(self, slot):
-        words = {(self.rank, slot, peer) for peer in range(self.size) if peer != self.rank}
+        signals = {(self.rank, slot, peer) for peer in range(self.size) if peer != self.rank}
         with self.shared.lock:
-            assert self.shared.lock.wait_for(lambda: words <= self.shared.words, timeout=30)
-            self.shared.words -= words
+            assert self.shared.lock.wait_for(lambda: signals <= self.shared.signals, timeout=30)
+            self.shared.signals -= signals
 
     def finish(self):
         self.unfinished -= 1
@@ -77,7 +77,7 @@ def with_copies(size, function):
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("options", [{"causal": True}, {"causal": True, "window_size": (9, 0)}, {}], ids=str)
-def test_results_are_those_of_messages(device, layout, ranks, options):
+def test_results_equal_those_of_messages(device, layout, ranks, options):
     whole = [torch.randn(2, 130, heads, 16, dtype=torch.float64) for heads in (4, 2, 2, 4)]
 
     def run(rank):
@@ -105,8 +105,8 @@ def test_packed_documents(device, dropout):
 
 @pytest.mark.devices("cpu")
 @pytest.mark.parametrize("heads", [(4, 2), (3, 1)], ids=str)
-def test_along_the_first_dimension_of_a_mesh(device, heads):
-    """Also where a rank's heads are several calls, each of which writes into the others' buffers."""
+def test_the_first_dimension_of_a_mesh(device, heads):
+    """Also if a rank's heads are several calls, each with copies."""
     problem, weights = self_attention(Case(2, 60, 60, *heads, 16, "float64", causal=True), device)
     shared = [Shared() for _ in range(2)]
 
@@ -115,41 +115,31 @@ def test_along_the_first_dimension_of_a_mesh(device, heads):
         columns, row = mesh.get_group(0), mesh.get_group(1)
         pushing = PushingRank(columns, shared[row.rank])
         result = run_rank(problem, weights, LocalMesh(mesh.mesh, (pushing, row)), method="all_gather")
-        assert pushing.passes >= 2 and pushing.unfinished == 0
+        assert pushing.count >= 2 and pushing.unfinished == 0
         return result
 
     check_result(problem, weights, LocalGroup(6).run(run)[0])
 
 
-def test_rows_arrive_where_their_reader_has_them():
+def test_rows_arrive_where_the_peer_reads_them():
     for _ in range(200):
         cu = (0, *sorted(random.sample(range(1, 200), random.randint(1, 5))))
         ranks, batch = random.choice((2, 3, 5)), random.choice((1, 2))
         layout = Layout(layout_spans(random.choice(LAYOUTS), cu, ranks, random.choice((1, 4)), (None, 0)), cu)
         window, backward = random.choice(((None, 0), (None, None), (7, 0))), random.choice((False, True))
-        every = [steps(layout, rank, "all_gather", window, False, backward, batch == 1) for rank in range(ranks)]
-        pushed = [pushes_of(rank, every, layout.tokens_of(rank), batch, batch * cu[-1]) for rank in range(ranks)]
-        for index in range(len(every[0])):
-            for rank, own in enumerate(step[index] for step in every):
-                rows = {}
-                for peer in range(ranks):
-                    pushes = pushed[peer][index]
-                    for row, target, count in dict(pushes.parts).get(rank, ()) if pushes else ():
-                        rows.update({target + i: (peer, row + i) for i in range(count)})
-                expected, sent = {}, {peer: [] for peer in range(ranks)}
-                for peer in range(ranks):
-                    for entry in range(batch):
-                        base = entry * layout.tokens_of(peer)
-                        for m in every[peer][index].sends:
-                            if m.peer == rank:
-                                sent[peer] += range(base + m.start, base + m.stop)
-                for peer in range(ranks):
-                    arrive = [
-                        entry * own.key_rows + row
-                        for entry in range(batch)
-                        for m in own.receives
-                        if m.peer == peer
-                        for row in range(m.start, m.stop)
-                    ]
-                    expected.update(zip(arrive, ((peer, row) for row in sent[peer])))
-                assert rows == expected
+        kind = Kind("all_gather", window, batch=batch)
+        schedules = [make_schedule(layout, rank, kind, backward, by_copies=True) for rank in range(ranks)]
+        for index in range(len(schedules[0].steps)):
+            for rank in range(ranks):
+                arrived, expected = {}, {}
+                for peer, schedule in enumerate(schedules):
+                    for row, target, count in dict(schedule.copies[index] or ()).get(rank, ()):
+                        arrived.update({target + i: (peer, row + i) for i in range(count)})
+                    sent = rows_of(schedule.steps[index].sends, rank)
+                    received = rows_of(schedules[rank].steps[index].receives, peer)
+                    expected.update(zip(received, ((peer, row) for row in sent)))
+                assert arrived == expected
+
+
+def rows_of(transfers, peer):
+    return [row for start, count in dict(transfers).get(peer, ()) for row in range(start, start + count)]

@@ -1,4 +1,4 @@
-"""Backwards in stages: calls over several sets of keys whose dq has one sum, kept with softmax_d between them."""
+"""Backwards in stages: several calls, each over some keys, add to one sum of dq and share softmax_d."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from cp_harness import check_result, run_local, self_attention
 from dq_stage_harness import FEATURES, Chunks
 
 from flash_attn import backends
-from flash_attn.context_parallel import CpPlan, LocalGroup, compute, flash_attn_cp_func
+from flash_attn.context_parallel import CpPlan, LocalGroup, flash_attn_cp_func
+from flash_attn.context_parallel.compute import kernel_calls, sums
+from flash_attn.context_parallel.plan.steps import Kind
 
 
 @pytest.fixture(params=("wgmma", "mma_sync"))
@@ -23,8 +25,8 @@ def family(request, device, monkeypatch):
 @pytest.mark.parametrize("deterministic", [False, True], ids=["any", "deterministic"])
 @pytest.mark.parametrize("features", FEATURES.values(), ids=FEATURES)
 @pytest.mark.parametrize("heads, head_dims", [((4, 2), (64, 64)), ((3, 3), (128, 128)), ((2, 1), (40, 24))])
-def test_chunks_of_keys_are_one_call(device, family, heads, head_dims, features, deterministic, is_packed):
-    """By the error of the call with all keys; dk and dv are each chunk's own."""
+def test_calls_over_chunks_of_keys_equal_one_call(device, family, heads, head_dims, features, deterministic, is_packed):
+    """Within twice the error of the call with all keys."""
     chunks = Chunks(device, is_packed, heads, head_dims, features)
     if not chunks.has_sum:
         pytest.skip("these kernels have no sum of dq")
@@ -40,7 +42,7 @@ def test_chunks_of_keys_are_one_call(device, family, heads, head_dims, features,
 @pytest.mark.parametrize("is_packed", [False, True], ids=["dense", "packed"])
 @pytest.mark.parametrize("features", FEATURES.values(), ids=FEATURES)
 @pytest.mark.parametrize("heads, head_dims", [((4, 2), (64, 64)), ((2, 1), (128, 128))])
-def test_one_chunk_has_the_bits_of_one_call(device, family, heads, head_dims, features, is_packed):
+def test_one_chunk_equals_one_call(device, family, heads, head_dims, features, is_packed):
     chunks = Chunks(device, is_packed, heads, head_dims, features)
     if not chunks.has_sum:
         pytest.skip("these kernels have no sum of dq")
@@ -48,8 +50,8 @@ def test_one_chunk_has_the_bits_of_one_call(device, family, heads, head_dims, fe
         assert torch.equal(ours, one)
 
 
-def test_what_a_stage_returns(device):
-    """The sum is written in place; begin alone makes softmax_d, of all rows that have an LSE."""
+def test_results_of_each_stage(device):
+    """The sum is updated in place; only begin makes softmax_d, for all rows."""
     chunks = Chunks(device, True, (4, 2), (64, 64), FEATURES["causal"])
     dq_sum, dk, dv, softmax_d = chunks.backward(dq_stage="begin")
     assert dk is None and dv is None and not dq_sum.any()
@@ -92,7 +94,7 @@ def test_bad_stages(device, is_packed, named, message):
         chunks.backward(**named)
 
 
-def test_softmax_d_of_other_sequences(device):
+def test_softmax_d_of_other_rows_raises(device):
     chunks = Chunks(device, True, (2, 2), (64, 64), {})
     dq_sum, _, _, softmax_d = chunks.backward(dq_stage="begin")
     with pytest.raises(RuntimeError, match="softmax_d: expected that of dq_stage 'begin' over the same rows"):
@@ -100,19 +102,20 @@ def test_softmax_d_of_other_sequences(device):
 
 
 def test_fully_masked_rows_are_not_read(device):
-    """NaN in dout of rows whose LSE is infinite."""
+    """dout is NaN in rows with an infinite LSE."""
     chunks = Chunks(device, False, (2, 2), (64, 64), {"window": (-1, 0)}, lengths=((320, 256),) * 3)
     chunks.dout[:, :64] = float("nan")
     for x in chunks.in_stages((0, 64)):
         assert x.isfinite().all()
 
 
-def sequences(table):
-    """(number, rows, keys) of those that have both."""
-    rows, keys = table.cu_seqlens_q.tolist(), table.cu_seqlens_k.tolist()
-    assert len(rows) == len(keys) == len(table.origins) + 1 and keys[-1] == table.k1 - table.k0
+def sequences(call):
+    """(number, rows, keys) of the sequences that have both."""
+    rows, keys = call.cu_seqlens_q.tolist(), call.cu_seqlens_k.tolist()
+    (q0, _), (k0, k1) = call.rows, call.keys
+    assert len(rows) == len(keys) == len(call.origins) + 1 and keys[-1] == k1 - k0
     found = enumerate(zip(zip(rows, rows[1:]), zip(keys, keys[1:])))
-    moved = [(i, (a + table.q0, b + table.q0), (c + table.k0, d + table.k0)) for i, ((a, b), (c, d)) in found]
+    moved = [(i, (a + q0, b + q0), (c + k0, d + k0)) for i, ((a, b), (c, d)) in found]
     return [(i, own, keys) for i, own, keys in moved if own[0] < own[1] and keys[0] < keys[1]]
 
 
@@ -120,28 +123,28 @@ def sequences(table):
 @pytest.mark.parametrize("window", [(None, 0), (600, 0), (300, 200)], ids=str)
 @pytest.mark.parametrize("method", ["ring", "all_gather"])
 @pytest.mark.parametrize("exact", [False, True], ids=["any", "exact"])
-def test_calls_of_all_rows_have_the_pairs_of_the_others(lengths, window, method, exact):
-    """Where a sequence's dq and softmax_d are follows from its number and first row: equal for equal rows."""
+def test_calls_over_all_rows_have_the_same_pairs(lengths, window, method, exact):
+    """Kernels find a sequence's dq and softmax_d by its number and first row, so these are equal in all calls."""
     cu, kept = torch.tensor([0, *lengths]).cumsum(0), 0
 
-    def tables(rank):
+    def calls(rank):
         plan = CpPlan.varlen(cu, group=rank, method=method, layout="zigzag", check="none")
-        kind = method, window, exact, 1, torch.device("cpu"), True
-        return plan.num_tokens, plan.passes.tables(*kind), plan.passes.tables(*kind, keeps_dq=True)
+        kind = Kind(method, window, exact), torch.device("cpu"), True
+        return plan.num_tokens, plan.key_ranks.calls(*kind), plan.key_ranks.calls(*kind, keeps_dq=True)
 
-    for num_tokens, plain, whole in LocalGroup(3).run(tables):
-        calls = [[*(call for step in found.steps for call in step.calls), *found.late] for found in (plain, whole)]
-        if whole.dq_rows is None:
+    for num_tokens, plain, whole in LocalGroup(3).run(calls):
+        if whole.all_rows is None:
             continue
         kept += 1
-        starts = whole.dq_rows.cu_seqlens.tolist()
-        assert len(calls[0]) == len(calls[1])
-        for a, b in zip(*calls):
-            assert [x[1:] for x in sequences(a.table)] == [x[1:] for x in sequences(b.table)]
-            assert (b.table.q0, b.table.q1) == (0, num_tokens) and len(b.table.origins) == len(starts) - 1
-            origins = [x.table.origins[[i for i, *_ in sequences(x.table)]] for x in (a, b)]
+        starts = whole.all_rows.cu_seqlens_q.tolist()
+        both = [[*(call for step in found.steps for call in step), *found.late] for found in (plain, whole)]
+        assert len(both[0]) == len(both[1])
+        for a, b in zip(*both):
+            assert [x[1:] for x in sequences(a)] == [x[1:] for x in sequences(b)]
+            assert b.rows == (0, num_tokens) and len(b.origins) == len(starts) - 1
+            origins = [x.origins[[i for i, *_ in sequences(x)]] for x in (a, b)]
             assert torch.equal(*origins)
-            for i, rows, _ in sequences(b.table):
+            for i, rows, _ in sequences(b):
                 assert starts[i] <= rows[0] and rows[1] <= starts[i + 1] and (rows[0] - starts[i]) % 64 == 0
     assert kept or lengths != (4096,) or window != (None, 0)
 
@@ -158,26 +161,26 @@ CP = [
 @pytest.mark.parametrize("method, ranks, shape", CP, ids=[f"{method}-{ranks}-{case.id}" for method, ranks, case in CP])
 @pytest.mark.parametrize("keeps", [True, False], ids=["kept", "added"])
 def test_ranks_with_and_without_the_sum(device, monkeypatch, method, ranks, shape, keeps):
-    """Where kernels have none, parts of dq are added."""
+    """Without a sum in the kernels, parts of dq are added."""
     used = []
-    monkeypatch.setattr(compute.KeptQuerySums, "add", _noted(compute.KeptQuerySums.add, used))
+    monkeypatch.setattr(sums.KernelDqSum, "add", _recorded(sums.KernelDqSum.add, used))
     if not keeps:
-        monkeypatch.setattr("flash_attn.context_parallel.gathered.has_dq_sum", lambda *given: False)
+        monkeypatch.setattr(kernel_calls, "has_dq_sum", lambda *given: False)
     problem, weights = self_attention(shape, device, (250, 1, 150, 0, 111))
     check_result(problem, weights, run_local(problem, weights, ranks, method=method, layout="zigzag"))
     assert bool(used) == keeps
 
 
-def _noted(function, calls):
-    def noted(*arguments):
+def _recorded(function, calls):
+    def recorded(*arguments):
         calls.append(arguments)
         return function(*arguments)
 
-    return noted
+    return recorded
 
 
-def test_nothing_outlives_a_backward(device):
-    """Two backwards of one plan, one graph each: the second has the first one's bits."""
+def test_backwards_of_one_plan_are_independent(device):
+    """The second backward has the bits of the first one."""
 
     def work(rank):
         plan = CpPlan.dense(512, group=rank, method="ring")
@@ -193,7 +196,7 @@ def test_nothing_outlives_a_backward(device):
     assert all(LocalGroup(2).run(work))
 
 
-def test_a_plan_says_whether_there_is_a_sum(device):
+def test_explain_says_whether_there_is_a_sum(device):
     if device == "cpu":
         pytest.skip("the CPU backend always has one")
     q = torch.empty(1, 256, 8, 64, dtype=torch.float16, device=device)

@@ -1,4 +1,4 @@
-"""Context parallelism at its ends: fewer tokens than ranks, errors that only some ranks would see, buffers alive."""
+"""Limits of context parallelism: few tokens, errors of some ranks, memory in use, threads."""
 
 import threading
 import weakref
@@ -15,14 +15,14 @@ from flash_attn.context_parallel import (
     CpCache,
     CpPlan,
     LocalGroup,
-    call,
-    compute,
+    attention_call,
     flash_attn_cp_func,
     flash_attn_cp_kvcache,
-    moves,
 )
-from flash_attn.context_parallel.local_group import LocalRank
-from flash_attn.context_parallel.schedule import METHODS
+from flash_attn.context_parallel.compute import sums
+from flash_attn.context_parallel.exchange import transfers
+from flash_attn.context_parallel.exchange.local_group import LocalRank
+from flash_attn.context_parallel.plan.steps import METHODS, Kind
 
 RANKS = 4
 SHAPES = [(0, 3), (1, 0), (2, 1), (2, 3), (1, 5)]  # batch, tokens
@@ -38,7 +38,7 @@ def attention(function, inputs):
 
 
 def compare(make, leading, alone, device, **options):
-    """The results of RANKS ranks, put together, are those of one."""
+    """The joined results of RANKS ranks equal those of one."""
     dtype = torch.float64 if device == "cpu" else torch.bfloat16
     whole = [torch.randn(*leading, heads, 8, dtype=dtype, device=device) for heads in (4, 2, 2)]
     axis = len(leading) - 1
@@ -67,7 +67,7 @@ MASKS = [{"causal": True}, {"window_size": (1, 1)}]
 @pytest.mark.parametrize("mask", MASKS, ids=["causal", "window"])
 @pytest.mark.parametrize("batch, tokens", SHAPES)
 def test_few_tokens(device, method, mask, batch, tokens):
-    """Ranks without tokens, no batch, and no tokens at all."""
+    """Ranks without tokens, no batch, and no tokens."""
 
     def alone(q, k, v):
         return flash_attn_func(q, k, v, return_attn_probs=True, **mask)[:2]
@@ -78,7 +78,7 @@ def test_few_tokens(device, method, mask, batch, tokens):
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("layout", ["zigzag", "balanced"])
 @pytest.mark.parametrize("cu", DOCUMENTS, ids=str)
-def test_documents_of_no_and_one_token(device, method, layout, cu):
+def test_documents_of_zero_and_one_tokens(device, method, layout, cu):
     bounds, longest = (
         torch.tensor(cu, dtype=torch.int32, device=device),
         max(map(lambda a, b: b - a, cu, cu[1:]), default=0),
@@ -95,7 +95,7 @@ def test_documents_of_no_and_one_token(device, method, layout, cu):
 
 
 def raises_on_all(tokens, call, message, size=3):
-    """Every rank raises: message on those that have the error, all of them here."""
+    """Every rank raises its error."""
 
     def run(rank):
         plan = CpPlan.dense(tokens, group=rank)
@@ -118,20 +118,20 @@ WRONG_EVERYWHERE = [
 
 @pytest.mark.parametrize("options, message", WRONG_EVERYWHERE, ids=[next(iter(o)) for o, _ in WRONG_EVERYWHERE])
 def test_ranks_without_tokens_raise_too(options, message):
-    """They call no backend, which would have found the error."""
+    """They do not call the backend, which would find the error."""
     raises_on_all(1, lambda q, plan: flash_attn_cp_func(q, q, q, plan=plan, **options), message)
     raises_on_all(1, lambda q, plan: flash_attn_cp_func(q.long(), q.long(), q.long(), plan=plan), "q: expected one of")
 
 
 class Odd:
-    """A window whose reading raises what no check foresees."""
+    """A window that raises an unexpected error."""
 
     def __iter__(self):
         raise KeyError("odd")
 
 
-def test_errors_of_any_kind_are_told_to_the_others():
-    """A KeyError of one rank's arguments: nobody waits for it."""
+def test_unexpected_errors_raise_on_all_ranks():
+    """A KeyError from one rank's arguments: the others do not wait."""
 
     def run(rank):
         odd = {"window_size": Odd()} if rank.rank == 1 else {}
@@ -161,7 +161,7 @@ def test_different_unshards_raise_on_all_ranks(change):
     assert LocalGroup(3).run(run) == [True] * 3
 
 
-def test_a_rank_that_ends_early_leaves_nobody_waiting():
+def test_the_others_do_not_wait_for_a_rank_that_has_ended():
     group = LocalGroup(3)
 
     def run(rank):
@@ -174,7 +174,7 @@ def test_a_rank_that_ends_early_leaves_nobody_waiting():
 
 
 def test_all_ranks_connect_before_some_exchange(monkeypatch):
-    """NCCL makes its communicator in a group's first call, which must not be an exchange of some ranks alone."""
+    """NCCL creates its communicator in a group's first call, which needs all ranks."""
     events = []
     exchange = LocalRank.exchange
     monkeypatch.setattr(LocalRank, "connect", lambda self, device: events.append((self.rank, "connect")))
@@ -199,28 +199,29 @@ def test_all_ranks_connect_before_some_exchange(monkeypatch):
 
 @pytest.mark.parametrize("ranks", [2, 5])
 def test_a_ring_holds_two_ranks_keys(device, ranks, monkeypatch):
-    """Of buffers for the keys of other ranks; whatever the number of ranks."""
+    """For any number of ranks, two buffers for the keys of other ranks."""
     alive, most = [weakref.WeakSet() for _ in range(ranks)], [0] * ranks
-    fetch = moves.Fetched.__init__
+    transfer = transfers.KeyTransfer.__init__
 
-    def counted(self, plan, step, tensors):
-        fetch(self, plan, step, tensors)
+    def counted(self, transport, step, *others):
+        transfer(self, transport, step, *others)
+        rank = transport.rank
         if not step.is_local:
             for buffer in self._buffers:
-                alive[plan.rank].add(buffer.untyped_storage())
-        most[plan.rank] = max(most[plan.rank], len(alive[plan.rank]))
+                alive[rank].add(buffer.untyped_storage())
+        most[rank] = max(most[rank], len(alive[rank]))
 
-    monkeypatch.setattr(moves.Fetched, "__init__", counted)
+    monkeypatch.setattr(transfers.KeyTransfer, "__init__", counted)
     problem, weights = self_attention(Case(1, 64, 64, 2, 2, 16, "bfloat16", causal=True), device)
     run_local(problem, weights, ranks, method="ring")
     assert max(most) == (2 if ranks == 2 else 4)  # a key and a value tensor each
 
 
-def test_a_known_call_is_not_checked_again_and_others_are(device, monkeypatch):
-    """What follows a call that was accepted: the same one, others, bad ones, another one on one of the ranks."""
-    requests = []
-    request = call.request
-    monkeypatch.setattr(call, "request", lambda *given: requests.append(given) or request(*given))
+def test_only_new_calls_are_checked(device, monkeypatch):
+    """After a valid call: the same one, others, bad ones, and another one on one of the ranks."""
+    checked = []
+    check = attention_call.checked_call
+    monkeypatch.setattr(attention_call, "checked_call", lambda args: checked.append(args) or check(args))
 
     def run(rank):
         plan = CpPlan.dense(20, group=rank, check="calls")
@@ -237,30 +238,30 @@ def test_a_known_call_is_not_checked_again_and_others_are(device, monkeypatch):
         return True
 
     assert LocalGroup(2).run(run) == [True] * 2
-    assert len(requests) == 2 * 4  # of the last call all is known
+    assert len(checked) == 2 * 4  # the last call is known
 
 
-def test_tables_are_made_once(device):
+def test_kernel_calls_are_made_once(device):
     problem, _ = self_attention(Case(1, 20, 20, 2, 2, 8, "bfloat16", causal=True), device)
 
     def run(rank):
         plan = make_plan(problem, rank)
-        args = ("ring", (None, 0), False, 1, device)
-        return plan.passes.tables(*args) is plan.passes.tables(*args)
+        args = Kind("ring", (None, 0)), device
+        return plan.key_ranks.calls(*args) is plan.key_ranks.calls(*args)
 
     assert LocalGroup(2).run(run) == [True] * 2
 
 
 @pytest.mark.parametrize("kind", ["dense", "packed"])
-def test_rows_that_a_part_lacks_may_hold_anything(device, kind, monkeypatch):
-    class NanParts(compute._Parts):
+def test_rows_without_a_result_are_not_read(device, kind, monkeypatch):
+    class NanParts(sums._StackedResults):
         def __init__(self, *given):
             super().__init__(*given)
             self._out.fill_(float("nan"))
             made.append(self)
 
     made = []
-    monkeypatch.setattr(compute, "_Parts", NanParts)
+    monkeypatch.setattr(sums, "_StackedResults", NanParts)
     batch, rows = (1, 60) if kind == "dense" else (4, 0)
     problem, weights = self_attention(Case(batch, rows, rows, 2, 2, 16, "bfloat16", causal=True, kind=kind), device)
     check_result(problem, weights, run_local(problem, weights, 3, method="ring"))
@@ -269,22 +270,22 @@ def test_rows_that_a_part_lacks_may_hold_anything(device, kind, monkeypatch):
 
 # ---- errors, orders and threads of some ranks ----
 
-SECONDS = 30.0  # for which a rank waits for another: a test fails and does not hang
+SECONDS = 30.0  # for which a rank waits for another, so that a test fails instead of hanging
 
 
 def told_by(error, message):
-    """What the ranks other than 1 are told of its error."""
+    """The error on the other ranks, with that of rank 1."""
     return rf"got errors on ranks \[1\] \(rank 1: {error.__name__}: {message}"
 
 
 def raise_on_all(call, error, message, size=2):
-    """call(rank, is_bad) raises the error on rank 1, and on the others what they are told of it."""
+    """call(rank, is_bad) raises the error on rank 1, and an error about it on the others."""
 
     def run(rank):
         is_bad = rank.rank == 1
         with pytest.raises(error if is_bad else RuntimeError, match=message if is_bad else told_by(error, message)):
             call(rank, is_bad)
-        return CpPlan.dense(4, group=rank).cu_seqlens  # all are at the same place again
+        return CpPlan.dense(4, group=rank).cu_seqlens  # the ranks still communicate
 
     assert LocalGroup(size, SECONDS).run(run) == [(0, 4)] * size
 
@@ -304,11 +305,11 @@ NO_COMMUNICATOR = [
 
 @pytest.mark.parametrize("call, error, message", NO_COMMUNICATOR, ids=range(len(NO_COMMUNICATOR)))
 def test_errors_of_group_and_mesh_raise_on_all_ranks(call, error, message):
-    """They are found before the rank has a communicator to tell them by."""
+    """The rank finds them before it has a communicator."""
     raise_on_all(call, error, message)
 
 
-def test_a_call_without_its_plan_raises_on_all_ranks():
+def test_a_call_without_a_plan_raises_on_all_ranks():
     q = torch.randn(1, 4, 2, 8)
 
     def function(rank, is_bad):
@@ -326,7 +327,7 @@ def test_a_call_without_its_plan_raises_on_all_ranks():
 @pytest.mark.parametrize("check", ["calls", "plan"])
 @pytest.mark.parametrize("method", ["all_gather", "ulysses"])
 def test_backwards_in_different_orders_raise_on_all_ranks(check, method):
-    """Of calls of one kind, whose messages have the same shapes: once of one plan, once of two that are equal."""
+    """Calls of one kind, whose messages have the same shapes, of one plan or of two equal ones."""
 
     def run(rank):
         torch.manual_seed(rank.rank)
@@ -355,7 +356,7 @@ def test_backwards_of_unshard_are_compared():
     assert LocalGroup(2, SECONDS).run(run) == [[2.0] * 4] * 2
 
 
-def test_a_backward_whose_inputs_were_written_raises_on_all_ranks():
+def test_a_backward_of_overwritten_inputs_raises_on_all_ranks():
     def backward(rank, is_bad):
         plan = CpPlan.dense(8, group=rank)
         q = torch.randn(1, plan.num_tokens, 2, 8)
@@ -375,8 +376,8 @@ def in_thread(function):
 
 
 @pytest.mark.parametrize("check", ["calls", "plan", "none"])
-def test_a_plan_is_of_the_thread_that_made_it(check):
-    """Two threads whose calls ranks may take in different orders; backwards may run in threads of autograd's."""
+def test_only_the_thread_that_made_a_plan_may_use_it(check):
+    """Ranks may order the calls of two threads differently; backwards may run in autograd's threads."""
 
     def run(rank):
         plan, shards = CpPlan.dense(8, group=rank, check=check), CpCache(group=rank, check=check)
@@ -410,7 +411,7 @@ def test_a_call_of_another_thread_raises_on_all_ranks():
 
 
 def test_ranks_wait_no_longer_than_the_timeout():
-    """Of a LocalGroup, for a rank that does something else."""
+    """In a LocalGroup, for a rank that does something else."""
 
     def run(rank):
         if rank.rank == 0:

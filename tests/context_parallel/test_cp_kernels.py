@@ -1,5 +1,5 @@
-"""What context parallelism asks of a backend, on both devices and by both families of kernels: scores that begin at an
-origin, and gradients of keys that are added to float32 tensors."""
+"""Features of the backends for context parallelism, on both devices and in both kernel families: origins of scores, and
+gradients of keys that are added to float32 tensors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def family(request, device, monkeypatch):
 
 
 def kept(origin, heads, rows, cols):
-    """bool (heads, rows, cols): the mask of the whole matrix where a part begins."""
+    """bool (heads, rows, cols): the part of the whole matrix's mask from this origin on."""
     document, head, row, col = origin
     streams = dropout_streams(*STATE, [document], range(head, head + heads))
     return keep_mask(streams, row, row + rows, col, col + cols, dropout_threshold(P))[0]
@@ -28,9 +28,9 @@ def kept(origin, heads, rows, cols):
 @pytest.mark.parametrize("is_packed", [False, True], ids=["dense", "packed"])
 @pytest.mark.parametrize("with_alibi", [False, True], ids=["plain", "alibi"])
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_the_dropout_mask_is_bitwise_that_of_the_whole(device, family, head_dim, with_alibi, is_packed):
-    """Equal probabilities of the keys, and one-hot values: each element of out is a bit of the mask. With one-hot
-    gradients of out each element of dv is one."""
+def test_the_dropout_mask_is_a_part_of_the_whole(device, family, head_dim, with_alibi, is_packed):
+    """With equal probabilities and one-hot values each element of out is a bit of the mask. With one-hot gradients of
+    out each element of dv is one."""
     call = Call(device, is_packed, (3, 3), (head_dim, head_dim))
     call.q.zero_()
     slopes = torch.zeros(3, device=device) if with_alibi else None
@@ -71,7 +71,7 @@ FEATURES = {
 @pytest.mark.parametrize("is_packed", [False, True], ids=["dense", "packed"])
 @pytest.mark.parametrize("features", FEATURES.values(), ids=FEATURES)
 @pytest.mark.parametrize("heads, head_dims", [((4, 2), (64, 64)), ((3, 3), (128, 128)), ((2, 1), (40, 24))])
-def test_a_part_is_that_of_the_float64_reference(device, family, heads, head_dims, features, is_packed):
+def test_a_part_equals_that_of_the_float64_reference(device, family, heads, head_dims, features, is_packed):
     features = dict(features)
     call = Call(device, is_packed, heads, head_dims)
     slopes = torch.rand(len(LENGTHS), heads[0], device=device) * 0.02 if features.pop("slopes", False) else None
@@ -88,8 +88,8 @@ def test_a_part_is_that_of_the_float64_reference(device, family, heads, head_dim
         close(ours, other, name)
 
 
-def test_one_query_of_many_keys_counts_from_its_origin(device):
-    """The kernels of few rows know no origins: others compute it."""
+def test_one_query_with_an_origin(device):
+    """Decode kernels do not support origins: prefill kernels compute it."""
     call = Call(device, True, (8, 2), (64, 64), ((1, 4096), (1, 2048)))
     call.origins[:] = torch.tensor([[0, 0, 3000, 512], [0, 0, 100, 48]])
     slopes = torch.rand(8, device=device) * 0.01
@@ -106,8 +106,7 @@ SUMS = {"plain": {}, "causal": {"window": (-1, 0)}, "both": {"slopes": True, "dr
 @pytest.mark.parametrize("features", SUMS.values(), ids=SUMS)
 @pytest.mark.parametrize("heads, head_dims", [((4, 2), (64, 64)), ((3, 3), (128, 128)), ((2, 1), (40, 24))])
 def test_gradients_of_keys_are_added_in_float32(device, family, heads, head_dims, features, is_packed):
-    """What is added is the call's own dk and dv before they are rounded, in tensors of any strides; rows of no sequence
-    stay."""
+    """Before they are rounded, and to tensors with any strides; rows of no sequence stay."""
     features = dict(features)
     call = Call(device, is_packed, heads, head_dims, extra_rows=5 if is_packed else 0)
     slopes = torch.rand(heads[0], device=device) * 0.02 if features.pop("slopes", False) else None
@@ -120,7 +119,7 @@ def test_gradients_of_keys_are_added_in_float32(device, family, heads, head_dims
     first = [x.clone() for x in sums]
     for ours, given, theirs in zip(grads[1:], sums, rounded):
         assert ours.data_ptr() == given.data_ptr() and ours.dtype == dtype
-        tolerance = 2**-8 * theirs.abs().max().item()  # a probability may be rounded the other way
+        tolerance = 2**-8 * theirs.abs().max().item()  # a probability may be rounded to either side
         torch.testing.assert_close(ours.to(theirs.dtype), theirs, rtol=2**-7, atol=tolerance)
         if device == "cuda":
             assert not torch.equal(ours, ours.to(theirs.dtype).float())  # more digits than bfloat16 has
@@ -134,8 +133,8 @@ def test_gradients_of_keys_are_added_in_float32(device, family, heads, head_dims
         assert all((given[-5:] == 7.0).all() for given in sums)
 
 
-def test_sums_into_views_that_kernels_cannot_write(device):
-    """Rows that begin off the 16 bytes of a vector."""
+def test_sums_in_unaligned_views(device):
+    """Their rows do not begin at multiples of 16 bytes, so kernels cannot write them."""
     call = Call(device, True, (2, 2), (64, 64))
     out, lse, *_ = call.forward()
     dtype = torch.float64 if device == "cpu" else torch.float32
@@ -169,7 +168,7 @@ def test_bad_sums_and_origins(device, is_packed, named, grads, message):
         call.backward(out, lse, grads=grads, **named)
 
 
-def test_a_cache_has_no_origins(device):
+def test_origins_over_a_cache_raise(device):
     q = torch.randn(1, 1, 2, 64, dtype=half(device), device=device)
     cache = torch.randn(1, 64, 2, 64, dtype=half(device), device=device)
     origins = torch.zeros(1, 4, dtype=torch.int64, device=device)

@@ -1,4 +1,4 @@
-"""Meshes of two dimensions: heads move along the second, K and V along the first; of threads and of processes."""
+"""Meshes of two dimensions, of threads and of processes: heads move along the second, K and V along the first."""
 
 import dataclasses
 
@@ -9,9 +9,9 @@ import torch.distributed as dist
 from cases import DTYPES, Case
 from cp_harness import call_options, check_gradients_of_some_ranks, check_result, make_plan, run_local, self_attention
 
-from flash_attn.context_parallel import CpPlan, LocalGroup, call, flash_attn_cp_func, operators
-from flash_attn.context_parallel.compute import Options
-from flash_attn.context_parallel.layouts import LAYOUTS, imbalance, layout_spans
+from flash_attn.context_parallel import CpPlan, LocalGroup, attention_call, flash_attn_cp_func, operators
+from flash_attn.context_parallel.compute.kernel_calls import Options
+from flash_attn.context_parallel.plan.layouts import LAYOUTS, imbalance, layout_spans
 
 SHAPES = [(2, 2), (2, 3), (3, 2)]
 CASES = [
@@ -32,14 +32,14 @@ def of_device(case, device):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("method", ["all_gather", "ring"])
 @pytest.mark.parametrize("index", range(len(CASES)), ids=[case.id for case in CASES])
-def test_results_are_those_of_one_gpu(device, index, method, shape):
+def test_results_equal_those_of_one_gpu(device, index, method, shape):
     problem, weights = self_attention(of_device(CASES[index], device), device)
     layout = LAYOUTS[(index + shape[1]) % 3]
     check_result(problem, weights, run_local(problem, weights, shape, method=method, layout=layout))
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (1, 3), (3, 1), (4, 3)], ids=str)
-def test_one_row_one_column_and_more_rows_than_tokens(device, shape):
+def test_one_row_one_column_and_fewer_tokens_than_rows(device, shape):
     for tokens in (0, 1, 5):
         case = Case(2, tokens, tokens, 2, 1, 8, "float64", causal=True)
         problem, weights = self_attention(of_device(case, device), device)
@@ -49,8 +49,8 @@ def test_one_row_one_column_and_more_rows_than_tokens(device, shape):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_gradients_of_heads_on_several_ranks_are_summed_before_they_are_rounded(device, dtype):
-    """One K/V head for four ranks of a row, also where its row needs no keys of others."""
+def test_gradients_of_shared_heads_are_rounded_once(device, dtype):
+    """One K/V head for the four ranks of a row, also if the row needs no keys of others."""
     dtype = dtype if dtype in DTYPES[device] else "float16"
     problem, weights = self_attention(Case(1, 257, 257, 8, 1, 32, dtype, causal=True), device)
     for shape in ((1, 4), (3, 4)):
@@ -58,14 +58,14 @@ def test_gradients_of_heads_on_several_ranks_are_summed_before_they_are_rounded(
 
 
 @pytest.mark.parametrize("method", ["all_gather", "ring"])
-def test_equal_bits_in_every_run(device, method):
+def test_equal_bits_in_each_run(device, method):
     problem, weights = self_attention(Case(2, 130, 130, 3, 1, 32, "bfloat16", causal=True), device)
     first, second = (run_local(problem, weights, (2, 2), method=method, deterministic=True) for _ in range(2))
     for a, b in zip((first.out, first.lse, *first.grads), (second.out, second.lse, *second.grads)):
         assert torch.equal(a, b)
 
 
-def test_dropout_has_the_mask_of_one_rank(device):
+def test_the_dropout_mask_is_that_of_one_rank(device):
     dtype, limit = ("float64", 1e-12) if device == "cpu" else ("bfloat16", 3e-2)  # another mask differs by more than 1
     problem, _ = self_attention(Case(1, 256, 256, 4, 2, 8, dtype, dropout=0.3), device)
 
@@ -82,8 +82,8 @@ def test_dropout_has_the_mask_of_one_rank(device):
 
 
 @pytest.mark.parametrize("method", ["all_gather", "ring"])
-def test_the_operators_of_compiled_code(device, method):
-    """Their backward sends once more what other code keeps."""
+def test_operators(device, method):
+    """Their backward exchanges heads once more, which eager code saves."""
     dtype = torch.float64 if device == "cpu" else torch.bfloat16
     whole = [torch.randn(2, 40, heads, 16, device=device, dtype=dtype) for heads in (3, 1, 1, 3)]
 
@@ -100,15 +100,15 @@ def test_the_operators_of_compiled_code(device, method):
             assert torch.equal(a, b)
 
 
-def test_gradients_of_some_ranks_alone(device):
-    """A rank whose results, or one of them, get no gradient still sends those of its heads and keys."""
+def test_losses_of_some_ranks(device):
+    """A rank sends gradients of its heads and keys even if its own results, or one of them, get no gradient."""
     check_gradients_of_some_ranks(device, (2, 2))
 
 
 @pytest.mark.parametrize("shape", [*SHAPES, (1, 4), (4, 1), (5, 4)], ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_plans(layout, shape):
-    """Rows of the mesh have what ranks of one dimension have; shard and unshard are inverse."""
+    """A row of the mesh has the tokens of a rank of one dimension; shard and unshard are inverse."""
     cu = (0, 3, 3, 40, 41, 77)
     x, weights = torch.randn(2, 77, 3), torch.randn(shape[0] * shape[1], 2, 77, 3)
 
@@ -137,24 +137,25 @@ def test_plans(layout, shape):
     assert [plan.received_tokens() for plan in plans] == [p.received_tokens() for p in alone for _ in range(shape[1])]
 
 
-def test_a_causal_zigzag_is_even_whatever_the_mesh():
+def test_a_causal_zigzag_is_even_in_each_mesh():
     for shape in ((2, 4), (4, 2)):
         plan = LocalGroup(8).run(lambda rank, shape=shape: CpPlan.dense(4096, mesh=rank.mesh(*shape)))[0]
         assert plan.imbalance(causal=True) == 1.0
         assert {sum(stop - start for start, stop in spans) for spans in plan.spans} == {512}
 
 
-def test_auto_counts_the_keys_of_a_ranks_own_heads(monkeypatch):
-    """Never ulysses, which is what a row does anyway."""
-    monkeypatch.setattr(call, "_MOST_GATHERED_BYTES", 64 * 8 * 32 * 4 // 2)  # half of K and V
+def test_auto_counts_keys_of_a_ranks_heads(monkeypatch):
+    """It never chooses ulysses, by which rows exchange heads anyway."""
+    monkeypatch.setattr(attention_call, "_MOST_GATHERED_BYTES", 64 * 8 * 32 * 4 // 2)  # half of K and V
 
     def run(rank):
         plan = CpPlan.dense(64, mesh=rank.mesh(2, 2))
         found = []
         for heads_k in (8, 1):  # one head is on both ranks of a row
             q, k = (torch.empty(1, plan.num_tokens, h, 16) for h in (8, heads_k))
-            options = Options((None, 0), 1.0, 0.0, 0.0, False, None, None)
-            found.append([call._method(plan, batch, q, k, k, options) for batch in (1, 2, 4, 5)])
+            options = Options("auto", 1, (None, 0), 1.0, 0.0, 0.0, False, None, None)
+            batches = [options._replace(batch=batch) for batch in (1, 2, 4, 5)]
+            found.append([attention_call._method(plan, q, k, k, options) for options in batches])
         return found
 
     of_eight, of_one = ["all_gather", "ring", "ring", "ring"], ["all_gather", "all_gather", "all_gather", "ring"]
@@ -184,7 +185,7 @@ def test_bad_plans_and_calls_raise_on_all_ranks():
     assert LocalGroup(4).run(run) == [True] * 4
 
 
-def test_a_mesh_has_all_ranks_of_its_group():
+def test_a_mesh_needs_all_ranks_of_its_group():
     with pytest.raises(RuntimeError, match=r"outer \* inner: expected 3 ranks, got 2 \* 2"):
         LocalGroup(3).run(lambda rank: rank.mesh(2, 2))
 

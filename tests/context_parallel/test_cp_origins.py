@@ -1,4 +1,4 @@
-"""Scores that are a part of a larger matrix: ALiBi and dropout of the CPU backend count from where the part begins."""
+"""Scores that are a part of a larger matrix: ALiBi and dropout of the CPU backend count from the part's origin."""
 
 import pytest
 import torch
@@ -40,7 +40,7 @@ def origin(*values):
 
 
 def test_a_part_equals_that_of_the_whole():
-    """Rows 7 to 13 and heads 1 to 3 of document 5, all keys; then with keys alone from 4 on, by the gradients."""
+    """Rows 7 to 13 and heads 1 to 3 of document 5 with all keys; then gradients of calls over parts of the keys."""
     q, k, v, dout, slopes = inputs()
     whole = origin(5, 0, 0, 0)
     out, lse, _, state = forward(q, k, v, slopes, whole)
@@ -67,14 +67,14 @@ def test_a_part_equals_that_of_the_whole():
         torch.testing.assert_close(ours, expected, atol=1e-12, rtol=0)
 
 
-def test_the_window_is_the_parts_own():
+def test_the_window_counts_from_the_part():
     q, k, v, _, slopes = inputs()
     out, *_ = forward(q, k, v, slopes, origin(0, 0, 0, 0), right=0)
     part, *_ = forward(q[5:9], k[:9], v[:9], slopes, origin(0, 0, 5, 0), right=0)
     torch.testing.assert_close(part, out[5:9], atol=1e-12, rtol=0)
 
 
-def test_another_origin_is_another_mask():
+def test_another_origin_gives_another_mask():
     q, k, v, _, slopes = inputs()
     outs = [
         forward(q, k, v, slopes, origin(*where))[0]
@@ -93,7 +93,7 @@ def test_bad_origins(origins, message):
         forward(q, k, v, slopes, origins)
 
 
-def test_dense_batches_are_as_packed_ones():
+def test_dense_batches_equal_packed_ones():
     q, k, v, dout, slopes = inputs()
     here, rest = origin(5, 1, 7, 4), (P, 0.3, False, -1, 3, 0.0)
     dense = [x.unsqueeze(0) for x in (q, k, v)]

@@ -1,13 +1,15 @@
-"""Plans of context parallelism: every token on one rank, every visible pair computed once, nothing sent in vain."""
+"""Plans of context parallelism: each token is on one rank, each visible pair computed once, no key sent in vain."""
 
 import random
 
 import pytest
 import torch
 
-from flash_attn.context_parallel import CpPlan, LocalGroup, schedule
-from flash_attn.context_parallel.layouts import (
+from flash_attn.context_parallel import CpPlan, LocalGroup
+from flash_attn.context_parallel.plan import steps
+from flash_attn.context_parallel.plan.layouts import (
     LAYOUTS,
+    Layout,
     begin_at_multiples,
     imbalance,
     layout_spans,
@@ -16,8 +18,8 @@ from flash_attn.context_parallel.layouts import (
     visible_keys,
     visible_pairs,
 )
-from flash_attn.context_parallel.schedule import Layout, groups, steps
-from flash_attn.context_parallel.tables import pass_tables
+from flash_attn.context_parallel.plan.schedule import make_schedule
+from flash_attn.context_parallel.plan.steps import Kind, groups, make_steps
 from flash_attn.dropout import MASK_COLUMNS
 
 WINDOWS = ((None, None), (None, 0), (3, 0), (0, 0), (20, 0), (None, 2), (5, None), (4, 7))
@@ -56,7 +58,7 @@ def random_problems(count):
         yield Layout(layout_spans(layout, cu, ranks, random.choice((1, 4, 128)), window), cu), window
 
 
-def test_every_token_is_on_one_rank():
+def test_each_token_is_on_one_rank():
     for layout, _ in random_problems(200):
         assert sorted(token for spans in layout.spans for token in tokens(spans)) == list(range(layout.cu[-1]))
         for spans in layout.spans:
@@ -95,14 +97,14 @@ def test_balance(ranks):
     assert imbalance(layout_spans("contiguous", whole, ranks, 128, (None, 0)), whole, (None, 0)) > 1.4
 
 
-def test_a_few_long_documents_get_shorter_chunks():
-    """Chunks of one document weigh the same without a mask: too few of them cannot be shared out evenly."""
+def test_few_long_documents_get_shorter_chunks():
+    """Without a mask all chunks of a document have the same work: few of them cannot be divided evenly."""
     cu = (0, 65536, 74536, 83536)
     assert imbalance(layout_spans("balanced", cu, 8, 128, (None, None)), cu, (None, None)) <= 1.05
 
 
-def test_loads_of_rounds_differ_by_one_chunk_at_most():
-    """The bound that the docstring proves, where no simpler layout is even."""
+def test_loads_differ_by_one_chunk_at_most():
+    """The bound in the docstring of _by_load, if no simpler layout is even."""
     for _ in range(20):
         cu, ranks = random_bounds(20, (3, 70, 500, 4000)), random.choice((2, 3, 7))
         window = (None, 0)
@@ -113,8 +115,8 @@ def test_loads_of_rounds_differ_by_one_chunk_at_most():
         assert max(loads) - min(loads) <= max(heaviest, 0.05 * sum(loads))
 
 
-def test_documents_that_share_out_evenly_stay_whole():
-    """Then nothing is sent; a long one is cut in a zigzag, the others still stay whole."""
+def test_documents_stay_whole_if_that_is_even():
+    """No keys are sent then. A long document becomes a zigzag, the others stay whole."""
     lengths = (9000, 300, 4000, 3000, 8000, 500, 2000, 2500, 700, 4200, 1500, 300, 200, 600, 4000)
     for longest, cut in ((), 0), ((60000,), 1):
         cu = [0]
@@ -142,7 +144,7 @@ def test_visible_pairs_and_keys():
 
 
 def pairs_of_call(pair, own, keys):
-    """The (query, key) tokens that a call of these rows computes: aligned to the bottom right, as the backends do."""
+    """The (query, key) tokens of a call, whose mask backends align to the bottom right."""
     rows, cols = pair.q1 - pair.q0, pair.k1 - pair.k0
     for i in range(rows):
         position = i + cols - rows
@@ -152,36 +154,42 @@ def pairs_of_call(pair, own, keys):
 
 
 def keys_of(layout, rank, step):
-    """The tokens in a step's buffer, as the messages of its sources bring them."""
+    """The tokens in a step's buffer before messages arrive."""
     own = tokens(layout.spans[rank])
     if step.is_local:
         return own[: step.key_rows]
     keys = [None] * step.key_rows
-    for row, key, count in step.own:
+    for (row, count), (key, _) in zip(*step.own):
         keys[key : key + count] = own[row : row + count]
     return keys
 
 
+def rows_of(transfers, peer):
+    """The rows that go to a peer or come from it, in order."""
+    return [row for start, count in dict(transfers).get(peer, ()) for row in range(start, start + count)]
+
+
 @pytest.mark.parametrize("method", ["all_gather", "ring"])
 @pytest.mark.parametrize("exact_positions", [False, True])
-@pytest.mark.parametrize("backward, divides_rows", [(False, True), (True, True), (False, False), (True, False)])
-def test_every_visible_pair_is_computed_once(method, exact_positions, backward, divides_rows, monkeypatch):
-    monkeypatch.setattr(schedule, "_ROWS", 1)  # short segments are divided too
+@pytest.mark.parametrize("backward, batch", [(False, 1), (True, 1), (False, 2), (True, 2)])
+def test_each_visible_pair_is_computed_once(method, exact_positions, backward, batch, monkeypatch):
+    monkeypatch.setattr(steps, "_ROWS", 1)  # short segments are divided too
     for layout, window in random_problems(40):
-        given = method, window, exact_positions, backward, divides_rows
-        every = [steps(layout, rank, *given) for rank in range(layout.ranks)]
+        layout = layout.batched(batch)
+        kind = Kind(method, window, exact_positions, batch)
+        every = [make_steps(layout, rank, kind, backward) for rank in range(layout.ranks)]
         for rank, own_steps in enumerate(every):
             own, computed, received = tokens(layout.spans[rank]), [], []
             for index, step in enumerate(own_steps):
                 keys = keys_of(layout, rank, step)
                 for peer in range(layout.ranks):
-                    sent = [m for m in every[peer][index].sends if m.peer == rank]
-                    expected = [m for m in step.receives if m.peer == peer]
-                    assert [m.stop - m.start for m in sent] == [m.stop - m.start for m in expected]
+                    sent = rows_of(every[peer][index].sends, rank)
+                    expected = rows_of(step.receives, peer)
+                    assert len(sent) == len(expected)
                     theirs = tokens(layout.spans[peer])
                     for source, target in zip(sent, expected):
-                        keys[target.start : target.stop] = theirs[source.start : source.stop]
-                        received += theirs[source.start : source.stop]
+                        keys[target] = theirs[source]
+                        received.append(theirs[source])
                 assert None not in keys
                 for pair in step.pairs:
                     computed += pairs_of_call(pair, own, keys)
@@ -192,7 +200,7 @@ def test_every_visible_pair_is_computed_once(method, exact_positions, backward, 
             expected = visible_set(own, layout.cu, window)
             assert len(computed) == len(set(computed)) and set(computed) == expected
             others = {j for _, j in expected} - set(own)
-            assert len(received) == len(set(received)) and set(received) >= others  # each key that is needed, once
+            assert len(received) == len(set(received)) and set(received) >= others  # each required key once
             unseen = set(received) - others
             if not exact_positions:
                 assert not unseen
@@ -201,14 +209,14 @@ def test_every_visible_pair_is_computed_once(method, exact_positions, backward, 
 
 @pytest.mark.parametrize("method", ["all_gather", "ring"])
 @pytest.mark.parametrize("backward", [False, True])
-def test_keys_with_positions_begin_at_columns_that_kernels_can_make(method, backward):
-    """Of all_gather always, of the ring where the chunks of ranks do."""
+def test_keys_begin_at_mask_columns(method, backward):
+    """With exact positions: all_gather always, ring if the ranks' chunks begin there."""
     checked = 0
     for layout, window in random_problems(200):
         if method == "ring" and not begin_at_multiples(layout.spans, layout.cu, MASK_COLUMNS):
             continue
         for rank in range(layout.ranks):
-            pairs = [pair for step in steps(layout, rank, method, window, True, backward) for pair in step.pairs]
+            pairs = [p for step in make_steps(layout, rank, Kind(method, window, True), backward) for p in step.pairs]
             assert all(pair.col % MASK_COLUMNS == 0 for pair in pairs)
             checked += len(pairs)
     assert checked > 0
@@ -217,28 +225,22 @@ def test_keys_with_positions_begin_at_columns_that_kernels_can_make(method, back
 @pytest.mark.parametrize("method", ["all_gather", "ring"])
 def test_gradients_go_where_keys_came_from(method):
     for layout, window in random_problems(60):
-        every = [steps(layout, rank, method, window, False, backward=True) for rank in range(layout.ranks)]
+        kind = Kind(method, window)
+        every = [make_steps(layout, rank, kind, backward=True) for rank in range(layout.ranks)]
         for index in range(len(every[0])):
-            for number in range(len(every[0][index].rounds)):
-                for rank in range(layout.ranks):
-                    step = every[rank][index]
-                    sent, received = step.rounds[number]
-                    assert set(sent) <= set(step.receives)
-                    for message in received:
-                        theirs = every[message.peer][index].rounds[number][0]
-                        back = [m for m in theirs if m.peer == rank]
-                        ours = [m for m in received if m.peer == message.peer]
-                        assert [m.stop - m.start for m in back] == [m.stop - m.start for m in ours]
-            for rank in range(layout.ranks):
-                step = every[rank][index]
-                assert sorted(m for sent, _ in step.rounds for m in sent) == sorted(step.receives)
-                assert sorted(m for _, received in step.rounds for m in received) == sorted(step.sends)
+            for rank, step in enumerate(own[index] for own in every):
+                for number, (_, received) in enumerate(step.returns):
+                    for peer, _ in received:
+                        sent = every[peer][index].returns[number][0]
+                        assert len(rows_of(sent, rank)) == len(rows_of(received, peer))
+                assert sorted(x for sent, _ in step.returns for x in sent) == sorted(step.receives)
+                assert sorted(x for _, received in step.returns for x in received) == sorted(step.sends)
 
 
 def test_groups_have_ascending_rows():
     for layout, window in random_problems(60):
         for rank in range(layout.ranks):
-            for step in steps(layout, rank, "ring", window, False):
+            for step in make_steps(layout, rank, Kind("ring", window)):
                 for ascending in (True, False):
                     found = groups(step.pairs, ascending)
                     assert sorted(pair for group in found for pair in group) == sorted(step.pairs)
@@ -249,28 +251,27 @@ def test_groups_have_ascending_rows():
 
 @pytest.mark.parametrize("method", ["all_gather", "ring"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_thousand_ranks_on_paper(method, layout):
-    """Of some ranks: all visible pairs are counted, and what they receive is what the others send them."""
+def test_a_thousand_ranks(method, layout):
+    """Steps of some ranks: they have all visible pairs, and receive what the others send."""
     cu, ranks = random_bounds(400, (1, 100, 3000, 20000)), 1024
     window = random.choice(((None, 0), (4096, 0)))
     made = Layout(layout_spans(layout, cu, ranks, 128, window), cu)
     chosen = random.sample(range(ranks), 3)
-    plans = {rank: steps(made, rank, method, window, False) for rank in chosen}
+    plans = {rank: make_steps(made, rank, Kind(method, window)) for rank in chosen}
     for rank, own_steps in plans.items():
         pairs = [pair for step in own_steps for pair in step.pairs]
         expected = sum(visible_pairs(start, stop, cu, window) for start, stop in made.spans[rank])
         assert sum(seen_pairs(pair) for pair in pairs) == expected
-        received = sum(m.stop - m.start for step in own_steps for m in step.receives)
+        received = sum(count for step in own_steps for _, ranges in step.receives for _, count in ranges)
         own = made.tokens_of(rank)
         assert received == sum(b - a for a, b in required_keys(made.spans[rank], cu, window)) - own
         for peer, theirs in plans.items():
             for ours, other in zip(own_steps, theirs):
-                sent = [m.stop - m.start for m in other.sends if m.peer == rank]
-                assert sent == [m.stop - m.start for m in ours.receives if m.peer == peer]
+                assert len(rows_of(other.sends, rank)) == len(rows_of(ours.receives, peer))
 
 
 def seen_pairs(pair):
-    """The number of scores of a pair that the mask leaves, aligned to the bottom right."""
+    """The number of visible scores of a pair, whose mask is aligned to the bottom right."""
     rows, cols = pair.q1 - pair.q0, pair.k1 - pair.k0
     count = 0
     for i in range(rows):
@@ -282,47 +283,45 @@ def seen_pairs(pair):
 
 
 def test_a_causal_zigzag_ring_has_one_call_per_step():
-    """What makes it fast: a rank's second chunk sees both chunks of a later rank whole, as one call."""
+    """A rank's second chunk sees both chunks of a later rank whole, in one call."""
     layout = Layout(layout_spans("zigzag", (0, 4096), 4, 128, (None, 0)), (0, 4096))
     for rank in range(4):
-        own, *others = steps(layout, rank, "ring", (None, 0), False)
+        own, *others = make_steps(layout, rank, Kind("ring", (None, 0)))
         assert [len(step.pairs) for step in others] == [1, 1, 1]
         assert all(step.pairs[0].is_full for step in others)
         assert len(groups(own.pairs, False)) == 1 and len(groups(own.pairs, True)) <= 2
 
 
-def test_a_causal_zigzag_has_work_while_keys_and_gradients_are_under_way():
-    """Of all_gather: the first rank has rows that need no other keys, the last has none; all divide their own keys'
-    backward, a quarter before the others' keys and the rest after them."""
+def test_a_causal_zigzag_computes_during_transfers():
+    """all_gather: the first rank has rows that need no other keys, the last has none; all divide the backward of their
+    own keys, a quarter before the others' keys and the rest after them."""
     layout = Layout(layout_spans("zigzag", (0, 4096), 2, 128, (None, 0)), (0, 4096))
-    first, second = (steps(layout, rank, "all_gather", (None, 0), False) for rank in range(2))
+    first, second = (make_steps(layout, rank, Kind("all_gather", (None, 0))) for rank in range(2))
     assert [(step.is_local, len(step.pairs)) for step in first] == [(True, 1), (False, 1)]
     assert (first[0].pairs[0].q1, first[1].pairs[0].q0) == (1024, 1024)
     assert [(step.is_local, len(step.pairs)) for step in second] == [(True, 0), (False, 1)]
     windowed = Layout(layout_spans("contiguous", (0, 4096), 2, 128, (256, 0)), (0, 4096))
-    own, others = steps(windowed, 1, "all_gather", (256, 0), False)
+    own, others = make_steps(windowed, 1, Kind("all_gather", (256, 0)))
     assert [(pair.q0, pair.q1) for pair in (*own.pairs, *others.pairs)] == [(256, 2048), (0, 256)]
     for rank in range(2):
-        found = steps(layout, rank, "all_gather", (None, 0), False, backward=True)
-        tables = pass_tables(found, True, 2048, 1, torch.device("cpu"))
-        (early,), (middle,), (late,) = tables.steps[0].calls, tables.steps[1].calls, tables.late
-        assert early.parts == ((0, 1024, True),) and late.table.q0 == 1024 and tables.depth == 2
-        first_half = [] if middle.table.q0 else [(0, 1024, False)]
+        schedule = make_schedule(layout, rank, Kind("all_gather", (None, 0)), backward=True)
+        (early,), (middle,), (late,) = schedule.calls
+        assert early.parts == ((0, 1024, True),) and late.rows[0] == 1024 and schedule.depth == 2
+        first_half = [] if middle.rows[0] else [(0, 1024, False)]
         assert list(middle.parts) == [*first_half, (1024, 1024, True)] and late.parts == ((1024, 1024, False),)
 
 
-def test_rows_know_how_many_results_they_have(monkeypatch):
+def test_slots_and_parts(monkeypatch):
     """Slots never overlap, and each row is written once before anything is added to it."""
-    monkeypatch.setattr(schedule, "_ROWS", 1)  # short segments are divided too
+    monkeypatch.setattr(steps, "_ROWS", 1)  # short segments are divided too
     for layout, window in random_problems(60):
         for rank, backward in ((r, b) for r in range(layout.ranks) for b in (False, True)):
             rows = layout.tokens_of(rank)
             for method, batch in (("ring", 1), ("all_gather", 1), ("ring", 2)):
-                found = steps(layout, rank, method, window, False, backward, batch == 1)
-                tables = pass_tables(found, backward, rows, batch, torch.device("cpu"))
-                slots, results = [set() for _ in range(tables.slots)], {}
-                for call in (*(call for step in tables.steps for call in step.calls), *tables.late):
-                    own = set(range(call.table.q0, call.table.q1))
+                schedule = make_schedule(layout, rank, Kind(method, window, False, batch), backward)
+                slots, results = [set() for _ in range(schedule.slots)], {}
+                for call in (call for calls in schedule.calls for call in calls):
+                    own = set(range(*call.rows))
                     assert not slots[call.slot] & own
                     slots[call.slot] |= own
                     for start, count, is_first in call.parts:
@@ -331,9 +330,9 @@ def test_rows_know_how_many_results_they_have(monkeypatch):
                             results[row] = results.get(row, 0) + 1
                     assert own == {row for start, count, _ in call.parts for row in range(start, start + count)}
                 assert set(results) == set(range(batch * rows))
-                assert tables.depth <= max(results.values(), default=0)
+                assert schedule.depth <= max(results.values(), default=0)
                 assert set().union(*slots) == set(results)
-                if slots and tables.begins_whole:
+                if slots and schedule.slot_0_is_full:
                     assert slots[0] == set(results)
 
 
@@ -368,7 +367,7 @@ def test_shard_and_unshard_are_inverse():
         assert sum(LocalGroup(size).run(run)) == 77
 
 
-def test_unshard_has_the_sum_of_all_ranks_gradients():
+def test_unshard_sums_the_gradients_of_all_ranks():
     weights = torch.randn(3, 10)
 
     def run(rank):
@@ -380,7 +379,7 @@ def test_unshard_has_the_sum_of_all_ranks_gradients():
     LocalGroup(3).run(run)
 
 
-def test_bounds_of_documents_may_be_tensors():
+def test_cu_seqlens_may_be_a_tensor():
     plan = LocalGroup(1).run(lambda rank: CpPlan.varlen(torch.tensor([0, 4, 9]), group=rank))[0]
     assert plan.cu_seqlens == (0, 4, 9) and plan.is_packed
     assert "2 documents" in repr(plan)
@@ -400,7 +399,7 @@ def test_bounds_of_documents_may_be_tensors():
     ],
 )
 def test_bad_plans_raise_on_all_ranks(arguments, message):
-    """Also on the ranks whose own arguments are good: none waits."""
+    """Also on the ranks with valid arguments: none waits."""
 
     def run(rank):
         bad = {"cu_seqlens": [0, 5], **arguments} if rank.rank == 1 else {"cu_seqlens": [0, 5]}
@@ -426,7 +425,7 @@ def test_a_group_is_needed():
         CpPlan.dense(10)
 
 
-def test_errors_of_a_rank_end_the_others():
+def test_an_error_of_a_rank_ends_the_others():
     def run(rank):
         if rank.rank == 1:
             raise ValueError("of rank 1")

@@ -1,4 +1,4 @@
-"""Context parallelism in processes: gloo on CPU tensors, NCCL where there are GPUs enough."""
+"""Context parallelism in processes: gloo with CPU tensors, NCCL if there are enough GPUs."""
 
 import cp_workers
 import pytest
@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 
 def run(device, size, *work, on_both=False):
-    """Each (function, arguments...) of work in `size` processes. on_both: of a group with a CPU backend beside NCCL."""
+    """Each (function, arguments...) of work in `size` processes. on_both: the group has a CPU backend and NCCL."""
     if device == "cuda" and torch.cuda.device_count() < size:
         pytest.skip(f"needs {size} GPUs")
     backend = {"cpu": "gloo", "cuda": "nccl"}[device]
@@ -24,7 +24,7 @@ def _each(device, work):
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_attention(device, size):
-    """One start of processes for all, which costs more than the attention."""
+    """All in one start of processes, which takes longer than the attention."""
     run(device, size, (cp_workers.attention, size), (cp_workers.mismatches,), (cp_workers.random_plans, 1, 6))
 
 
@@ -44,7 +44,7 @@ def test_captured_in_a_cuda_graph(device):
 
 
 @pytest.mark.devices("cuda")
-def test_copies_have_the_bits_of_messages(device):
+def test_results_with_copies_equal_those_with_messages(device):
     run(device, 2, (cp_workers.copies,), on_both=True)
 
 

@@ -2,6 +2,7 @@
 #include <initializer_list>
 
 #include "check.h"
+#include "plan/call_plan.h"
 #include "plan/decode_plan.h"
 #include "plan/explain.h"
 
@@ -111,17 +112,20 @@ void check_what_follows() {
   }
 }
 
-// What a plan made ahead does not know must not change the tiles.
+// What a schedule made before the call does not know must not change the tiles.
 void check_options_do_not_matter() {
   DecodeProblem problem = decoding(64, 32, 8, 2048);
-  problem.options = {1, {100, 0}, true, true, true, 16, false, 2, {}, nullptr, true};
+  problem.options = {1, {100, 0}, true, true, true, 16, false, 2, true};
   const DecodePlan plan = plan_decode(problem, kH200);
   check::that(plan.tile_heads == 2 && !plan.is_plain, "all features");
 }
 
 void check_explanation() {
   const DecodeProblem problem = decoding(64, 32, 8, 2048);
-  auto fields = explain(problem, plan_decode(problem, kH200));
+  FwdProblem call;
+  call.decode = problem;
+  call.is_cached = true;
+  auto fields = explain(call, plan_fwd(call, kH200, nullptr));
   check::that(std::get<int64_t>(fields["tile_heads"]) == 2 && std::get<int64_t>(fields["block_n"]) == 64, "tile");
   check::that(std::get<int64_t>(fields["num_work_tiles"]) == 256 && std::get<int64_t>(fields["grid"]) == 256, "grid");
 }

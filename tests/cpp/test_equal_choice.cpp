@@ -4,6 +4,7 @@
 
 #include "check.h"
 #include "plan/bwd_plan.h"
+#include "plan/call_plan.h"
 #include "plan/decode_plan.h"
 #include "plan/fwd_plan.h"
 

@@ -6,8 +6,8 @@
 #include <vector>
 
 #include "check.h"
+#include "plan/call_plan.h"
 #include "plan/explain.h"
-#include "plan/fp8_fwd_plan.h"
 
 namespace {
 
@@ -240,33 +240,84 @@ void check_tensor_maps() {
 }
 
 void check_explained() {
-  const auto fields = flash::plan::explain(plan_of(dense(2, 8192, 16, 128, kCausal), kH100));
+  const auto fields =
+      flash::plan::explain(dense(2, 8192, 16, 128, kCausal), plan_of(dense(2, 8192, 16, 128, kCausal), kH100));
   const std::string line = one_line(fields);
   check::that(line.find("direction=forward kernel=wgmma variant=masked dtype=bf16 head_dim=128") == 0, "line", line);
   check::that(line.find(" dynamic_scheduler=1 ") != std::string::npos, "flags", line);
   check::that(line.find(" smem_bytes=230400 ") != std::string::npos, "numbers", line);
 }
 
-// Who serves e4m3 q, k and v.
+FwdProblem fp8(FwdProblem problem) {
+  problem.q_dtype = problem.kv_dtype = Dtype::kE4m3;
+  problem.converts_queries = problem.fits_fp8_maps = true;
+  problem.dtype = Dtype::kFp16;
+  problem.decode = {static_cast<int>(problem.batch),
+                    static_cast<int>(problem.seqlen_q),
+                    static_cast<int>(problem.heads),
+                    static_cast<int>(problem.heads_k),
+                    problem.head_dim,
+                    static_cast<int>(problem.seqlen_k)};
+  problem.decode.kv_dtype = problem.kv_dtype;
+  problem.decode.is_forward = true;
+  problem.decode.is_packed = problem.is_varlen;
+  return problem;
+}
+
+// Which kernels take e4m3 q, k and v, and the stages around them.
 void check_e4m3() {
-  const auto declines = [](const FwdProblem& problem, const char* forced = nullptr) {
-    return flash::plan::fp8_fwd_declines(problem, kH100, forced);
+  const auto explained = [](const FwdProblem& problem, const char* forced = nullptr, const Device& device = kH100) {
+    return flash::plan::explain(problem, flash::plan::plan_fwd(problem, device, forced));
   };
-  const FwdProblem decoded = changed(dense(64, 1, 32, 128), [](FwdProblem& p) { p.heads_k = 8, p.seqlen_k = 8192; });
-  check::that(!declines(dense(1, 16384, 16, 128)) && !declines(packed(8, 2048, 16, 64, kCausal)), "many rows");
-  check::that(!declines(dense(1, 128, 2, 256)), "few rows and keys");
-  check::that(declines(decoded), "few rows over many keys are decoded");
-  check::that(!declines(decoded, "wgmma") && declines(dense(1, 16384, 16, 128), "mma_sync") &&
-                  !declines(dense(1, 128, 2, 256), "unknown"),
+  const auto multiplies = [&](const FwdProblem& problem, const char* forced = nullptr, const Device& device = kH100) {
+    return explained(problem, forced, device).has("qkv_dtype");
+  };
+  const auto stages = [&](const FwdProblem& problem, const char* forced = nullptr) {
+    return std::get<std::string>(explained(problem, forced)["stages"]);
+  };
+  const FwdProblem decoded =
+      fp8(changed(dense(64, 1, 32, 128), [](FwdProblem& p) { p.heads_k = 8, p.seqlen_k = 8192; }));
+  const FwdProblem prefill = fp8(dense(1, 16384, 16, 128));
+  check::that(multiplies(prefill) && multiplies(fp8(packed(8, 2048, 16, 64, kCausal))), "long queries");
+  check::that(multiplies(fp8(dense(1, 128, 2, 256))), "few rows and keys");
+  check::that(!multiplies(decoded), "short queries over many keys are decoded");
+  check::that(multiplies(decoded, "wgmma") && !multiplies(prefill, "mma_sync") &&
+                  multiplies(fp8(dense(1, 128, 2, 256)), "unknown"),
               "forced");
-  check::that(!declines(changed(decoded, [](FwdProblem& p) { p.batch_invariant = true; })), "batch-invariant");
-  const auto supports = [](auto change, const Device& device = kH100) {
-    return flash::plan::fp8_fwd_supports(changed(dense(2, 2048, 16, 128, kCausal), change), device);
+  check::that(multiplies(changed(decoded, [](FwdProblem& p) { p.batch_invariant = true; })), "batch-invariant");
+  check::that(stages(prefill) == "transpose_v,attention", "dense", stages(prefill));
+  check::that(stages(fp8(packed(8, 2048, 16, 64, kCausal))) == "prepare,transpose_v,attention", "packed");
+  check::that(stages(decoded) == "widen_query,attention", "decoded", stages(decoded));
+  check::that(stages(prefill, "mma_sync") == "widen_query,dequantize,convert_query,attention,rescale", "dequantised",
+              stages(prefill, "mma_sync"));
+  const auto supports = [&](auto change, const Device& device = kH100) {
+    return multiplies(changed(fp8(dense(2, 2048, 16, 128, kCausal)), change), nullptr, device);
   };
   check::that(supports([](FwdProblem&) {}) && supports([](FwdProblem& p) { p.heads_k = 4, p.is_varlen = true; }), "");
   check::that(!supports([](FwdProblem&) {}, kA100) && !supports([](FwdProblem&) {}, kB200), "other GPUs");
   check::that(!supports([](FwdProblem& p) { p.head_dim = p.head_dim_v = 96; }), "head dims");
-  check::that(!supports([](FwdProblem& p) { p.is_paged = true; }), "pages");
+  check::that(!supports([](FwdProblem& p) { p.has_head_scales = false; }), "scales of rows");
+  check::that(!supports([](FwdProblem& p) { p.has_key_lengths = true; }), "seqused_k");
+  check::that(!supports([](FwdProblem& p) { p.returns_max_logit = true; }), "max_logit");
+  check::that(!supports([](FwdProblem& p) { p.q_dtype = Dtype::kBf16; }), "16-bit queries");
+  check::that(!supports([](FwdProblem& p) { p.kv_dtype = Dtype::kInt8; }), "int8");
+}
+
+// K and V in pages are gathered; if max_seqlen_k may be too small, the decode kernels follow.
+void check_gathered() {
+  FwdProblem problem = packed(8, 2048, 16, 128, kCausal);
+  problem.kv_dtype = Dtype::kInt8;
+  problem.dtype = Dtype::kFp16;
+  problem.gathers_keys = true;
+  problem.dequantized_rows = 2048;
+  problem.decode = {8, 8 * 2048, 16, 16, 128, 4096};
+  const auto stages = [&] {
+    return std::get<std::string>(
+        flash::plan::explain(problem, flash::plan::plan_fwd(problem, kH100, "wgmma"))["stages"]);
+  };
+  check::that(stages() == "prepare,dequantize,attention,recompute", "some sequence may be longer", stages());
+  problem.decode.capacity = 2048;
+  check::that(stages() == "prepare,dequantize,attention", "none is longer", stages());
 }
 
 }  // namespace
@@ -280,5 +331,6 @@ int main() {
   check_tensor_maps();
   check_explained();
   check_e4m3();
+  check_gathered();
   return check::report();
 }

@@ -4,6 +4,7 @@
 
 #include "check.h"
 #include "plan/bwd_plan.h"
+#include "plan/call_plan.h"
 #include "plan/decode_plan.h"
 #include "plan/explain.h"
 
@@ -26,7 +27,7 @@ bool fits_grid(int64_t batch, int64_t heads, int64_t blocks) {
 void check_forward(FwdProblem problem, const Device& device) {
   for (const char* forced : {static_cast<const char*>(nullptr), "mma_sync", "wgmma", "wgmma:8"}) {
     const FwdPlan plan = plan_fwd(problem, device, forced);
-    explain(plan);
+    explain(problem, plan);
     if (plan.family == Family::kDecode) continue;
     const int64_t blocks = (problem.seqlen_q + plan.block_m - 1) / plan.block_m;
     const bool fits = fits_grid(problem.is_varlen ? 1 : problem.batch, problem.heads, blocks);
@@ -92,7 +93,10 @@ void check_decode(int64_t batch, int64_t heads, int64_t rows, int64_t keys) {
         batch_invariant};
     const DecodePlan plan = plan_decode(problem, kH100);
     check::that(plan.is_too_large || plan.work_items >= batch, "work items", plan.work_items, batch);
-    if (!plan.is_too_large) explain(problem, plan);
+    FwdProblem call;
+    call.decode = problem;
+    call.is_cached = true;
+    if (!plan.is_too_large) explain(call, plan_fwd(call, kH100, nullptr));
   }
 }
 

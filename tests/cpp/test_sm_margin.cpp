@@ -1,19 +1,16 @@
 // sm_margin: plans see a smaller GPU, at least one multiprocessor, and no persistent grid takes more than it has.
-#include "api/sm_margin.h"
-
 #include <cstdint>
 
 #include "check.h"
 #include "plan/bwd_plan.h"
-#include "plan/decode_plan.h"
-#include "plan/fp8_fwd_plan.h"
+#include "plan/call_plan.h"
+#include "plan/device.h"
 
 namespace {
 
 using flash::kUnbounded;
 using flash::SplitRule;
 using flash::Window;
-using flash::with_margin;
 using namespace flash::plan;
 
 constexpr Device kH100{90, 132, 233472, 232448};
@@ -42,9 +39,11 @@ void check_forward(const FwdProblem& problem, int64_t margin) {
   check::that(!plan.is_dynamic || tiles > plan.grid, "a semaphore with tiles left to hand out", tiles, margin);
   const FwdPlan chosen = plan_fwd(problem, device, nullptr);
   check::that(chosen.family != Family::kWgmma || chosen.grid <= left, "forward grid", chosen.grid, margin);
-  if (!fp8_fwd_supports(problem, device)) return;
-  const FwdPlan fp8 = plan_fp8_fwd(problem, device);
-  check::that(fp8.grid <= left, "grid of e4m3", fp8.grid, margin);
+  FwdProblem fp8 = problem;
+  fp8.q_dtype = fp8.kv_dtype = flash::Dtype::kE4m3;
+  fp8.fits_fp8_maps = true;
+  const FwdPlan products = plan_fwd(fp8, device, "wgmma");
+  check::that(products.grid <= left, "grid of e4m3", products.grid, margin);
 }
 
 // The kernel is chosen by head dims and options alone: equal bits.

@@ -7,6 +7,7 @@ import torch
 from kvcache_harness import KvCase, check_append, check_attention, make_problem, run, storage_bits
 
 from flash_attn import flash_attn_with_kvcache
+from flash_attn.limits import MAX_HEAD_DIM
 
 CAPACITY = 96
 
@@ -148,7 +149,7 @@ def test_tensors_are_named(device):
         ("k_cache: expected 4 dimensions", {"k_cache": k_cache[0]}),
         ("k_cache: expected a contiguous last dimension", {"k_cache": k_cache.transpose(2, 3)}),
         ("q: expected a head count divisible by", {"q": torch.cat([q, q[:, :, :1]], dim=2)}),
-        ("q: expected a head dim of at most 256, got 320", dict.fromkeys(("q", "k_cache", "v_cache"), wide)),
+        (f"q: expected a head dim of at most {MAX_HEAD_DIM}", dict.fromkeys(("q", "k_cache", "v_cache"), wide)),
     ):
         with pytest.raises(RuntimeError, match="^" + message):
             flash_attn_with_kvcache(**{"q": q, "k_cache": k_cache, "v_cache": v_cache, **arguments})

@@ -15,7 +15,11 @@ from torch._subclasses import FakeTensorMode
 
 from flash_attn.layers.rotary import RotaryEmbedding
 from flash_attn.losses.cross_entropy import CrossEntropyLoss
+from flash_attn.modules.block import Block, ParallelBlock
+from flash_attn.modules.embedding import BertEmbeddings
 from flash_attn.modules.mha import MHA, FlashCrossAttention, FlashSelfAttention, get_alibi_slopes
+from flash_attn.modules.mlp import FusedMLP, GatedMlp
+from flash_attn.ops.layer_norm import DropoutAddLayerNorm
 from flash_attn.ops.triton.layer_norm import RMSNorm
 
 HEADS, HEAD_DIM = 4, 32
@@ -40,6 +44,22 @@ class OnKV(OnQKV):
         return self.inner(heads, heads.unsqueeze(2).repeat(1, 1, 2, 1, 1))
 
 
+class OnTokens(OnQKV):
+    def forward(self, x):
+        return self.inner((x[..., 0] > 0).long())
+
+
+class Sum(OnQKV):
+    """The sum of the results of a module."""
+
+    def forward(self, x):
+        return sum(self.inner(x))
+
+
+def mixer(dim):
+    return MHA(dim, HEADS, use_alibi=True, **FLASH)
+
+
 class Loss(torch.nn.Module):
     def __init__(self):
         super().__init__()
@@ -60,6 +80,11 @@ MODULES = {
     "self": lambda: OnQKV(FlashSelfAttention(alibi_slopes=get_alibi_slopes(HEADS))),
     "cross": lambda: OnKV(FlashCrossAttention(causal=True, alibi_slopes=get_alibi_slopes(HEADS))),
     "norm and loss": Loss,
+    "block": lambda: Sum(Block(EMBED, mixer, GatedMlp, RMSNorm, residual_in_fp32=True)),
+    "parallel block": lambda: Sum(ParallelBlock(EMBED, mixer, FusedMLP, fused_dropout_add_ln=True)),
+    "embeddings and norm": lambda: torch.nn.Sequential(
+        OnTokens(BertEmbeddings(EMBED, 2, 16, 2)), DropoutAddLayerNorm(EMBED)
+    ),
 }
 
 

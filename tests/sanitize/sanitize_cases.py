@@ -37,7 +37,8 @@ from cases import Case
 from harness import check_forward, check_gradients, make_problem, on_cpu, run
 
 import flash_attn
-from flash_attn.context_parallel import compute
+from flash_attn import eight_bit
+from flash_attn.context_parallel.compute import kernel_calls, sums
 from flash_attn.ops import calls
 
 CASES = (
@@ -134,10 +135,10 @@ FAR_CASES = (
 
 
 # Modules that look up the backend of a call.
-CALLERS = (calls, compute, cp_kernel_harness, dq_stage_harness)
+CALLERS = (calls, kernel_calls, sums, cp_kernel_harness, dq_stage_harness)
 
 
-class NanParts(compute._Parts):
+class NanParts(sums._StackedResults):
     """Parts of out, of which a call writes its own rows and the combining pass reads all: NaN where none is written."""
 
     def __init__(self, *given):
@@ -145,19 +146,12 @@ class NanParts(compute._Parts):
         self._out.fill_(float("nan"))
 
 
-def nan_output(q, v, given=None):
-    """None for queries of codes, whose results have another dtype."""
+def nan_output(q, v, given=None, out_dtype=None, **named):
+    """What a forward writes, full of NaN."""
     if given is not None:
         return given.fill_(float("nan"))
-    if q.element_size() == 1:
-        return None
-    return q.new_full((*q.shape[:-1], v.shape[-1]), float("nan"))
-
-
-def nan_output_of_codes(q, k, v, *given, fp16_out=13):
-    """What fwd_fp8 writes, full of NaN. fp16_out: the index of that argument."""
-    dtype = torch.float16 if (q, k, v, *given)[fp16_out] else torch.bfloat16
-    return torch.full((*q.shape[:-1], v.shape[-1]), float("nan"), dtype=dtype, device=q.device)
+    dtype = eight_bit.result_dtype(q, v, out_dtype)
+    return q.new_full((*q.shape[:-1], v.shape[-1]), float("nan"), dtype=dtype)
 
 
 def nan_gradients(tensors, given, accumulate_dkv=False, dq_stage="", **others):
@@ -171,10 +165,10 @@ def nan_gradients(tensors, given, accumulate_dkv=False, dq_stage="", **others):
     return gradients
 
 
-def with_nan_out(given, index=12):
+def with_nan_out(given, named, index=12):
     """The arguments of fwd_kvcache with a result to write that is full of NaN."""
     q, v_cache, out = given[0], given[2], given[index]
-    return *given[:index], nan_output(q, v_cache, out), *given[index + 1 :]
+    return *given[:index], nan_output(q, v_cache, out, **named), *given[index + 1 :]
 
 
 class NanOutputs:
@@ -186,15 +180,15 @@ class NanOutputs:
     def __getattr__(self, name):
         function = getattr(self.backend, name)
         if name in ("fwd", "varlen_fwd"):
-            return lambda q, k, v, out, *rest, **named: function(q, k, v, nan_output(q, v, out), *rest, **named)
+            return lambda q, k, v, out, *rest, **named: function(
+                q, k, v, nan_output(q, v, out, **named), *rest, **named
+            )
         if name in ("bwd", "varlen_bwd"):
             return lambda dout, q, k, v, out, lse, dq, dk, dv, *rest, **named: function(
                 dout, q, k, v, out, lse, *nan_gradients((q, k, v), (dq, dk, dv), **named), *rest, **named
             )
         if name == "fwd_kvcache":
-            return lambda *given, **named: function(*with_nan_out(given), **named)
-        if name == "fwd_fp8":
-            return lambda *given, **named: function(*given, out=nan_output_of_codes(*given), **named)
+            return lambda *given, **named: function(*with_nan_out(given, named), **named)
         return function
 
 
@@ -273,7 +267,7 @@ def main(arguments=None):
     if options.nan_outputs:
         for module in CALLERS:
             module.backends = NanOutputBackends
-        compute._Parts = NanParts
+        sums._StackedResults = NanParts
     print(f"flash_attn {flash_attn.__version__} {flash_attn.__build__}")
     wrong = 0
     for name, family, run_check in itertools.islice(checks(options.device), options.shard[0], None, options.shard[1]):

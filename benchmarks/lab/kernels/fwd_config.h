@@ -19,17 +19,6 @@ using SmemTile = std::conditional_t<kLayout == Layout::kSwizzled, sm80::Swizzled
                                     cute::Layout<cute::Shape<cute::Int<kRows>, cute::Int<kCols>>,
                                                  cute::Stride<cute::Int<row_pitch(kLayout, kCols)>, cute::_1>>>;
 
-// The plain formula, which tests check for conflicts, and CuTe agree.
-template <Layout kLayout, int kRows, int kCols>
-constexpr bool matches_formula() {
-  for (int row = 0; row < kRows; row += 3) {
-    for (int col = 0; col < kCols; col += 5) {
-      if (SmemTile<kLayout, kRows, kCols>{}(row, col) != tile_offset(kLayout, kRows, kCols, row, col)) return false;
-    }
-  }
-  return true;
-}
-
 struct FwdConfig {
   using Element = ElementOf<kDesign.dtype>;
   static constexpr int kHeadDim = kDesign.head_dim;
@@ -52,8 +41,6 @@ struct FwdConfig {
   using TiledMma = WarpGridMma<sm80::MmaAtomOf<kDesign.dtype>, kWarps, 1>;
   using SmemLayoutQ = SmemTile<kDesign.layout, kBlockM, kHeadDim>;
   using SmemLayoutKv = SmemTile<kDesign.layout, kBlockN, kHeadDim>;
-  static_assert(matches_formula<kDesign.layout, kBlockM, kHeadDim>() &&
-                matches_formula<kDesign.layout, kBlockN, kHeadDim>());
   using RowCopyT = RowCopy<Element, kThreads, kAtomCols, kHeadDim>;
   static_assert(kBlockM % RowCopyT::kRowsPerIteration == 0 && kBlockN % RowCopyT::kRowsPerIteration == 0,
                 "whole iterations of a copy");

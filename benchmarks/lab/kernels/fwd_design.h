@@ -1,4 +1,4 @@
-// The design of the laboratory's mma.sync forward as data, as benchmarks/lab/sm80_designs.py states it, and the offsets
+// The design of the laboratory's mma.sync forward as data, as benchmarks/lab/sm80_designs.py states it, and the size
 // of its shared memory. Plain C++17.
 #pragma once
 
@@ -35,13 +35,6 @@ constexpr int row_pitch(Layout layout, int cols) { return layout == Layout::kPad
 
 // Elements of a (rows, cols) tile.
 constexpr int tile_elements(Layout layout, int rows, int cols) { return rows * row_pitch(layout, cols); }
-
-// Offset of an element of a (rows, cols) tile. Swizzled tiles consist of slabs of kAtomCols columns.
-constexpr int tile_offset(Layout layout, int rows, int cols, int row, int col) {
-  if (layout != Layout::kSwizzled) return row * row_pitch(layout, cols) + col;
-  const int slab = col / kAtomCols, vector = col % kAtomCols / 8;
-  return slab * rows * kAtomCols + row * kAtomCols + (vector ^ row % 8) * 8 + col % 8;
-}
 
 // Q, K, V; O is staged in Q's buffer.
 constexpr int smem_bytes(const FwdDesign& design) {

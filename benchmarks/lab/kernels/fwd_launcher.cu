@@ -8,19 +8,6 @@
 
 using LabConfig = flash::lab::FwdConfig;
 
-// Bytes of shared memory, and how many CTAs fit on a multiprocessor of the current device; negative: a CUDA error.
-LAB_EXPORT int lab_smem_bytes() { return LabConfig::kSmemBytes; }
-
-LAB_EXPORT int lab_ctas_per_sm() {
-  const auto kernel = flash::lab::lab_fwd_kernel<LabConfig>;
-  int ctas = 0;
-  cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, LabConfig::kSmemBytes);
-  if (status == cudaSuccess) {
-    status = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&ctas, kernel, LabConfig::kThreads, LabConfig::kSmemBytes);
-  }
-  return status == cudaSuccess ? ctas : -static_cast<int>(status);
-}
-
 // q, out: contiguous (batch, seqlen_q, heads, head_dim); k, v: (batch, seqlen_k, heads, head_dim). The causal mask is
 // aligned to the last query and key. Returns the launch status.
 LAB_EXPORT int lab_forward(const void* q, const void* k, const void* v, void* out, int batch, int seqlen_q,

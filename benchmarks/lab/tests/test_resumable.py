@@ -30,12 +30,7 @@ def test_an_unfinished_result_of_the_commit_goes_on(tmp_path):
     progress.result["groups"].append(1)
     progress.write()
     assert Progress(path, ORIGIN, {"groups": []}).result["groups"] == [1]
-    assert Progress(path, {"git": {"commit": "4567"}}, {"groups": []}).result["groups"] == []
-
-
-def test_a_finished_result_is_measured_anew(tmp_path):
-    path = tmp_path / "h100_sweep.json"
-    progress = Progress(path, ORIGIN, {"groups": [1]})
+    assert Progress(path, {"git": {"commit": "4567"}}, {"groups": [2]}).result["groups"] == [2]
     progress.finish()
     assert json.loads(path.read_text())["finished"]
     assert Progress(path, ORIGIN, {"groups": []}).result["groups"] == []

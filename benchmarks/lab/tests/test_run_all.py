@@ -15,7 +15,6 @@ sys.path[:] = [str(ROOT / "tools"), *sys.path, str(LAB), str(LAB.parent)]
 
 import implementations
 import kernel_library
-import pages
 import results
 import rows
 import run_all
@@ -40,15 +39,6 @@ def options_of(experiment):
     return found
 
 
-@pytest.mark.parametrize("experiment", EXPERIMENTS, ids=ids)
-def test_commands_are_of_programs_that_have_these_options(experiment):
-    program = next(word for word in experiment.words(Path("out")) if word.endswith((".py", ".sh")))
-    files = ROOT / program, ROOT / "benchmarks" / "lab" / "study.py"  # which has the options of two of them
-    text = "".join(path.read_text(encoding="utf-8") for path in files)
-    assert [option for option in options_of(experiment) if f'"{option}"' not in text] == []
-    assert experiment.seconds > 0 and experiment.shows and (ROOT / experiment.page).is_file()
-
-
 @pytest.mark.parametrize("experiment", [e for e in EXPERIMENTS if "benchmarks/run.py" in e.command], ids=ids)
 def test_grids_measure_what_the_stored_results_hold(experiment):
     options = options_of(experiment)
@@ -64,34 +54,17 @@ def test_every_stored_result_has_its_experiment():
     if not results.RESULTS.is_dir():
         pytest.skip("a source distribution has no results")
     assert {path.stem for path in results.RESULTS.glob("*.json")} == set(NAMES)
-    assert "grid" in NAMES and pages.BLOCKS
 
 
-def test_names_are_distinct_and_all_fits_into_25_minutes():
-    assert len(set(NAMES)) == len(NAMES)
-    whole = [experiment.total_seconds for experiment in run_all.of_one_gpu()]
-    assert sum(whole) <= 25 * 60 and max(whole) + run_all.GRACE_SECONDS <= 480  # one fits into a sitting
-
-
-def test_the_list_names_everything(capsys):
-    assert run_all.main([]) == 0
-    text = capsys.readouterr().out
-    for experiment in EXPERIMENTS:
-        assert f"{experiment.name}: {experiment.shows}" in text and f"{experiment.total_seconds} s" in text
-
-
-def test_a_dry_run_prints_the_commands_and_runs_nothing(capsys, monkeypatch, tmp_path):
+def test_the_list_prints_the_commands_and_runs_nothing(capsys, monkeypatch):
     monkeypatch.setattr(run_all.subprocess, "Popen", lambda *a, **k: pytest.fail("it ran something"))
-    out = tmp_path / "results"
-    assert run_all.main(["--all", "--dry-run", "--out", str(out)]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == len(run_all.of_one_gpu()) and not out.exists()
-    assert f"{sys.executable} benchmarks/lab/theory.py --measure --out {out}/theory.json" in lines
-    assert all("{" not in line for line in lines)
+    assert run_all.main([]) == 0
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    assert "python benchmarks/lab/ablate.py --out OUT/ablate.json" in lines and not [x for x in lines if "{" in x]
     assert sum(line.startswith("FLASH_ATTN_FAMILY=mma_sync ") for line in lines) == 1
 
 
-@pytest.mark.parametrize("arguments", (["nothing"], ["--all", "theory"]))
+@pytest.mark.parametrize("arguments", (["nothing"], ["--all", "ablate"]))
 def test_other_names_are_errors(arguments, capsys):
     with pytest.raises(SystemExit):
         run_all.main(arguments)
@@ -169,18 +142,10 @@ def test_one_name_of_the_variable_that_tells_of_built_kernels():
     assert run_all.PREBUILT in (ROOT / "examples" / "minimal" / "run.sh").read_text(encoding="utf-8")
 
 
-SMALL = {experiment.name for experiment in EXPERIMENTS if experiment.small}
-
-
-@pytest.mark.parametrize("name", ["deterministic", "theory", "sdpa_step"])
+@pytest.mark.parametrize("name", ["deterministic", "sdpa_step"])
 def test_experiments_run_in_miniature_on_a_cpu(name, tmp_path, monkeypatch, capfd):
     """One of each program that no other test runs by its command line."""
     pytest.importorskip({"sdpa_step": "transformers"}.get(name, "torch"))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     assert run_all.main([name, "--small", "--out", str(tmp_path)]) == 0, capfd.readouterr().out
     assert json.loads((tmp_path / f"{name}.json").read_text(encoding="utf-8"))["rows"]
-
-
-def test_all_but_the_kernels_own_experiments_can_run_in_miniature():
-    names = {experiment.name for experiment in run_all.of_one_gpu()}
-    assert names - SMALL == {"minimal", "ablate", "sweep", "triton_ladder"}

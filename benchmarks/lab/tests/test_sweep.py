@@ -1,4 +1,4 @@
-"""The sweep of tiles (sweep.py): its list, its report, and a build without a GPU."""
+"""The programs sweep.py and ablate.py: tiles, lists, builds and runs without a GPU."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import re
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,14 +16,15 @@ LAB = Path(__file__).resolve().parents[1]
 ROOT = LAB.parents[1]
 sys.path[:] = [str(ROOT / "tools"), *sys.path, str(LAB), str(LAB.parent)]
 
+import ablate
 import plan_headers
+import results
 import resumable
 import study
 import sweep
-import sweep_report
 import tile_designs
 from errors import BuildError
-from tile_designs import KERNELS, TABLES, TileDesign
+from tile_designs import KERNELS, TileDesign
 from toolchain import find_cutlass, find_toolkit
 
 needs_gxx = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
@@ -53,13 +53,6 @@ def test_tiles_fit_and_the_first_of_a_group_is_in_use(kernel):
 
 
 @needs_gxx
-def test_the_whole_sweep_is_small():
-    designs = [entry.design for entries in tile_designs.groups().values() for entry in entries]
-    assert len(set(designs)) == len(designs) <= 80
-    assert len({design.name for design in designs}) == len(designs)
-
-
-@needs_gxx
 @pytest.mark.parametrize(
     "kernel, row, reason",
     [
@@ -67,27 +60,13 @@ def test_the_whole_sweep_is_small():
         ("fwd_mma_sync", (128, 128, 256, 4, 2), "shared memory: 2 CTAs of"),
         ("fwd_mma_sync", (32, 128, 64, 8, 5), "registers: fewer than 64 per thread"),
         ("bwd_mma_sync", (96, 64, 64, 8, 4, 2, 2, 1), "warps: expected whole 16 x 16 tiles"),
-        ("bwd_mma_sync", (256, 128, 128, 8, 4, 2, 2, 1), "shared memory: 1 CTAs of"),
         ("bwd_wgmma", (128, 128, 128, 2, 0), "block_m: a row of dS^T"),
-        ("bwd_wgmma", (96, 64, 64, 2, 0), "block_n: halves of the columns"),
         ("bwd_wgmma", (96, 64, 128, 2, 0), "head_dim: columns are whole swizzle atoms"),
         ("bwd_wgmma", (128, 64, 64, 2, 0), "block_n: two passes have a tile of their own"),
     ],
 )
 def test_impossible_tiles_are_refused_with_a_reason(kernel, row, reason):
     assert any(problem.startswith(reason) for problem in TileDesign(kernel, row[0], row).problems())
-
-
-@needs_gxx
-@pytest.mark.parametrize("kernel", TABLES)
-def test_the_overlay_changes_one_lookup_and_nothing_else(kernel):
-    design = TileDesign(kernel, 128, plan_headers.shipped_row(kernel, 128))
-    ((path, text),) = design.overlay().items()
-    shipped = (plan_headers.CSRC / path).read_text(encoding="utf-8").splitlines()
-    added = [line for line in text.splitlines() if line not in shipped]
-    assert added == [f"  if (head_dim > 0) return {design.table.struct}{design.braces()};"]
-    assert len(text.splitlines()) == len(shipped) + 1
-    assert "#define LAB_DTYPE kFp16\n" in replace(design, dtype="fp16").header()
 
 
 @needs_gxx
@@ -101,48 +80,6 @@ def test_the_list_is_printed_without_nvcc(capsys, monkeypatch):
     assert capsys.readouterr().out.splitlines() == lines[1:]
     with pytest.raises(SystemExit, match="expected names of --list, got nothing"):
         sweep.main(["--list", "--without", "nothing"])
-
-
-def fake_result():
-    """Two groups; in the second another tile is a quarter faster, and one failed."""
-
-    def entry(kind, label, factor):
-        times = {"full 1024": 1.0 * factor, "causal 1024": 0.5 * factor}
-        facts = {"registers": 168, "spills": 0, "smem_bytes": 65536, "serialized": False}
-        return {"kind": kind, "label": label, "line": f"{{{label}}},", "facts": facts, "ms": times, "failed": None}
-
-    def group(kernel, *entries):
-        sizes = {"kernel": kernel, "head_dim": 64, "dtype": "bf16", "masks": ["full", "causal"]}
-        return {**sizes, "flops": {"full 1024": 2e11, "causal 1024": 1e11}, "entries": list(entries)}
-
-    broken = entry("other", "broken", 1.0) | {"ms": {}, "failed": "error 1.0"}
-    origin = {"device": {"name": "GPU"}, "git": {"commit": "0123456789abcdef", "dirty": None}}
-    groups = [
-        group("fwd_wgmma", entry("in use", "a", 1.0), entry("other", "b", 2.0)),
-        group("bwd_mma_sync", entry("in use", "a", 1.0), entry("other", "c", 0.8), broken),
-    ]
-    return {**origin, "versions": {"nvcc": "13.0"}, "seqlens": [1024], "groups": groups}
-
-
-def test_scores_are_relative_to_the_tile_in_use():
-    found = sweep_report.scored(fake_result()["groups"][1])
-    rows = [(entry["label"], pytest.approx(score)) for entry, score, _ in found]
-    assert rows == [("c", 1.25), ("a", 1.0)]
-
-
-def test_the_report_states_figures_and_what_is_faster():
-    lines = sweep_report.report(fake_result()).splitlines()
-    assert lines[0] == "GPU, commit 0123456789ab; nvcc 13.0."
-    assert "| a (in use) | 168, 0 | 64 | 1.000 | 1.000 | 200 | 200 |" in lines
-    assert "| c | 168, 0 | 64 | 1.250 | 1.250 | 250 | 250 |" in lines
-    assert [line for line in lines if "× the tile in use" in line] == [
-        "- mma.sync backward, d 64 bf16: `{c},` 1.250 × the tile in use, worst 1.250"
-    ]
-    assert lines[-1] == "- left out: mma.sync backward, d 64 bf16, broken: error 1.0"
-    assert sweep_report.summary(fake_result())[2:] == [
-        "| Hopper forward, d 64 bf16 | a | b | 0.500 (0.500) |",
-        "| mma.sync backward, d 64 bf16 | a | c | 1.250 (1.250) |",
-    ]
 
 
 @pytest.mark.skipif("CI" not in os.environ, reason="nvcc takes 20 seconds a kernel: in CI only")
@@ -212,12 +149,17 @@ class FakeCompiler:
 
     def compile_all(self, designs, progress, jobs):
         facts = {"registers": 168, "spills": 0, "smem_bytes": 1024, "serialized": False}
+        facts |= {"ctas_per_sm": 2, "threads": 128, "loop": {"all": 1300, "HMMA": 256}}
         return {design: facts for design in designs if design != self.left_out}
 
 
 @needs_gxx
-def test_a_dry_run_on_the_cpu(tmp_path, monkeypatch, capsys):
-    """All but nvcc and the kernels: checks, timing, the JSON and the report."""
+@pytest.mark.parametrize("program, options, others", [
+    (sweep, "--head-dims 128 --dtypes bf16", ["fwd_wgmma", "fwd_wgmma", "bwd_mma_sync", "bwd_wgmma"]),
+    (ablate, "--head-dims 64", ["wgmma"]),
+])  # fmt: skip
+def test_a_dry_run_on_the_cpu(program, options, others, tmp_path, monkeypatch, capsys):
+    """All but nvcc and the kernels: checks, timing, the JSON, the report, and a run that goes on."""
     import cases
     import shared
     import timing
@@ -225,38 +167,41 @@ def test_a_dry_run_on_the_cpu(tmp_path, monkeypatch, capsys):
     from reference import attention
 
     forward, backward = exact(torch, attention)
-    small = [cases.Case(1, s, s, 2, 2, 128, "bfloat16", causal) for causal in (False, True) for s in (16, 128)]
+
+    def wrong_in_fp16(design, q, k, v, out, causal):
+        forward(design, q, k, v, out, causal)
+        out.mul_(1.1 if design.dtype == "fp16" else 1.0)
+
+    dim = int(options.split()[1])
+    small = [cases.Case(1, s, s, 2, 2, dim, "bfloat16", causal) for causal in (False, True) for s in (16, 128)]
     monkeypatch.setattr(study, "DEVICE", "cpu")
     monkeypatch.setattr(study, "CHECKED", ((20, 20),))
-    monkeypatch.setattr(study, "forward", forward)
-    monkeypatch.setattr(study, "CHECKED", ((20, 20),))
-    monkeypatch.setattr(study, "forward", forward)
+    monkeypatch.setattr(study, "forward", wrong_in_fp16)
     monkeypatch.setattr(study, "backward", backward)
     monkeypatch.setattr(study, "flash_attention", lambda q, k, v, causal: (q, None))
     monkeypatch.setattr(study, "make_compiler", FakeCompiler)
-    monkeypatch.setattr(sweep, "SEQLENS", (16, 128))
+    monkeypatch.setattr(program, "SEQLENS", (16, 128))
     monkeypatch.setattr(shared, "bench_cells", lambda dims: small)
     monkeypatch.setattr(timing, "CudaTimer", timing.HostTimer)
     monkeypatch.setattr(resumable.faulthandler, "dump_traceback_later", lambda *a, **k: None)  # of a captured stderr
-    out = tmp_path / "sweep.json"
-    arguments = ["--head-dims", "128", "--dtypes", "bf16", "--min-ms", "0", "--out", str(out)]
-    sweep.main(arguments)
-    result = json.loads(out.read_text())
-    kernels = [group["kernel"] for group in result["groups"]]
-    assert kernels == ["fwd_mma_sync", "fwd_wgmma", "fwd_wgmma", "bwd_mma_sync", "bwd_wgmma"]
-    assert [sorted(group["flops"]) for group in result["groups"][:2]] == [
-        ["causal 128", "causal 16", "full 128", "full 16"], ["full 128", "full 16"]
-    ]  # fmt: skip
-    failed = [entry for group in result["groups"] for entry in group["entries"] if entry["failed"]]
-    assert [entry["failed"] for entry in failed] == ["does not compile"]
-    text = capsys.readouterr().out
-    tile = "64 × 128, 8 warps (2/4/2 along M), 1 CTA an SM"
-    assert "| Hopper backward, d 128 bf16 |" in text
-    assert f"- left out: mma.sync backward, d 128 bf16, {tile}: does" in text
-    sweep.main(["--from-json", str(out)])
-    assert capsys.readouterr().out.strip() in text
-    out.write_text(json.dumps({**result, "groups": result["groups"][:3], "finished": False}))
-    sweep.main(arguments)
+    out = tmp_path / "result.json"
+    arguments = [*options.split(), "--min-ms", "0", "--out", str(out)]
+    program.main(arguments)
+    result, text = json.loads(out.read_text()), capsys.readouterr().out
+    assert result["finished"]
+    if program is sweep:
+        assert [group["kernel"] for group in result["groups"][1:]] == others
+        assert sorted(result["groups"][0]["flops"]) == ["causal 128", "causal 16", "full 128", "full 16"]
+        left_out = "mma.sync backward, d 128 bf16, 64 × 128, 8 warps (2/4/2 along M), 1 CTA an SM: does not compile"
+        key, first, unfinished = "groups", 0, result["groups"][:1]
+    else:
+        assert list(result["families"]) == ["mma_sync", *others]
+        left_out = "- left out: mma.sync forward, head dim 64, fp16: s 20, 20, full: out: error"
+        key, first, unfinished = "families", "mma_sync", {"mma_sync": result["families"]["mma_sync"]}
+    assert left_out in text
+    program.main(["--from-json", str(results.store("stored", result, tmp_path))])  # which has no reasons
+    assert [line for line in capsys.readouterr().out.splitlines() if line not in text] == []
+    out.write_text(json.dumps({**result, key: unfinished, "finished": False}))
+    program.main(arguments)
     again = json.loads(out.read_text())
-    assert again["groups"][:3] == result["groups"][:3] and len(again["groups"]) == 5 and again["finished"]
-    assert "checking fwd" not in capsys.readouterr().out
+    assert again["finished"] and len(again[key]) == len(result[key]) and again[key][first] == result[key][first]

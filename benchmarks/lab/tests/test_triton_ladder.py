@@ -1,9 +1,8 @@
-"""The Triton ladder: its rungs are attention, its program measures them, its page says what was measured.
+"""The Triton ladder: its rungs are attention, its program measures them.
 
 Without a GPU the kernels run by Triton's interpreter, tensor descriptors included.
 """
 
-import itertools
 import json
 import re
 import sys
@@ -19,8 +18,7 @@ LAB = Path(__file__).resolve().parents[1]
 sys.path += [str(LAB), str(LAB.parent)]
 
 import triton_ladder
-import triton_report
-from triton_variants import MODES, RUNGS, Tile, Variant
+from triton_variants import RUNGS, Tile, Variant
 
 BY_NAME = {rung.name: rung for rung in RUNGS}
 KERNEL = dict(zip(triton_ladder.KERNELS, range(3)))
@@ -31,14 +29,6 @@ def compiler():
     triton = pytest.importorskip("triton")
     if tuple(map(int, triton.__version__.split(".")[:2])) != (3, 6):
         pytest.skip("what Triton 3.6 makes of it")
-
-
-def test_rungs_add_up():
-    assert [rung.over for rung in RUNGS] == ["", *(rung.name for rung in RUNGS[:-1])]
-    for before, rung in zip(RUNGS, RUNGS[1:]):
-        assert sum(x != y for x, y in zip(before.variant, rung.variant)) == 1
-        assert set(rung.modes) <= set(before.modes)
-    assert RUNGS[-1].variant._replace(use_tma=None) == Variant()  # the comparator
 
 
 def interpret(folder):
@@ -112,30 +102,6 @@ def test_every_kernel_is_compiled_once_and_what_fails_is_not_tried(monkeypatch):
     with pytest.raises(RuntimeError, match="expected a tile that compiles, of 1 none does"):
         launch.kernel = SimpleNamespace(__name__="dq_kernel")
         triton_common.chosen_tile(launch, tiles[2:])
-
-
-def measured():
-    """A result in which each step doubles the speed."""
-    speeds = {"ours": 100.0, "sdpa_flash": 50.0}
-    for rung in RUNGS:
-        speeds[rung.name] = speeds[rung.over] * 2 if rung.over else 5.0
-    rows = []
-    for mode, head_dim, causal, seqlen in itertools.product(MODES, (64, 128), (False, True), (1, 2)):
-        names = [name for name in speeds if name not in BY_NAME or mode in BY_NAME[name].modes]
-        results = {name: {"tflops": speeds[name] * seqlen, "ms": 1 / speeds[name]} for name in names}
-        cell = {"mode": mode, "head_dim": head_dim, "causal": causal, "seqlen_k": seqlen}
-        label = f"d{head_dim} {causal} s{seqlen}"
-        rows.append({"group": "cells", "id": label, "label": label, **cell, "results": results})
-    origin = {"device": {"type": "cpu", "name": "GPU", "threads": 1}, "versions": {"torch": "2"}, "dtype": "bfloat16"}
-    origin.update(build={"commit": "0123456789abcdef"}, implementations=dict.fromkeys(speeds))
-    return {**origin, "rows": rows}
-
-
-def test_the_tables_state_each_step():
-    text = "\n".join(triton_report.block(measured()))
-    assert "| `descriptors` | 40.0 (2.00×) | 40.0 (2.00×) |" in text and "commit 0123456789ab" in text
-    assert "| `shared_delta` | – | – | – | – | 80.0 (2.00×) |" in text
-    assert "| `ours` | 200 (0.20×) |" in text
 
 
 def test_the_rungs_on_the_gpu():

@@ -5,19 +5,134 @@
 
 #include <array>
 #include <optional>
+#include <string>
 #include <vector>
 
-#include "api/allocate.h"
-#include "api/call_device.h"
-#include "api/gradients.h"
-#include "api/launch_check.h"
-#include "api/pad.h"
+#include "api/checks.h"
+#include "api/device.h"
+#include "api/overlap.h"
 #include "api/prepare.h"
 #include "api/problem.h"
-#include "api/trace.h"
+#include "api/scores.h"
+#include "api/set_params.h"
+#include "api/tensors.h"
 #include "plan/bwd_plan.h"
 
 namespace flash {
+
+// ---- gradients: given and wanted, their checks and strides ----
+
+// By name in Python: BwdStage, and what its calls keep.
+struct KeptDq {
+  std::string stage;         // "": kAll
+  OptionalTensor dq_sum;     // what kBegin returned in dq's place
+  OptionalTensor softmax_d;  // the same
+
+  plan::BwdStage value() const {
+    if (stage.empty()) return plan::BwdStage::kAll;
+    return stage == "begin" ? plan::BwdStage::kBegin : stage == "add" ? plan::BwdStage::kAdd : plan::BwdStage::kEnd;
+  }
+};
+
+struct Gradients {
+  const at::Tensor& dout;
+  const OptionalTensor& dlse;
+  const OptionalTensor& dq;
+  const OptionalTensor& dk;
+  const OptionalTensor& dv;
+  // FlashAttention-2 has no others: the module's functions take these by name.
+  bool accumulate_dkv = false;  // dk and dv are fp32, and the call adds to them
+  KeptDq kept = {};
+
+  template <class Visitor>
+  void visit_named(Visitor&& visit) {
+    visit("accumulate_dkv", accumulate_dkv, "a bool");
+    visit("dq_stage", kept.stage, "a str");
+    visit("dq_sum", kept.dq_sum, "a tensor or None");
+    visit("softmax_d", kept.softmax_d, "a tensor or None");
+  }
+};
+
+// Strides of the gradient of `forward`, given or allocated.
+inline MatrixStrides gradient_strides(const OptionalTensor& given, const at::Tensor& forward) {
+  return given.has_value() && is_aligned(*given) ? matrix_strides(*given)
+                                                 : contiguous_strides(forward, forward.size(-1));
+}
+
+// Each stage must get what it reads, and no tensor that it would not write.
+inline void check_stage(const Gradients& gradients) {
+  const KeptDq& kept = gradients.kept;
+  const std::string& stage = kept.stage;
+  if (!stage.empty() && stage != "begin" && stage != "add" && stage != "end") {
+    checks::fail("dq_stage", "expected '', 'begin', 'add' or 'end', got '", stage, "'");
+  }
+  const auto check = [&stage](const char* name, const OptionalTensor& tensor, bool is_wanted) {
+    if (tensor.has_value() == is_wanted) return;
+    checks::fail(name, is_wanted ? "expected a tensor" : "expected None", " at dq_stage '", stage, "', got ",
+                 is_wanted ? "None" : "a tensor");
+  };
+  check("dq_sum", kept.dq_sum, stage == "add" || stage == "end");
+  check("softmax_d", kept.softmax_d, stage == "add");
+  if (stage == "begin" || stage == "add") check("dq", gradients.dq, false);
+  if (stage == "begin" || stage == "end") {
+    check("dk", gradients.dk, false);
+    check("dv", gradients.dv, false);
+  }
+}
+
+// The tensors that a stage is given, as its plan has them.
+inline void check_kept(const KeptDq& kept, at::IntArrayRef sum_shape, at::IntArrayRef softmax_d_shape,
+                       const at::Tensor& q) {
+  const auto check = [&q](const char* name, const OptionalTensor& tensor, at::IntArrayRef shape) {
+    if (!tensor.has_value()) return;
+    checks::device(name, *tensor, q);
+    checks::dtype(name, *tensor, at::kFloat);
+    const bool is_vectors = reinterpret_cast<uintptr_t>(tensor->const_data_ptr()) % 16 == 0;
+    if (tensor->sizes() != shape || !tensor->is_contiguous() || !is_vectors) {
+      checks::fail(name, "expected that of dq_stage 'begin' over the same rows and sequences, contiguous of shape ",
+                   shape, ", got shape ", tensor->sizes());
+    }
+  };
+  check("dq_sum", kept.dq_sum, sum_shape);
+  check("softmax_d", kept.softmax_d, softmax_d_shape);
+}
+
+inline void check_gradients(const Gradients& gradients, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                            const at::Tensor& out, const at::Tensor& softmax_lse, at::IntArrayRef lse_shape) {
+  check_stage(gradients);
+  const at::DimVector out_shape = checks::output_shape(q, v);
+  checks::like("dout", gradients.dout, out_shape, q);
+  checks::like("out", out, out_shape, q);
+  if (gradients.dq.has_value()) checks::like("dq", *gradients.dq, q.sizes(), q);
+  if (gradients.accumulate_dkv) {
+    checks::accumulated("dk", gradients.dk, k);
+    checks::accumulated("dv", gradients.dv, v);
+  } else {
+    if (gradients.dk.has_value()) checks::like("dk", *gradients.dk, k.sizes(), q);
+    if (gradients.dv.has_value()) checks::like("dv", *gradients.dv, v.sizes(), q);
+  }
+  checks::lse("softmax_lse", softmax_lse, q, lse_shape);
+  if (gradients.dlse.has_value()) checks::lse("dlse", *gradients.dlse, q, lse_shape);
+}
+
+inline void check_written(const Gradients& gradients, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                          const at::Tensor& out, const at::Tensor& softmax_lse, const ScoreOptions& scores) {
+  const overlap::Operands read = {{"dout", gradients.dout},
+                                  {"q", q},
+                                  {"k", k},
+                                  {"v", v},
+                                  {"out", out},
+                                  {"softmax_lse", softmax_lse},
+                                  {"dlse", gradients.dlse},
+                                  {"alibi_slopes", scores.alibi_slopes},
+                                  {"sinks", scores.sinks},
+                                  {"origins", scores.origins},
+                                  {"softmax_d", gradients.kept.softmax_d}};
+  overlap::check({{"dq", gradients.dq}, {"dk", gradients.dk}, {"dv", gradients.dv}, {"dq_sum", gradients.kept.dq_sum}},
+                 read);
+}
+
+// ---- the call ----
 
 // The instantiation that the plan names (flash_api.cpp).
 cudaError_t run_mha_bwd(const Flash_bwd_params& params, const plan::BwdPlan& plan, cudaStream_t stream);
@@ -54,8 +169,8 @@ inline plan::BwdPlan plan_call(const BwdCall& call, Flash_bwd_params& params, co
   return plan::plan_bwd(problem, device_of(params.device, call.sm_margin), forced_family());
 }
 
-// fp32 accumulators of dQ, one tile for each m_block, in deterministic mode a dq_semaphore for each of them, where dQ
-// has no pass of its own; and a tile_count_semaphore for each pass.
+// fp32 accumulators of dQ, one tile for each m_block, in deterministic mode a dq_semaphore for each of them, unless dQ
+// has a separate kernel; and a tile_count_semaphore for each kernel.
 inline at::Tensor allocate_bwd_workspace(Flash_bwd_params& params, const plan::BwdPlan& plan, const at::Tensor& q) {
   if (plan.workspace_vectors() == 0) return at::Tensor();
   constexpr int64_t kWordsOfVector = 4;
@@ -87,7 +202,7 @@ inline at::Tensor set_params_dq_sum(Flash_bwd_params& params, const plan::BwdPla
   return counters;
 }
 
-// Partial sums of the sinks' gradient, one per CTA of the softmax_d pass, in the order of its grid.
+// Partial sums of the sinks' gradient, one per CTA of softmax_d_kernel, in the order of its grid.
 inline at::Tensor allocate_dsinks(Flash_bwd_params& params, const plan::BwdPlan& plan, const at::Tensor& q) {
   const int64_t batch = params.is_varlen() ? 1 : params.b;
   at::Tensor sums = new_zeros(q, {batch, params.h, plan.softmax_d_blocks}, at::kFloat);
@@ -118,7 +233,7 @@ inline at::Tensor kept_dq_sum(const Flash_bwd_params& params, const plan::BwdPla
   return kept.dq_sum.has_value() ? *kept.dq_sum : new_empty(q, shape, at::kFloat);
 }
 
-// A gradient that this stage writes.
+// A gradient that this stage writes, if it does.
 inline at::Tensor computed(const std::optional<Output>& output) { return output ? output->computed : at::Tensor(); }
 inline at::Tensor finished(const std::optional<Output>& output) { return output ? output->finish() : at::Tensor(); }
 
@@ -152,10 +267,10 @@ inline std::vector<at::Tensor> backward(const BwdCall& call) {
   const at::Tensor dlse = gradients.dlse.has_value() ? gradients.dlse->contiguous() : at::Tensor();
   const at::Tensor dq_sum = kept_dq_sum(params, plan, gradients.kept, q);
   std::optional<Output> dq, dk, dv;
-  if (plan.runs(plan::BwdStage::kEnd)) dq.emplace(gradients.dq, call.q, call.q.sizes(), pad);
+  if (plan.runs(plan::BwdStage::kEnd)) dq.emplace(gradients.dq, q, q.scalar_type(), call.q.sizes(), pad);
   if (plan.runs(plan::BwdStage::kAdd)) {
-    dk.emplace(gradients.dk, call.k, call.k.sizes(), pad, gradients.accumulate_dkv);
-    dv.emplace(gradients.dv, call.v, call.v.sizes(), pad, gradients.accumulate_dkv);
+    dk.emplace(gradients.dk, k, k.scalar_type(), call.k.sizes(), pad, gradients.accumulate_dkv);
+    dv.emplace(gradients.dv, v, v.scalar_type(), call.v.sizes(), pad, gradients.accumulate_dkv);
   }
   set_params_out(params, out, lse);
   set_params_dgrad(params, dout, computed(dq), computed(dk), computed(dv));

@@ -15,10 +15,28 @@
 #include <optional>
 #include <string>
 
-#include "api/dtype.h"
+#include "params/dtype.h"
 #include "params/flash.h"
+#include "plan/tiles.h"
 
 namespace flash {
+
+using OptionalTensor = std::optional<at::Tensor>;
+
+constexpr const char* kSupportedDtypes = "float16 or bfloat16";
+constexpr const char* kCombinedDtypes = "float16, bfloat16 or float32";
+
+inline bool is_supported(at::ScalarType type) { return type == at::kHalf || type == at::kBFloat16; }
+
+inline Dtype dtype_of(const at::Tensor& tensor) {
+  switch (tensor.scalar_type()) {
+    case at::kHalf: return Dtype::kFp16;
+    case at::kFloat8_e4m3fn: return Dtype::kE4m3;
+    case at::kChar: return Dtype::kInt8;
+    default: return Dtype::kBf16;
+  }
+}
+
 namespace checks {
 
 // As Python prints it, without "torch.".
@@ -118,7 +136,7 @@ inline void dtype(const char* name, const at::Tensor& tensor, at::ScalarType exp
   }
 }
 
-inline bool has_codes(const at::Tensor& tensor) { return tensor.defined() && is_eight_bit(dtype_of(tensor)); }
+inline bool is_8bit(const at::Tensor& tensor) { return tensor.defined() && is_eight_bit(dtype_of(tensor)); }
 
 inline void same_dtype(const char* name, const at::Tensor& tensor, const char* like_name, const at::Tensor& like) {
   if (tensor.scalar_type() != like.scalar_type()) {
@@ -139,16 +157,19 @@ inline void sizes(const char* name, const at::Tensor& tensor, const char* first)
   at_most(name, tensor.size(-2), "heads");
 }
 
-inline void query(const at::Tensor& q, int64_t dims, const char* axes) {
+// takes_e4m3: Q may have 8 bits.
+inline void query(const at::Tensor& q, int64_t dims, const char* axes, bool takes_e4m3 = false) {
   if (q.defined() && !q.is_cuda()) fail("q", "expected a CUDA tensor, got one on ", q.device());
   strided("q", q);
-  if (!is_supported(q.scalar_type())) {
+  if (!is_supported(q.scalar_type()) && !(takes_e4m3 && q.scalar_type() == at::kFloat8_e4m3fn)) {
     fail("q", "expected dtype ", kSupportedDtypes, ", got ", dtype_name(q.scalar_type()));
   }
   rank("q", q, dims, axes);
   last_stride("q", q);
   const int64_t head_dim = q.size(-1);
-  if (head_dim > 256) fail("q", "expected a head dim of at most 256, got ", head_dim);
+  if (head_dim > plan::kMaxHeadDim) {
+    fail("q", "expected a head dim of at most ", int64_t{plan::kMaxHeadDim}, ", got ", head_dim);
+  }
   if (head_dim == 0) fail("q", "expected a head dim of at least 1, got 0");
   sizes("q", q, "sequences");
 }
@@ -172,17 +193,20 @@ inline void value(const at::Tensor& v, const at::Tensor& k) {
   if (v.dim() == k.dim() && !expected.empty()) expected.back() = v.size(-1);
   shape("v", v, expected);
   const int64_t head_dim = v.size(-1);
-  if (head_dim < 1 || head_dim > 256) fail("v", "expected a head dim from 1 to 256, got ", head_dim);
+  if (head_dim < 1 || head_dim > plan::kMaxHeadDim) {
+    fail("v", "expected a head dim from 1 to ", int64_t{plan::kMaxHeadDim}, ", got ", head_dim);
+  }
 }
 
-// `expected`: the shape of k, with -1 on axes that k itself decides. takes_codes: they may be codes, of one head dim.
+// `expected`: the shape of k, with -1 on axes that k itself decides. takes_8bit: k and v may have 8 bits and one head
+// dim.
 inline void key_value(const at::Tensor& k, const at::Tensor& v, const at::Tensor& q, at::IntArrayRef expected_,
-                      const char* axes, bool takes_codes = false) {
+                      const char* axes, bool takes_8bit = false) {
   at::DimVector expected(expected_.begin(), expected_.end());
-  const bool are_codes = takes_codes && has_codes(k);
+  const bool are_8bit = takes_8bit && is_8bit(k);
   device("k", k, q);
   device("v", v, q);
-  if (!are_codes) dtype_of_q("k", k, q);
+  if (!are_8bit || is_8bit(q)) dtype_of_q("k", k, q);
   rank("k", k, static_cast<int64_t>(expected.size()), axes);
   for (size_t i = 0; i < expected.size(); ++i) {
     if (expected[i] < 0) expected[i] = k.size(static_cast<int64_t>(i));
@@ -190,7 +214,7 @@ inline void key_value(const at::Tensor& k, const at::Tensor& v, const at::Tensor
   shape("k", k, expected);
   last_stride("k", k);
   sizes("k", k, "pages");
-  if (are_codes) {
+  if (are_8bit) {
     same_dtype("v", v, "k", k);
     shape("v", v, k.sizes());
   } else {
@@ -207,10 +231,12 @@ inline at::DimVector output_shape(const at::Tensor& q, const at::Tensor& v) {
   return result;
 }
 
-inline void output(const std::optional<at::Tensor>& out, const at::Tensor& q, at::IntArrayRef expected) {
+// type: of the result of 8-bit queries.
+inline void output(const std::optional<at::Tensor>& out, const at::Tensor& q, at::IntArrayRef expected,
+                   at::ScalarType type = at::kBFloat16) {
   if (!out.has_value()) return;
   device("out", *out, q);
-  dtype_of_q("out", *out, q);
+  is_8bit(q) ? dtype("out", *out, type) : dtype_of_q("out", *out, q);
   shape("out", *out, expected);
   last_stride("out", *out);
 }

@@ -8,12 +8,10 @@
 #include <optional>
 #include <vector>
 
-#include "api/allocate.h"
-#include "api/call_device.h"
 #include "api/checks.h"
-#include "api/launch_check.h"
+#include "api/device.h"
 #include "api/overlap.h"
-#include "api/set_params.h"
+#include "api/tensors.h"
 #include "params/combine.h"
 
 namespace flash {

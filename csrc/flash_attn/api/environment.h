@@ -2,11 +2,13 @@
 // themselves run without it.
 #pragma once
 
+#include <cstdio>
 #include <cstdlib>
 #include <optional>
 #include <string>
 
 #include "api/checks.h"
+#include "plan/explain.h"
 
 namespace flash {
 
@@ -52,6 +54,12 @@ class CallEnvironment {
   bool is_traced_ = false;
   static inline thread_local const CallEnvironment* current_ = nullptr;
 };
+
+// FLASH_ATTN_TRACE=1: one line to stderr for each attention that is launched, with its plan.
+template <class... Plans>
+void trace(const Plans&... plans) {
+  if (CallEnvironment::is_traced()) std::fprintf(stderr, "flash_attn: %s\n", one_line(plan::explain(plans...)).c_str());
+}
 
 inline const char* forced_family() { return CallEnvironment::forced_family(); }
 

@@ -3,19 +3,24 @@
 
 #include <ATen/ops/full.h>
 
-#include <array>
+#include <algorithm>
 #include <limits>
+#include <optional>
 #include <vector>
 
-#include "api/call_device.h"
-#include "api/codes_forward.h"
-#include "api/kvcache.h"
-#include "api/pad.h"
-#include "api/run_fwd.h"
+#include "api/checks.h"
+#include "api/device.h"
+#include "api/environment.h"
+#include "api/launch.h"
+#include "api/problem.h"
+#include "api/quantized.h"
+#include "api/scores.h"
+#include "api/set_params.h"
+#include "api/tensors.h"
 
 namespace flash {
 
-// What the module's functions take by name beside ScoreOptions.
+// What the module's functions take by name in addition to ScoreOptions.
 struct FwdOptions {
   OptionalTensor rng_state;  // the dropout of this [seed, offset] instead of a new one
 
@@ -39,20 +44,60 @@ struct FwdCall {
   const OptionalGenerator& gen;
   bool return_max_logit;
   const FwdOptions& options;
-  const KvDescales& descales;
+  const QuantArgs& quant;
   int64_t sm_margin;
 
-  bool has_codes() const { return is_eight_bit(dtype_of(k)); }
+  bool has_8bit_kv() const { return checks::is_8bit(k); }
+  bool has_8bit_q() const { return checks::is_8bit(q); }
+  at::ScalarType out_type() const { return quant.result_type(q); }
 };
 
-// k and v as kernels take them: codes are read as they lie.
-inline at::Tensor aligned_keys(const at::Tensor& tensor) {
-  return is_eight_bit(dtype_of(tensor)) ? tensor : aligned(tensor);
+// ---- the problem ----
+
+// Rows of the dequantised K and V per sequence; 0: packed rows keep their places. Of pages at least one: key ranges are
+// then written. Block tables may be far wider than sequences: if the decode kernels can recompute a call whose
+// max_seqlen_k, which p_cols is rounded up from, is too small, there is room for that many.
+inline int dequantized_rows(const Flash_fwd_params& params, bool may_recompute) {
+  if (params.is_paged())
+    return std::max(std::min(split_capacity(params), may_recompute ? params.p_cols : kMaxLength), 1);
+  return params.is_varlen() ? 0 : params.seqlen_k;
+}
+
+// Whether tensor maps can describe q, k and v of a call in 8 bits, once they are aligned, and O in 16.
+inline bool fits_fp8_maps(const FwdCall& call, Flash_fwd_params params) {
+  if (!call.has_8bit_q()) return false;
+  const bool holds_out =
+      plan::tensor_map_holds(matrix_shape(params, params.o_strides, true, params.is_varlen()), Dtype::kBf16);
+  params.o_strides = contiguous_strides(call.q, params.d_v);
+  params.k_strides = matrix_strides(aligned_layout(call.k));
+  params.v_strides = matrix_strides(aligned_layout(call.v));
+  return holds_out && fwd_problem(params, Dtype::kE4m3).fits_tensor_maps;
+}
+
+// A call with 8-bit K and V. The prefill kernels see K and V, and Q if it is converted, as fp16.
+inline plan::FwdProblem quantized_problem(const FwdCall& call, const Flash_fwd_params& params) {
+  const bool is_bf16 = call.out_type() == at::kBFloat16;
+  const int rows = dequantized_rows(params, !call.return_max_logit);
+  Flash_fwd_params dequantized = params;
+  set_params_dequantized(dequantized, rows);
+  if (is_bf16 || call.has_8bit_q()) dequantized.q_strides = converted_query_strides(params);
+  plan::FwdProblem problem = fwd_problem(dequantized, Dtype::kFp16);
+  problem.converts_queries = is_bf16;
+  problem.out_dtype = is_bf16 ? Dtype::kBf16 : Dtype::kFp16;
+  problem.q_dtype = dtype_of(call.q);
+  problem.kv_dtype = dtype_of(call.k);
+  problem.gathers_keys = params.is_paged();
+  problem.dequantized_rows = rows;
+  problem.has_head_scales = has_head_scales(call.quant);
+  problem.has_key_lengths = params.varlen.seqused_k != nullptr || params.varlen.leftpad_k != nullptr;
+  problem.fits_fp8_maps = fits_fp8_maps(call, params);
+  problem.fast_exp = call.quant.fast_exp;
+  return problem;
 }
 
 // Fills params; strides of an allocated output are those it will have.
-inline plan::FwdPlan plan_call(const FwdCall& call, Flash_fwd_params& params, const at::Tensor& q, const at::Tensor& k,
-                               const at::Tensor& v) {
+inline plan::FwdProblem make_problem(const FwdCall& call, Flash_fwd_params& params, const at::Tensor& q,
+                                     const at::Tensor& k, const at::Tensor& v) {
   params = call.sequences;
   params.device = call.q.device().index();
   set_params_fprop(params, q, k, v, call.scores, call.p_dropout);
@@ -61,11 +106,29 @@ inline plan::FwdPlan plan_call(const FwdCall& call, Flash_fwd_params& params, co
   } else {
     params.o_strides = contiguous_strides(call.q, params.d_v);
   }
-  set_params_gathered(params, !call.has_codes() || !call.return_max_logit);
-  plan::FwdProblem problem = forward_problem(params, dtype_of(call.q), dtype_of(call.k));
+  plan::FwdProblem problem =
+      call.has_8bit_kv() ? quantized_problem(call, params) : fwd_problem(params, dtype_of(call.q));
   problem.returns_max_logit = call.return_max_logit;
-  return plan_forward(problem, params.device, call.sm_margin);
+  problem.returns_probabilities = call.return_softmax && params.b > 0 && params.p_rows > 0 && params.p_cols > 0;
+  const int64_t keys = call.has_8bit_kv() ? fwd_problem(params, problem.out_dtype).keys() : problem.keys();
+  problem.decode = decode_problem(params, dtype_of(call.k), keys);
+  problem.decode.options.kv_vector_bytes = std::min(vector_bytes(k), vector_bytes(v));
+  problem.decode.options.v_per_channel = call.quant.v_per_channel;
+  return problem;
 }
+
+inline plan::FwdPlan plan_call(const FwdCall& call, const plan::FwdProblem& problem, const Flash_fwd_params& params) {
+  const plan::FwdPlan plan = checked_plan(problem, params.device, call.sm_margin);
+  if (problem.gathers_keys && plan.stages.has(plan::Stage::kDequantize)) {
+    checks::at_most("block_table", static_cast<int64_t>(params.b) * plan.dequantized_rows, "keys of all sequences");
+  }
+  return plan;
+}
+
+// k and v as kernels take them: 8-bit ones are read in place, unless by e4m3 products.
+inline at::Tensor aligned_keys(const at::Tensor& tensor) { return checks::is_8bit(tensor) ? tensor : aligned(tensor); }
+
+// ---- the call ----
 
 // S_dmask and rng_state; zeros where nothing is launched.
 struct DropoutOutputs {
@@ -81,7 +144,7 @@ struct DropoutOutputs {
     if (call.return_softmax && call.p_dropout > 0.0) {
       probabilities = allocate({sequences.b, q.size(-2), sequences.p_rows, sequences.p_cols}, q.scalar_type());
     } else {
-      probabilities = new_empty(q, {0}, q.scalar_type());
+      probabilities = new_empty(q, {0}, call.out_type());
     }
     rng_state = allocate({2}, at::kLong);
   }
@@ -95,32 +158,63 @@ inline at::Tensor allocate_max_logit(Flash_fwd_params& params, const at::TensorO
   return max_logit;
 }
 
-// Behind a forward that has gathered the keys of pages, as many as max_seqlen_k promises: where some sequence has more,
-// the whole call once more by the decode kernels. Only the device knows; without such a sequence they leave at once.
-inline void run_longer_sequences(const Flash_fwd_params& params, const FwdCall& call, const at::Tensor& q,
-                                 const at::Tensor& k, const at::Tensor& v, const at::Tensor& out) {
-  if (!params.is_paged() || dequantized_rows(params) >= split_capacity(params)) return;
-  const plan::DecodeProblem problem = decode_problem(params, q, k, v, call.descales);
-  const plan::DecodePlan plan = checked_decode_plan(problem, params.device, call.sm_margin);
-  check_launch(run_decode_forward(params, problem, plan, q, out, call.descales, dequantized_rows(params)),
-               "flash_fwd_split_kernel", q, problem.kv_dtype);
+// Dropout's state, drawn or given.
+inline void set_params_rng(Flash_fwd_params& params, const FwdCall& call, const at::Tensor& rng_state) {
+  params.dropout.rng_state = rng_state.mutable_data_ptr<int64_t>();
+  if (!params.has_dropout) return;
+  if (call.options.rng_state.has_value()) {
+    reuse_philox_state(params, *call.options.rng_state);
+  } else {
+    draw_philox_state(params, call.gen);
+  }
+}
+
+// e4m3 queries that no e4m3 product takes: memory for them in 16 bits.
+inline at::Tensor wide_query(const FwdCall& call) { return new_empty(call.q, call.q.sizes(), call.out_type()); }
+
+inline void launch_forward(const FwdCall& call, const plan::FwdProblem& problem, const plan::FwdPlan& plan,
+                           const Flash_fwd_params& params, const at::Tensor& q, const at::Tensor& k,
+                           const at::Tensor& v, const at::Tensor& out) {
+  OptionalTensor e4m3_q;
+  if (call.has_8bit_q() && !plan.is_fp8) e4m3_q = call.q;
+  FwdLaunch launched{problem, plan, q, k, v, out, e4m3_q, call.quant};
+  static_cast<Flash_fwd_params&>(launched.params) = params;
+  if (call.has_8bit_kv() && !plan.is_fp8) {
+    const bool packed = params.is_varlen() && !params.is_paged();
+    launched.scales = kernel_scales(call.quant, params.h_k, call.has_8bit_q(), packed);
+  }
+  if (plan.family == plan::Family::kDecode) {
+    launched.kv = set_params_decode(launched, params);
+    launched.decode_workspace = allocate_decode_workspace(*launched.kv, *plan.decode, q);
+  }
+  trace(problem, plan);
+  launch(launched);
 }
 
 inline std::vector<at::Tensor> forward(const FwdCall& call) {
   const CallDevice guard(call.q.device());
   check_device_supported(call.q);
-  const bool launches = call.q.numel() > 0;
-  at::Tensor q = aligned(call.q), k = aligned_keys(call.k), v = aligned_keys(call.v);
+  at::Tensor q = call.has_8bit_q() ? aligned_layout(call.q) : aligned(call.q);
+  at::Tensor k = aligned_keys(call.k), v = aligned_keys(call.v);
   Flash_fwd_params params;
-  const plan::FwdPlan plan = plan_call(call, params, q, k, v);
+  const plan::FwdProblem problem = make_problem(call, params, q, k, v);
+  const plan::FwdPlan plan = plan_call(call, problem, params);
+  const bool launches = !plan.stages.empty();
   const int pad = launches ? plan.pad_head_dim : 0;
+  if (plan.is_fp8) {
+    q = aligned(call.q);
+    k = aligned(k);
+    v = aligned(v);
+  } else if (call.has_8bit_q()) {
+    q = wide_query(call);
+  }
   if (pad > 0) {
     q = aligned(pad_head_dim(q, pad));
     k = aligned(pad_head_dim(k, pad));
     v = aligned(pad_head_dim(v, pad));
-    set_params_qkv(params, q, k, v);
   }
-  Output out(call.out, call.q, checks::output_shape(call.q, call.v), pad);
+  if (pad > 0 || call.has_8bit_q()) set_params_qkv(params, q, k, v);
+  Output out(call.out, call.q, call.out_type(), checks::output_shape(call.q, call.v), pad);
   at::Tensor lse = new_empty(call.q, call.lse_shape, at::kFloat);
   DropoutOutputs dropout(call, launches);
   set_params_out(params, out.computed, lse);
@@ -128,27 +222,8 @@ inline std::vector<at::Tensor> forward(const FwdCall& call) {
   at::Tensor max_logit;
   if (call.return_max_logit) max_logit = allocate_max_logit(params, lse.options());
   if (launches) {
-    params.dropout.rng_state = dropout.rng_state.mutable_data_ptr<int64_t>();
-    if (params.has_dropout && call.options.rng_state.has_value()) {
-      reuse_philox_state(params, *call.options.rng_state);
-    } else if (params.has_dropout) {
-      draw_philox_state(params, call.gen);
-    }
-    if (plan.family == plan::Family::kDecode) {
-      const plan::DecodeProblem problem = decode_problem(params, q, k, v, call.descales);
-      const plan::DecodePlan decode = checked_decode_plan(problem, params.device, call.sm_margin);
-      trace(plan, problem, decode);
-      check_launch(run_decode_forward(params, problem, decode, q, out.computed, call.descales),
-                   "flash_fwd_split_kernel", q, problem.kv_dtype);
-    } else if (call.has_codes()) {
-      trace(plan, forward_problem(params, dtype_of(q), dtype_of(k)));
-      const Flash_fwd_params over_codes = params;
-      launch_forward_over_codes(params, plan, q, k, v, call.descales);
-      run_longer_sequences(over_codes, call, q, k, v, out.computed);
-    } else {
-      trace(plan);
-      launch_forward(params, plan, q);
-    }
+    set_params_rng(params, call, dropout.rng_state);
+    launch_forward(call, problem, plan, params, q, k, v, out.computed);
   }
   std::vector<at::Tensor> results{out.finish(), lse, dropout.probabilities, dropout.rng_state};
   if (max_logit.defined()) results.push_back(max_logit);
@@ -158,22 +233,10 @@ inline std::vector<at::Tensor> forward(const FwdCall& call) {
 // The plan alone: no launch, no memory.
 inline plan::Explanation explain(const FwdCall& call) {
   check_device_supported(call.q);
-  at::Tensor q = aligned_layout(call.q), k = call.k, v = call.v;
-  if (!call.has_codes()) {
-    k = aligned_layout(k);
-    v = aligned_layout(v);
-  }
+  const auto layout = [](const at::Tensor& x) { return checks::is_8bit(x) ? x : aligned_layout(x); };
   Flash_fwd_params params;
-  const plan::FwdPlan plan = plan_call(call, params, q, k, v);
-  plan::Explanation result = plan::explain(plan, forward_problem(params, dtype_of(q), dtype_of(k)));
-  if (call.q.numel() == 0) result["kernel"] = std::string("none");
-  if (call.q.numel() == 0 || plan.family != plan::Family::kDecode) return result;
-  q = padded_layout(q, plan.pad_head_dim);
-  k = padded_layout(k, plan.pad_head_dim);
-  v = padded_layout(v, plan.pad_head_dim);
-  set_params_qkv(params, q, k, v);
-  const plan::DecodeProblem problem = decode_problem(params, q, k, v, call.descales);
-  return plan::explain(plan, problem, checked_decode_plan(problem, params.device, call.sm_margin));
+  const plan::FwdProblem problem = make_problem(call, params, aligned_layout(call.q), layout(call.k), layout(call.v));
+  return plan::explain(problem, plan_call(call, problem, params));
 }
 
 }  // namespace flash

@@ -1,11 +1,11 @@
-// Memory that the kernels of one call share, and the launch that fills it ahead of them: from the allocator of the
-// call's stream, freed with the call.
+// Memory that the kernels of one call share, and the launch that fills it first: from the allocator of the call's
+// stream, freed with the call.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 #include <c10/cuda/CUDAStream.h>
 
-#include "api/allocate.h"
+#include "api/tensors.h"
 #include "params/flash.h"
 #include "plan/fwd_plan.h"
 
@@ -21,7 +21,7 @@ inline void set_params_varlen_workspace(Flash_fwd_params& params, int* words) {
   params.varlen.key_ranges = params.varlen.segments_k + params.b + 3;
 }
 
-// `workspace` has to outlive the launches that read it.
+// `workspace` must outlive the launches that read it.
 inline cudaError_t prepare(Flash_fwd_params& params, bool takes_semaphore, const at::Tensor& q, at::Tensor& workspace) {
   const int64_t words = varlen_words(params) + takes_semaphore;
   if (words == 0) return cudaSuccess;

@@ -1,5 +1,9 @@
-// Parameters -> the problem that the plan takes.
+// Parameters -> the problems that plans take.
 #pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <limits>
 
 #include "params/flash.h"
 #include "plan/problem.h"
@@ -34,11 +38,15 @@ inline void set_problem(plan::Problem& problem, const Flash_fwd_params& params, 
   problem.batch_invariant = params.batch_invariant;
 }
 
+inline int clamped_int(int64_t value) {
+  return static_cast<int>(std::min<int64_t>(value, std::numeric_limits<int>::max()));
+}
+
 // has_key_ranges: the keys of a cache, whose lengths only the device knows.
 inline plan::FwdProblem fwd_problem(const Flash_fwd_params& params, Dtype dtype, bool has_key_ranges = false) {
   plan::FwdProblem problem;
   set_problem(problem, params, dtype);
-  problem.returns_max_logit = params.max_logit_ptr != nullptr;
+  problem.has_sinks = params.sinks_ptr != nullptr;
   problem.has_key_ranges = has_key_ranges;
   problem.is_paged = params.is_paged();
   problem.num_pages = params.paged.num_pages;
@@ -59,6 +67,39 @@ inline plan::FwdProblem fwd_problem(const Flash_fwd_params& params, Dtype dtype,
   problem.fits_tensor_maps = holds(params.q_strides, true) && holds(params.o_strides, true) &&
                              (!loads_keys || (holds(params.k_strides, false) && holds(params.v_strides, false)));
   problem.fits_page_maps = params.is_paged() && holds_pages(params.k_strides) && holds_pages(params.v_strides);
+  return problem;
+}
+
+// Rows of a cache from one sequence to the next; -1: not a whole number, so the cache is no packed tensor.
+inline int64_t rows_per_sequence(const MatrixStrides& strides) {
+  return strides.row > 0 && strides.batch % strides.row == 0 ? strides.batch / strides.row : -1;
+}
+
+// Keys that a sequence of a forward may have.
+inline int split_capacity(const Flash_fwd_params& params) {
+  const PagedKv& paged = params.paged;
+  if (paged.block_table == nullptr) return params.seqlen_k;
+  return static_cast<int>(
+      std::min<int64_t>(static_cast<int64_t>(paged.pages_per_sequence) * paged.page_size.divisor, kMaxLength));
+}
+
+// A forward as the decode kernels see it: a dense batch is a full cache; of a packed one the schedule kernel linearises
+// the work. keys: of a sequence, on average. Q has 16-byte vectors.
+inline plan::DecodeProblem decode_problem(const Flash_fwd_params& params, Dtype kv_dtype, int64_t keys) {
+  plan::DecodeProblem problem;
+  problem.is_forward = true;
+  problem.batch = params.b;
+  problem.seqlen_q = params.seqlen_q;
+  problem.heads = params.h;
+  problem.heads_k = params.h_k;
+  problem.head_dim = params.d;
+  problem.capacity = split_capacity(params);
+  problem.is_packed = params.is_varlen();
+  problem.packed_keys = clamped_int(keys);
+  problem.kv_dtype = kv_dtype;
+  problem.options.window = params.window;
+  problem.options.has_score_mod = params.has_score_mod;
+  problem.options.page_size = params.is_paged() ? params.paged.page_size.divisor : 0;
   return problem;
 }
 

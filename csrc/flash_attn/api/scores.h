@@ -1,4 +1,4 @@
-// What a call says about scores: options, their rules, and the parameters that they become.
+// Options of scores: their names, their checks, and the parameters that they become; and sm_margin.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -12,15 +12,13 @@
 
 namespace flash {
 
-using OptionalTensor = std::optional<at::Tensor>;
-
 struct ScoreOptions {
   double softmax_scale;
   bool is_causal;
   int64_t window_left, window_right;
   double softcap;
   const OptionalTensor& alibi_slopes;
-  // FlashAttention-2 has no others: the module's functions take these by name.
+  // FlashAttention-2 has no others: the module's functions take these, and those of the records below, by name.
   OptionalTensor sinks;
   OptionalTensor origins;  // int64 (b, kOriginWords)
 
@@ -28,6 +26,15 @@ struct ScoreOptions {
   void visit_named(Visitor&& visit) {
     visit("sinks", sinks, "a Tensor");
     visit("origins", origins, "a Tensor");
+  }
+};
+
+struct LaunchOptions {
+  int64_t sm_margin = 0;
+
+  template <class Visitor>
+  void visit_named(Visitor&& visit) {
+    visit("sm_margin", sm_margin, "an int");
   }
 };
 
@@ -58,7 +65,7 @@ inline bool has_score_mod(const ScoreOptions& scores) {
          !(normal_float(scores.softmax_scale) > 0.0f);
 }
 
-// Where nothing counts positions the origins change nothing.
+// Origins matter only to ALiBi and dropout.
 inline void set_params_origins(Flash_fwd_params& params, const ScoreOptions& scores) {
   const bool counts_positions = params.has_dropout || params.alibi_slopes_ptr != nullptr;
   if (scores.origins.has_value() && counts_positions) {

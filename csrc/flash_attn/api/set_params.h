@@ -9,47 +9,13 @@
 #include <mutex>
 #include <optional>
 
-#include "api/dtype.h"
-#include "api/launch_check.h"
 #include "api/scores.h"
+#include "api/tensors.h"
 #include "params/flash.h"
 
 namespace flash {
 
 using OptionalGenerator = std::optional<at::Generator>;
-
-// Whether rows may be moved in vectors of so many bytes from their first column on; the kernels of attention move 16.
-// Strides of axes of size 1 do not matter.
-inline bool is_aligned(const at::Tensor& tensor, int64_t vector_bytes = 16) {
-  const int64_t elements = vector_bytes / tensor.element_size();
-  if (reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % vector_bytes != 0) return false;
-  for (int64_t axis = 0; axis + 1 < tensor.dim(); ++axis) {
-    if (tensor.size(axis) > 1 && tensor.stride(axis) % elements != 0) return false;
-  }
-  return tensor.size(-1) <= 1 || tensor.stride(-1) == 1;
-}
-
-inline at::Tensor aligned(const at::Tensor& tensor) {
-  return tensor.numel() == 0 || is_aligned(tensor) ? tensor : tensor.clone(at::MemoryFormat::Contiguous);
-}
-
-// (batch or pages, rows, heads, d) or (rows, heads, d).
-inline MatrixStrides matrix_strides(const at::Tensor& tensor) {
-  MatrixStrides strides;
-  strides.batch = tensor.dim() == 4 ? tensor.stride(0) : 0;
-  strides.row = tensor.stride(-3);
-  strides.head = tensor.stride(-2);
-  return strides;
-}
-
-// Of a new tensor with all axes of `like` but the last, which has head_dim columns.
-inline MatrixStrides contiguous_strides(const at::Tensor& like, int64_t head_dim) {
-  MatrixStrides strides;
-  strides.head = head_dim;
-  strides.row = strides.head * like.size(-2);
-  strides.batch = like.dim() == 4 ? strides.row * like.size(-3) : 0;
-  return strides;
-}
 
 // P(dropped) = threshold / 2^32 and the kept entries are scaled by the reciprocal of the true keep probability.
 inline void set_params_dropout(Flash_fwd_params& params, double p_dropout) {
@@ -110,7 +76,7 @@ inline void set_params_out(Flash_fwd_params& params, const at::Tensor& out, cons
   params.softmax_lse_ptr = lse.mutable_data_ptr<float>();
 }
 
-// Gradients that a backward reads and writes; a stage may leave some undefined.
+// Gradients that a backward reads and writes; some may be undefined.
 inline void set_params_dgrad(Flash_bwd_params& params, const at::Tensor& dout, const at::Tensor& dq,
                              const at::Tensor& dk, const at::Tensor& dv) {
   params.do_ptr = dout.const_data_ptr();

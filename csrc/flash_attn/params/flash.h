@@ -110,11 +110,11 @@ struct Flash_fwd_params : Qkv_params {
   PagedKv paged;
   bool has_dropout = false;
   bool batch_invariant = false;  // kernels are chosen by options and head dims alone
-  int16_t device = 0;            // it, d_v and accumulates_dkv stand in padding: no other parameter's offset changes
+  int16_t device = 0;            // it, d_v and accumulates_dkv fill padding: no other parameter's offset changes
   int d_v = 0;                   // head dim of V and O
   Dropout dropout;
 
-  int* tile_count_semaphore = nullptr;  // work tiles handed out so far, cleared ahead of the launch; null: none
+  int* tile_count_semaphore = nullptr;  // work tiles handed out so far, cleared before the launch; null: none
 
   // (b, kOriginWords): where the scores of each sequence begin in a larger matrix of which they are a part. ALiBi and
   // dropout count from there, the window does not (kernels/common/origin.h). Null: they are the whole matrix.
@@ -125,7 +125,7 @@ struct Flash_fwd_params : Qkv_params {
   FLASH_HOST_DEVICE bool keys_packed() const { return is_varlen() || varlen.key_ranges != nullptr; }
   FLASH_HOST_DEVICE bool is_paged() const { return paged.block_table != nullptr; }
 
-  // Softcap alone and ALiBi alone have kernels of their own.
+  // Softcap alone and ALiBi alone have dedicated kernels.
   Modifiers modifiers() const {
     if (!has_score_mod) return Modifiers::kNone;
     const bool softcaps = softcap > 0.0f, biases = alibi_slopes_ptr != nullptr;
@@ -134,7 +134,7 @@ struct Flash_fwd_params : Qkv_params {
   }
 };
 
-// KV splits of each m_block. A split is a work tile of its own, whose partial result run_combine() combines with the
+// KV splits of each m_block. A split is a separate work tile, whose partial result run_combine() combines with the
 // others.
 struct KvSplits {
   int count = 1;
@@ -166,7 +166,7 @@ struct Flash_bwd_params : Flash_fwd_params {
   const float* __restrict__ dlse_ptr = nullptr;  // gradient of the LSE, as the LSE; null: none
   float* __restrict__ softmax_d_ptr = nullptr;   // rowsum(dO * O) - dlse: (b, h, d_rows), or (h, d_rows) and zeroed
   int64_t d_rows = 0;                            // rows of one head, see softmax_d_rows()
-  float* __restrict__ dsinks_ptr = nullptr;      // sums per CTA of the softmax_d pass; zeroed; null: none
+  float* __restrict__ dsinks_ptr = nullptr;      // sums per CTA of softmax_d_kernel; zeroed; null: none
   float* __restrict__ dq_accum_ptr = nullptr;    // fp32 dQ in tiles in accumulator order, where the plan has tiles
   int* __restrict__ dq_semaphore_ptr = nullptr;  // deterministic: contributions to each tile so far
   float4* workspace_ptr = nullptr;  // dq_accum, dq_semaphore, tile_count_semaphore; run_softmax_d() clears it
@@ -177,7 +177,7 @@ struct Flash_bwd_mask_params : Flash_bwd_params {
   MaskParams mask;
 };
 
-// Ahead of every kernel of a call with packed sequences or a tile_count_semaphore: fills segments_q, segments_k and
+// Before every other kernel of a call with packed sequences or a tile_count_semaphore: fills segments_q, segments_k and
 // key_ranges, and clears the semaphore. The next kernel of the stream may be launched as its dependent
 // (kernels/common/pdl.h).
 cudaError_t run_prepare(const Flash_fwd_params& params, cudaStream_t stream);
@@ -199,7 +199,7 @@ cudaError_t run_mha_bwd_(const Flash_bwd_mask_params& params, const plan::BwdPla
 template <Dtype kDtype, int kHeadDim, int kHeadDimV = kHeadDim>
 cudaError_t run_mha_bwd_wgmma_(const Flash_bwd_mask_params& params, const plan::BwdPlan& plan, cudaStream_t stream);
 
-// softmax_d, ahead of the kernels of run_mha_bwd_.
+// softmax_d, before the kernels of run_mha_bwd_.
 cudaError_t run_softmax_d(const Flash_bwd_params& params, Dtype dtype, cudaStream_t stream);
 
 // S_dmask from Q, K and a finished LSE.

@@ -1,4 +1,4 @@
-// The forward of e4m3 q, k and v: parameters and kernels, beside params/flash.h.
+// The forward of e4m3 q, k and v: parameters and kernels.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -10,7 +10,7 @@
 
 namespace flash {
 
-// A value is code * descale.
+// A value is an 8-bit value times its descale.
 struct Descale {
   const float* __restrict__ ptr = nullptr;  // (1 or b, 1, h_k or h) by any strides; null: 1
   int64_t batch_stride = 0;
@@ -24,10 +24,10 @@ struct Flash_fwd_fp8_params : Flash_fwd_params {
   // slots of kVtKeys keys (varlen_first_slot()). Zero where no query sees a key.
   uint8_t* __restrict__ vt_ptr = nullptr;
   int64_t vt_keys = 0;
-  bool exp_codes = false;  // P as e4m3 codes straight from the scores, without exp2
+  bool exp_codes = false;  // P as e4m3 straight from the scores, without exp2
 };
 
-// Fills vt_ptr and clears the semaphore. Behind run_prepare() in a packed call; the next kernel of the stream may be
+// Fills vt_ptr and clears the semaphore. After run_prepare() in a packed call; the next kernel of the stream may be
 // launched as its dependent.
 cudaError_t run_transpose_v(const Flash_fwd_fp8_params& params, cudaStream_t stream);
 

@@ -17,7 +17,7 @@ struct Rotary {
   bool one_position = false;  // all queries are rotated as the first one: no mask
 };
 
-// Descales of an 8-bit K or V: value = code * descale. A stride is 0 along an axis that they do not vary along.
+// Descales of an 8-bit K or V: value = 8-bit value * descale. A stride is 0 along an axis that they do not vary along.
 struct KvDescale {
   const float* ptr = nullptr;  // null: 1
   bool by_row = false;         // of pages or rows: an element of the batch is a page or sequence of the cache
@@ -75,7 +75,7 @@ struct Flash_kvcache_params : Flash_fwd_params {
 
   // An 8-bit cache. The kernels of 16 bits know q's dtype by their template.
   Dtype q_dtype = Dtype::kBf16, kv_dtype = Dtype::kBf16;
-  Dtype new_dtype = Dtype::kBf16;  // of knew and vnew: that of q, or codes
+  Dtype new_dtype = Dtype::kBf16;  // of knew and vnew: that of q or of the cache
   KvDescale k_descale, v_descale;
   float* k_token_descale_ptr = nullptr;  // where the append writes the descales of new rows, in k_descale's layout;
   float* v_token_descale_ptr = nullptr;  // null: it quantises by k_descale and v_descale
@@ -90,12 +90,12 @@ struct Flash_kvcache_params : Flash_fwd_params {
   FastDiv tile_group;  // tile_query_heads; kernels that read the divisor from it take more registers
 };
 
-// Where the codes of K and V go as fp16, for kernels that read no codes.
+// Where 8-bit K and V go as fp16, for kernels that do not read 8 bits.
 struct DequantizedKv {
   void* k_ptr = nullptr;  // (rows, h_k, d), contiguous
   void* v_ptr = nullptr;
   int rows_per_sequence = 0;  // row 0 of sequence i is row i * rows_per_sequence, and is its key 0; 0: packed rows,
-                              // which lie where their codes do
+                              // at the rows of the 8-bit ones
   int* key_ranges = nullptr;  // (b, 2), written: Varlen::key_ranges of these rows; null: not wanted
   bool k_by_power = false;    // K takes the power of two of its descale alone: eight_bit::key_power()
   int multiprocessors = 0;    // of the device
@@ -108,7 +108,7 @@ struct RescaledRows {
   void* to_ptr = nullptr;
   MatrixStrides from_strides, to_strides;
   Dtype from_dtype = Dtype::kBf16, to_dtype = Dtype::kFp16;
-  bool from_vectors = true;        // rows of codes may be read in 8-byte vectors
+  bool from_vectors = true;        // rows of e4m3 may be read in 8-byte vectors
   KvDescale descales[2];           // by row: none
   bool without_key_power = false;  // the second one is K's, less the power of two that K takes
   bool of_kv_heads[2] = {true, true};
@@ -125,7 +125,7 @@ cudaError_t run_decode_combine(const Flash_kvcache_params& params, Dtype dtype, 
 // Appends the new rows to the cache.
 cudaError_t run_kvcache_append(const Flash_kvcache_params& params, Dtype dtype, cudaStream_t stream);
 
-// Appends the new rows to an 8-bit cache, quantised unless they are codes.
+// Appends the new rows to an 8-bit cache, quantised unless they have its dtype.
 cudaError_t run_kvcache_append_quantized(const Flash_kvcache_params& params, cudaStream_t stream);
 
 // Fills cached_keys (b, 2) for the forward: request i has keys from row first_row + cache row * rows_per_sequence on;
@@ -133,7 +133,7 @@ cudaError_t run_kvcache_append_quantized(const Flash_kvcache_params& params, cud
 cudaError_t run_kvcache_keys(const Flash_kvcache_params& params, int rows_per_sequence, int* cached_keys,
                              cudaStream_t stream);
 
-// After a forward with sinks: +inf as LSE of the requests that take no part.
+// After a forward with sinks: +inf as LSE of inactive requests.
 cudaError_t run_kvcache_lse(const Flash_kvcache_params& params, cudaStream_t stream);
 
 // Writes the rotated queries to `rotated` (b, seqlen_q, h, d), contiguous; not those of invalid requests.

@@ -30,10 +30,10 @@ struct BwdPlan {
   BwdVariant variant = BwdVariant::kPlain;
   Dtype dtype = Dtype::kBf16;
   int head_dim = 0, head_dim_v = 0;  // of the kernels
-  int pad_head_dim = 0;              // columns that Q, K and V are padded to ahead of them; 0: they stay as they are
+  int pad_head_dim = 0;              // columns that Q, K and V are padded to; 0: not padded
   bool small_tile = false;           // of kSmallBwdTiles
   bool dq_in_smem = false;           // CTAs take whole heads and accumulate dQ in shared memory, not in global
-  bool dq_pass = false;              // dQ is computed by a pass of its own, not accumulated
+  bool dq_pass = false;              // a separate kernel computes dQ, which is not accumulated
   bool deterministic = false;
   BwdStage stage = BwdStage::kAll;
 
@@ -47,14 +47,14 @@ struct BwdPlan {
   bool is_dynamic = false;   // n_blocks are handed out by a semaphore
 
   bool has_dq_sum = false;     // whether dQ has an fp32 accumulator in global memory, which several calls may add to
-  int64_t dq_tiles = 0;        // of the fp32 accumulator of dQ in global memory, or work tiles of its own pass
+  int64_t dq_tiles = 0;        // of the fp32 accumulator of dQ in global memory, or work tiles of its separate kernel
   int64_t dq_tile_floats = 0;  // of the accumulator
-  int64_t dq_grid = 0;         // CTAs of its conversion or pass
+  int64_t dq_grid = 0;         // CTAs of its conversion or separate kernel
   bool dq_is_dynamic = false;
-  bool dq_overlaps = false;  // its pass may begin on multiprocessors that have no n_block left
+  bool dq_overlaps = false;  // its kernel may begin on multiprocessors that have no n_block left
   int dq_threads = 0, dq_smem_bytes = 0;
   int64_t softmax_d_rows = 0;    // of one head
-  int64_t softmax_d_blocks = 0;  // CTAs of its pass for each head (and sequence of a dense batch)
+  int64_t softmax_d_blocks = 0;  // CTAs of its kernel for each head (and sequence of a dense batch)
   int64_t workspace_bytes = 0;
 
   constexpr bool has_value_dim() const { return head_dim_v != head_dim; }
@@ -64,7 +64,7 @@ struct BwdPlan {
   constexpr int64_t accum_words() const { return dq_tiles * dq_tile_floats; }
   constexpr bool has_dq_semaphores() const { return deterministic && !dq_in_smem && !dq_pass; }
   constexpr int64_t semaphore_words() const { return has_dq_semaphores() ? dq_tiles : 0; }
-  // dq_accum, in deterministic mode a dq_semaphore for each of its tiles, and the tile_count_semaphore of each pass:
+  // dq_accum, in deterministic mode a dq_semaphore for each of its tiles, and the tile_count_semaphore of each kernel:
   // cleared together, 16 bytes at a time.
   constexpr int64_t workspace_vectors() const {
     return dq_in_smem ? 0 : (accum_words() + semaphore_words() + (dq_pass ? 2 : 1) + 3) / 4;
@@ -174,7 +174,8 @@ inline BwdPlan plan_bwd_wgmma(const BwdProblem& problem, const Device& device) {
   return plan;
 }
 
-// Whether the wgmma family has a kernel for a backward. V of its own head dim has to consist of whole 16-byte vectors.
+// Whether the wgmma family has a kernel for a backward. V with another head dim than K must consist of whole 16-byte
+// vectors.
 inline bool wgmma_supports(const BwdProblem& problem, const Device& device) {
   if (!problem.fits_tensor_maps || problem.seqlen_q == 0 || problem.seqlen_k == 0) return false;
   const Sm90BwdTile tile = sm90_bwd_tile(problem.head_dim, problem.head_dim_v);
@@ -182,7 +183,7 @@ inline bool wgmma_supports(const BwdProblem& problem, const Device& device) {
          (problem.head_dim == problem.head_dim_v || problem.head_dim_v % 8 == 0);
 }
 
-// `forced`: the value of FLASH_ATTN_FAMILY, or null (choose_backward_family()). Where no kernel takes V of its own head
+// `forced`: the value of FLASH_ATTN_FAMILY, or null (choose_backward_family()). If no kernel takes V with another head
 // dim, it is the plan of the padded call.
 inline BwdPlan plan_bwd(const BwdProblem& problem, const Device& device, const char* forced) {
   const Family family = choose_backward_family(device.capability, problem.max_head_dim(), forced);

@@ -1,17 +1,14 @@
-// Plan of attention over a KV cache: problem and device -> plan. Kernel, tile, variant, the split of the n_blocks over
-// the CTAs, the combine, the passes ahead of it and the memory of all follow from what the host knows; lengths are only
-// read on the device. Plain C++17.
+// The plan of the decode kernels: tile, variant, the split of the n_blocks over the CTAs, the combine and the memory of
+// all. It follows from what the host knows; only the device reads lengths. Plain C++17.
 #pragma once
 
 #include <cstdint>
-#include <optional>
 
 #include "core/kv_schedule.h"
 #include "plan/device.h"
-#include "plan/fwd_plan.h"
-#include "plan/grid.h"
 #include "plan/kv_head_pairs.h"
 #include "plan/kv_tiles.h"
+#include "plan/problem.h"
 
 namespace flash {
 namespace plan {
@@ -34,56 +31,6 @@ constexpr KvResidency kv_residency(const KvTile& tile, int smem_per_sm, int smem
   return {1, 0};
 }
 
-// What narrows the choice of kernels. A schedule that is made ahead of its calls (KvCachePlan) knows none of it, so no
-// split point may depend on it.
-struct DecodeOptions {
-  int seqlen_new = 0;  // rows that the call appends to each sequence
-  Window window;
-  bool has_score_mod = false;
-  bool has_rotary = false;
-  bool has_leftpad = false;
-  int page_size = 0;         // 0: the cache is not paged
-  bool q_vectors = true;     // rows of q may be read in 16-byte vectors
-  int kv_vector_bytes = 16;  // bytes of the vectors in which k and v may be read
-  // The call as the forward's kernels see it, over codes as they see what a pass makes of them; none: they cannot read
-  // q and the cache, or write out, where these lie.
-  std::optional<FwdProblem> forward;
-  const char* forced_family = nullptr;  // FLASH_ATTN_FAMILY
-  bool v_per_channel = false;           // V has a descale for each column
-};
-
-// What a call knows on the host.
-struct DecodeProblem {
-  int batch = 0;
-  int seqlen_q = 0;
-  int heads = 0;
-  int heads_k = 0;
-  int head_dim = 0;
-  int capacity = 0;    // rows that the cache holds per sequence
-  int num_splits = 0;  // 0: the linearised work is split evenly; n: at most n splits per sequence
-  bool batch_invariant = false;
-  bool is_packed = false;         // a packed forward: seqlen_q is then the sum of the queries of all sequences
-  int packed_keys = 0;            // keys of a packed sequence, on average
-  Dtype kv_dtype = Dtype::kBf16;  // of the cache; one of 8 bits stands for both
-  bool is_forward = false;        // not over a cache: the same bits dense and packed
-  DecodeOptions options = {};
-
-  constexpr int group() const { return heads_k > 0 ? heads / heads_k : 1; }
-  // Packed rows of one K/V head and sequence, in a packed batch on average.
-  constexpr int64_t all_rows() const { return static_cast<int64_t>(seqlen_q) * group(); }
-  constexpr int64_t rows() const {
-    const int64_t sequences = is_packed && batch > 0 ? batch : 1;
-    return (all_rows() + sequences - 1) / sequences;
-  }
-};
-
-// Which kernels compute the attention.
-enum class DecodeKernel {
-  kNone,     // there are no queries
-  kSplitKv,  // the kernels of the KV cache
-  kForward   // the forward's, of the family in `forward`
-};
-
 struct DecodePlan {
   // ---- the schedule: by the sizes alone ----
   int tile_size;       // index into kKvTiles
@@ -105,16 +52,11 @@ struct DecodePlan {
   bool combines;            // some tile of a full cache may be split
   int64_t combine_blocks;   // CTAs of the combine
   int64_t schedule_words;   // header and an entry for each CTA, in 4-byte words
-  int64_t workspace_words;  // partial results behind them
+  int64_t workspace_words;  // partial results
 
-  // ---- the launches: by the options too ----
-  DecodeKernel kernel;
-  FwdPlan forward;            // kForward
-  bool appends;               // a pass writes the new rows into the cache
-  bool rotates;               // kForward: a pass rotates the queries
-  int64_t dequantized_bytes;  // kForward: of the keys and values that a pass makes of codes; 0: there is none
-  bool is_plain;              // kSplitKv: the kernel without what decoding rarely needs (kernels/decode/config.h)
-  bool in_clusters;           // kSplitKv: CTAs are launched as clusters of two (kernels/decode/cluster_pair.h)
+  // ---- the kernel: by the options too ----
+  bool is_plain;     // without what decoding rarely needs (kernels/decode/config.h)
+  bool in_clusters;  // CTAs are launched as clusters of two (kernels/decode/cluster_pair.h)
 };
 
 // A CTA should have this many bytes of K and V to read, else the combine costs more than the split saves; half as many
@@ -244,7 +186,7 @@ constexpr void plan_combine(const DecodeProblem& problem, DecodePlan& plan) {
                                         plan.head_tiles, plan.thread_blocks, plan.slot_rows, plan.combines_one_row);
 }
 
-// Whether the kernel without what decoding rarely needs serves the call.
+// Whether the kernel without what decoding rarely needs supports the call.
 constexpr bool kv_is_plain(const DecodeProblem& problem, const DecodePlan& plan) {
   const DecodeOptions& options = problem.options;
   const KvTile tile = kv_tile(problem.head_dim, plan.tile_size, problem.kv_dtype);
@@ -259,30 +201,8 @@ constexpr bool kv_is_plain(const DecodeProblem& problem, const DecodePlan& plan)
          max_blocks < kMaxBlocks32;
 }
 
-// The plan of a forward over the cache. The decode kernels are made for tiles of 16 packed rows; with more they are
-// taken only where m_blocks would leave multiprocessors idle.
-inline FwdPlan plan_over_cache(const DecodeProblem& problem, const Device& device) {
-  const bool may_choose = problem.num_splits == 0 && !problem.batch_invariant && !problem.is_packed;
-  const bool has_many_rows = problem.rows() > kv_tile(problem.head_dim, 0).rows();
-  if (may_choose && has_many_rows && problem.options.forward.has_value() && problem.head_dim % 8 == 0) {
-    return plan_fwd(*problem.options.forward, device, problem.options.forced_family);
-  }
-  FwdPlan plan;
-  plan.family = Family::kDecode;
-  return plan;
-}
-
-// Which kernels run.
-inline void plan_launches(const DecodeProblem& problem, const Device& device, DecodePlan& plan) {
-  const DecodeOptions& options = problem.options;
-  const bool has_queries = problem.batch > 0 && problem.seqlen_q > 0 && problem.heads > 0;
-  plan.appends = problem.batch > 0 && options.seqlen_new > 0 && problem.heads_k > 0;
-  plan.kernel = has_queries ? DecodeKernel::kSplitKv : DecodeKernel::kNone;
-  plan.forward.family = Family::kDecode;
-  if (has_queries) plan.forward = plan_over_cache(problem, device);
-  if (plan.forward.family != Family::kDecode) plan.kernel = DecodeKernel::kForward;
-  plan.rotates = plan.kernel == DecodeKernel::kForward && options.has_rotary;
-  if (plan.kernel == DecodeKernel::kForward) plan.dequantized_bytes = options.forward->dequantized_bytes();
+// The variant of the kernel.
+constexpr void plan_variant(const DecodeProblem& problem, const Device& device, DecodePlan& plan) {
   plan.is_plain = kv_is_plain(problem, plan);
   const bool has_clusters = device.capability >= 90;
   plan.in_clusters = plan.in_clusters && plan.combines && has_clusters && kv_may_cluster(plan.is_plain, plan.tile_size);
@@ -296,7 +216,7 @@ inline DecodePlan plan_decode(const DecodeProblem& problem, const Device& device
   plan_splits(problem, device, even, plan);
   if (problem.batch_invariant) plan_fixed_splits(problem, plan);
   plan_combine(problem, plan);
-  plan_launches(problem, device, plan);
+  plan_variant(problem, device, plan);
   return plan;
 }
 

@@ -28,5 +28,13 @@ constexpr Device limited(Device device, int limit) {
   return device;
 }
 
+// The device with `sm_margin` fewer multiprocessors, but at least one: no persistent grid takes more of them.
+constexpr Device with_margin(Device device, int64_t sm_margin) {
+  const bool leaves_some = sm_margin < device.multiprocessors;
+  device.multiprocessors = leaves_some ? device.multiprocessors - static_cast<int>(sm_margin) : 1;
+  device.has_margin = sm_margin > 0;
+  return device;
+}
+
 }  // namespace plan
 }  // namespace flash

@@ -5,9 +5,8 @@
 #include <string>
 
 #include "plan/bwd_plan.h"
-#include "plan/decode_plan.h"
+#include "plan/call_plan.h"
 #include "plan/explanation.h"
-#include "plan/fwd_plan.h"
 
 namespace flash {
 namespace plan {
@@ -26,7 +25,7 @@ Explanation common_fields(const char* direction, const Plan& plan) {
   return result;
 }
 
-// Fields of a forward by mma.sync or wgmma.
+// Fields of the prefill kernels, mma.sync and wgmma.
 inline void explain_launch(const FwdPlan& plan, Explanation& result) {
   result["block_m"] = int64_t{plan.block_m};
   result["block_n"] = int64_t{plan.block_n};
@@ -43,12 +42,6 @@ inline void explain_launch(const FwdPlan& plan, Explanation& result) {
   result["dynamic_scheduler"] = plan.is_dynamic;
   result["pdl"] = plan.pdl;
   result["workspace_bytes"] = plan.workspace_bytes;
-}
-
-inline Explanation explain(const FwdPlan& plan) {
-  Explanation result = common_fields("forward", plan);
-  if (plan.family != Family::kDecode) explain_launch(plan, result);
-  return result;
 }
 
 inline Explanation explain(const BwdPlan& plan) {
@@ -102,42 +95,58 @@ inline void explain_split(const DecodeProblem& problem, const DecodePlan& plan, 
   if (plan.combines) result["combine_grid"] = plan.combine_blocks;
 }
 
-// A forward over codes, of which a pass makes K and V.
-inline void explain_dequantized(Dtype kv_dtype, int64_t bytes, Explanation& result) {
-  if (!is_eight_bit(kv_dtype)) return;
-  result["kv_dtype"] = std::string(dtype_name(kv_dtype));
-  result["dequantized_bytes"] = bytes;
+// 8-bit K and V that are dequantised, or multiplied as they are.
+inline void explain_eight_bit(const FwdProblem& problem, const FwdPlan& plan, Explanation& result) {
+  if (plan.is_fp8) {
+    result["qkv_dtype"] = std::string(dtype_name(Dtype::kE4m3));
+    result["exp"] = std::string(plan.fast_exp ? "fast" : "exact");
+  } else if (is_eight_bit(problem.kv_dtype)) {
+    result["kv_dtype"] = std::string(dtype_name(problem.kv_dtype));
+    result["dequantized_bytes"] = plan.dequantized_bytes;
+  }
 }
 
-// A forward whose K and V may be codes.
-inline Explanation explain(const FwdPlan& plan, const FwdProblem& problem) {
-  Explanation result = explain(plan);
-  if (plan.family != Family::kDecode) explain_dequantized(problem.kv_dtype, problem.dequantized_bytes(), result);
-  return result;
-}
-
-// A call without queries names the kernel "none".
-inline Explanation explain(const DecodeProblem& problem, const DecodePlan& plan) {
+// A call over a cache. One without queries names the kernel "none".
+inline Explanation explain_cached(const FwdProblem& problem, const FwdPlan& plan) {
   Explanation result;
+  const bool attends = plan.stages.has(Stage::kAttention);
   result["direction"] = std::string("kvcache");
-  result["kernel"] = plan.kernel == DecodeKernel::kNone ? std::string("none") : family_name(plan.forward.family);
-  result["appends"] = plan.appends;
-  result["rotates"] = plan.rotates;
-  result["schedule_bytes"] = 4 * plan.schedule_words;
-  result["workspace_bytes"] = 4 * plan.workspace_words;
-  if (plan.kernel == DecodeKernel::kSplitKv) explain_split(problem, plan, result);
-  if (plan.kernel == DecodeKernel::kForward) {
-    explain_launch(plan.forward, result);
-    explain_dequantized(problem.kv_dtype, plan.dequantized_bytes, result);
+  result["kernel"] = attends ? std::string(family_name(plan.family)) : std::string("none");
+  result["appends"] = plan.stages.has(Stage::kAppend);
+  result["rotates"] = plan.stages.has(Stage::kRotate);
+  result["schedule_bytes"] = 4 * plan.decode->schedule_words;
+  result["workspace_bytes"] = 4 * plan.decode->workspace_words;
+  if (attends && plan.family == Family::kDecode) {
+    explain_split(problem.decode, *plan.decode, result);
+  } else if (attends) {
+    explain_launch(plan, result);
+    explain_eight_bit(problem, plan, result);
   }
   return result;
 }
 
-// A forward by the decode kernels.
-inline Explanation explain(const FwdPlan& plan, const DecodeProblem& problem, const DecodePlan& decode) {
-  Explanation result = explain(plan);
-  explain_split(problem, decode, result);
-  result["workspace_bytes"] = 4 * (decode.combines ? decode.workspace_words : 0);
+inline Explanation explain_uncached(const FwdProblem& problem, const FwdPlan& plan) {
+  Explanation result = common_fields("forward", plan);
+  if (plan.family == Family::kDecode && plan.stages.empty()) {
+    result["kernel"] = std::string("none");
+    return result;
+  }
+  if (plan.family == Family::kDecode) {
+    explain_split(padded(problem.decode, plan.pad_head_dim), *plan.decode, result);
+    result["workspace_bytes"] = 4 * (plan.decode->combines ? plan.decode->workspace_words : 0);
+  } else {
+    explain_launch(plan, result);
+    explain_eight_bit(problem, plan, result);
+  }
+  if (plan.stages.empty()) result["kernel"] = std::string("none");  // without queries
+  return result;
+}
+
+inline Explanation explain(const FwdProblem& problem, const FwdPlan& plan) {
+  Explanation result = problem.is_cached ? explain_cached(problem, plan) : explain_uncached(problem, plan);
+  std::string stages;
+  for (const Stage stage : plan.stages) stages += (stages.empty() ? "" : ",") + std::string(stage_name(stage));
+  result["stages"] = stages;
   return result;
 }
 

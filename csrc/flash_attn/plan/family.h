@@ -45,7 +45,7 @@ struct FamilyQuery {
   int64_t split_kv_rows = 0;     // of all heads
   bool batch_invariant = false;  // only options and head dims may choose
   Dtype kv_dtype = Dtype::kBf16;
-  int64_t pass_cost = 0;       // of what only the decode kernels do without: dequantize_cost()
+  int64_t pass_cost = 0;       // of what only the decode kernels do not need: dequantize_cost()
   bool is_pass_large = false;  // needs too much memory for it
 };
 
@@ -69,17 +69,16 @@ constexpr bool may_split_kv(const FwdProblem& problem) {
   return !problem.has_dropout && reads_keys && problem.all_rows() <= kMaxLength;
 }
 
-// Time of the passes around a forward over codes, in picoseconds on an H200: three bytes of memory for a code, of the
-// keys that some query sees, and where queries and results are converted four for each number. An estimate: no measured
-// one yet.
+// Time of dequantising K and V, and of converting Q and O if they are, in picoseconds on an H200. It moves three bytes
+// of memory for an 8-bit value of the visible keys, and four for each number of Q and O. Estimated, not measured.
 constexpr int64_t dequantize_cost(const FwdProblem& problem, int64_t seen_keys) {
   constexpr int64_t kCall = 3000000, kBytesPerMicrosecond = 3600000;
   if (!is_eight_bit(problem.kv_dtype)) return 0;
   const int head_dims = problem.head_dim + problem.head_dim_v;
-  const int64_t codes = product(problem.batch, seen_keys, problem.heads_k, head_dims);
+  const int64_t values = product(problem.batch, seen_keys, problem.heads_k, head_dims);
   const int64_t numbers =
       problem.converts_queries ? product(problem.batch, problem.rows(), problem.heads, head_dims) : 0;
-  const int64_t bytes = product(codes, 3) + product(numbers, 4);
+  const int64_t bytes = product(values, 3) + product(numbers, 4);
   return (problem.converts_queries ? 3 : 1) * kCall + bytes / (kBytesPerMicrosecond / 1000) * 1000;
 }
 
@@ -166,7 +165,7 @@ constexpr int64_t wgmma_cost(const FamilyQuery& query) {
   return cost.call + cost.tile * at_a_time + product(waves_of(query.row_tiles, query), query.seen_keys) * cost.key;
 }
 
-// KV splits are work tiles too, in waves of their own; where m_blocks have different trip counts, the longest tiles go
+// KV splits are work tiles too, in separate waves; if m_blocks have different trip counts, the longest tiles go
 // to the CTAs that are free first.
 constexpr int kMaxSplits = 32;
 

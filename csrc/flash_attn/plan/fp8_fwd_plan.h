@@ -10,8 +10,7 @@
 namespace flash {
 namespace plan {
 
-// Consumers of 64 rows: three where a third has the registers. O has a buffer of its own, for it takes twice the bytes
-// of Q.
+// Consumers of 64 rows: three if a third has enough registers. O has a separate buffer: it takes twice the bytes of Q.
 constexpr Sm90FwdTile kSm90Fp8FwdTiles[] = {
     {64, 192, 128, 4, 2, false, 1, 0, 64},
     {128, 192, 128, 4, 2, false, 1, 0, 64},
@@ -32,7 +31,7 @@ constexpr int fp8_vt_rows(const Sm90FwdTile& tile) { return tile.value_dim() + 8
 // Columns of a swizzle atom of Q and K, and of the TMA box that writes it.
 constexpr int fp8_atom_cols(int head_dim) { return head_dim < 128 ? head_dim : 128; }
 
-// Whether there is a kernel of codes straight from the scores: at head dim 256 products bound both.
+// Whether a kernel takes P straight from the scores (exp="fast"): at head dim 256 the products bound both.
 constexpr bool fp8_has_codes(int head_dim) { return head_dim <= 128; }
 
 // sizeof(sm90::FwdStorage) of e4m3 operands and a 16-bit O.
@@ -54,21 +53,20 @@ constexpr int sm90_fp8_fwd_smem_bytes(const Sm90FwdTile& tile) {
   return storage.size(kSwizzleBytes);
 }
 
-// Whether this family has a kernel for the call; `problem.dtype`: of O, fits_tensor_maps: of Q, K and O.
+// Whether these kernels support the call: e4m3 q, k and v with scales of the tensor, heads, or sequences and heads.
 constexpr bool fp8_fwd_supports(const FwdProblem& problem, const Device& device) {
   const Sm90FwdTile tile = sm90_fp8_fwd_tile(problem.head_dim);
-  return tile.head_dim > 0 && device.capability == kWgmmaCapability && has_wgmma_kernels(device, tile.head_dim) &&
-         problem.head_dim_v == tile.head_dim && problem.heads_k > 0 && !problem.has_score_mod() &&
-         !problem.has_dropout && !problem.returns_max_logit && !problem.is_paged && !problem.has_key_ranges &&
-         problem.fits_tensor_maps;
+  return problem.q_dtype == Dtype::kE4m3 && problem.kv_dtype == Dtype::kE4m3 && tile.head_dim > 0 &&
+         device.capability == kWgmmaCapability && has_wgmma_kernels(device, tile.head_dim) &&
+         problem.head_dim_v == tile.head_dim && problem.has_queries() && problem.has_keys() &&
+         problem.has_head_scales && !problem.has_score_mod() && !problem.has_dropout && !problem.returns_max_logit &&
+         !problem.is_paged && !problem.gathers_keys && !problem.has_key_lengths && problem.fits_fp8_maps;
 }
 
-// Whether the kernels of 16-bit queries serve the call better: those of the KV cache do with few rows over many keys.
-// `forced`: the value of FLASH_ATTN_FAMILY, or null (choose_family()).
+// Whether other kernels are faster: the decode kernels for short queries over many keys. `forced`: the value of
+// FLASH_ATTN_FAMILY, or null (choose_family()).
 inline bool fp8_fwd_declines(const FwdProblem& problem, const Device& device, const char* forced) {
-  FwdProblem over_codes = problem;
-  over_codes.kv_dtype = Dtype::kE4m3;
-  FamilyQuery query = family_query(over_codes, device);
+  FamilyQuery query = family_query(problem, device);
   query.pass_cost = 0;  // V is transposed, nothing dequantised
   const bool forces_mma_sync = forced != nullptr && std::strcmp(forced, "mma_sync") == 0;
   return forces_mma_sync || choose_family(query, forced).family == Family::kDecode;
@@ -91,7 +89,10 @@ inline FwdPlan plan_fp8_fwd(const FwdProblem& problem, const Device& device) {
   FwdPlan plan;
   plan.family = Family::kWgmma;
   plan.variant = problem.window.may_mask() ? FwdVariant::kMasked : FwdVariant::kPlain;
-  plan.dtype = problem.dtype;
+  plan.is_fp8 = true;
+  plan.fast_exp = problem.fast_exp && fp8_has_codes(problem.head_dim);
+  plan.vt_keys = fp8_vt_blocks(problem) * e4m3::kVtKeys;
+  plan.dtype = problem.out_dtype;
   plan.head_dim = plan.head_dim_v = tile.head_dim;
   plan.block_m = tile.block_m;
   plan.block_n = tile.block_n;
@@ -108,7 +109,7 @@ inline FwdPlan plan_fp8_fwd(const FwdProblem& problem, const Device& device) {
   bytes.head_dim /= 2;
   bytes.head_dim_v /= 2;
   set_tile_order(plan, bytes, device);
-  plan.pdl = true;  // behind the pass that transposes V
+  plan.pdl = true;  // after run_transpose_v()
   plan.workspace_bytes = 4 * (varlen_words(problem.is_varlen, problem.batch) + plan.is_dynamic) + fp8_vt_bytes(problem);
   return plan;
 }

@@ -1,9 +1,11 @@
-// The plan of a forward: kernel, grid and tile order. Everything about a call is decided here, once, from sizes and
-// facts of the GPU; launches only switch on it. Plain C++17.
+// The plan of a forward, and its prefill kernel: variant, tile, grid and tile order. plan/call_plan.h plans the whole
+// call. Plain C++17.
 #pragma once
 
 #include <cstdint>
+#include <optional>
 
+#include "plan/decode_plan.h"
 #include "plan/family.h"
 #include "plan/fwd_policy_sm90.h"
 #include "plan/sm90_smem.h"
@@ -12,16 +14,77 @@
 namespace flash {
 namespace plan {
 
+// What a call launches.
+enum class Stage : uint8_t {
+  kAppend,        // new rows of K and V into the cache
+  kPrepare,       // segments of packed sequences; clears the semaphore
+  kSchedule,      // packed sequences by the decode kernels: segments, and each CTA's range
+  kWidenQuery,    // e4m3 Q to 16 bits
+  kFindKeys,      // the keys of each request in a cache
+  kDequantize,    // 8-bit K and V to fp16
+  kTransposeV,    // V^T for e4m3 products; clears the semaphore of a dense call
+  kRotate,        // Q
+  kConvertQuery,  // Q to fp16
+  kAttention,     // by the family; the decode kernels combine their splits themselves
+  kCombine,       // KV splits
+  kDropoutProbs,  // S_dmask
+  kRescale,       // fp16 results to bf16
+  kMarkInactive,  // LSE of +inf for inactive requests
+  kRecompute,     // by the decode kernels, if a sequence has more keys than were gathered
+};
+
+constexpr const char* stage_name(Stage stage) {
+  switch (stage) {
+    case Stage::kAppend: return "append";
+    case Stage::kPrepare: return "prepare";
+    case Stage::kSchedule: return "schedule";
+    case Stage::kWidenQuery: return "widen_query";
+    case Stage::kFindKeys: return "find_keys";
+    case Stage::kDequantize: return "dequantize";
+    case Stage::kTransposeV: return "transpose_v";
+    case Stage::kRotate: return "rotate";
+    case Stage::kConvertQuery: return "convert_query";
+    case Stage::kAttention: return "attention";
+    case Stage::kCombine: return "combine";
+    case Stage::kDropoutProbs: return "dropout_probs";
+    case Stage::kRescale: return "rescale";
+    case Stage::kMarkInactive: return "mark_inactive";
+    case Stage::kRecompute: return "recompute";
+  }
+  return "";
+}
+
+// In the order of the launches.
+class Stages {
+ public:
+  constexpr void add(Stage stage, bool condition = true) {
+    if (condition) stages_[size_++] = stage;
+  }
+  constexpr bool has(Stage stage) const {
+    for (const Stage own : *this) {
+      if (own == stage) return true;
+    }
+    return false;
+  }
+  constexpr bool empty() const { return size_ == 0; }
+  constexpr const Stage* begin() const { return stages_; }
+  constexpr const Stage* end() const { return stages_ + size_; }
+
+ private:
+  Stage stages_[16] = {};
+  int size_ = 0;
+};
+
 struct FwdPlan {
   Family family = Family::kMmaSync;
   FwdVariant variant = FwdVariant::kPlain;
   Dtype dtype = Dtype::kBf16;
   int head_dim = 0, head_dim_v = 0;  // of the kernel
-  int pad_head_dim = 0;              // columns that Q, K and V are padded to ahead of it; 0: they stay as they are
+  int pad_head_dim = 0;              // columns that Q, K and V are padded to; 0: not padded
 
   int block_m = 0, block_n = 0;  // rows of a work tile, keys of a step
   int kv_stages = 1, q_stages = 1;
-  int consumer_groups = 1;  // with work tiles of their own, on one multiprocessor
+  int consumer_groups = 1;  // of one multiprocessor, each with separate work tiles
   int threads = 0;
   int smem_bytes = 0;
   int64_t grid = 0;            // CTAs
@@ -36,9 +99,18 @@ struct FwdPlan {
   bool sort_varlen_tiles = false;
   int unmasked_blocks = 1;  // max_unmasked_blocks()
   bool is_dynamic = false;  // work tiles are handed out by a semaphore
-  bool pdl = false;         // programmatic dependent launch behind the kernel before it
+  bool pdl = false;         // programmatic dependent launch
   int page_box_rows = 0;    // rows of a TMA box within a page; 0: rows are copied one by one
   int64_t workspace_bytes = 0;
+
+  // ---- the whole call (plan/call_plan.h) ----
+  Stages stages;
+  bool is_fp8 = false;               // kWgmma: e4m3 Q K^T and P V
+  bool fast_exp = false;             // is_fp8: P as e4m3 straight from the scores
+  int64_t vt_keys = 0;               // is_fp8: keys of a row of V^T
+  int64_t dequantized_bytes = 0;     // of the fp16 K and V
+  int dequantized_rows = 0;          // of a sequence; 0: packed rows keep their places
+  std::optional<DecodePlan> decode;  // kDecode, kRecompute, and every call over a cache, whose schedule it is
 
   constexpr bool has_value_dim() const { return head_dim_v != head_dim; }
 };
@@ -145,7 +217,8 @@ inline FwdPlan plan_fwd_wgmma(const FwdProblem& problem, const Device& device, c
   return plan;
 }
 
-// Whether the wgmma family has the kernel of its plan. V of its own head dim has to consist of whole 16-byte vectors.
+// Whether the wgmma family has the kernel of its plan. V with another head dim than K must consist of whole 16-byte
+// vectors.
 inline bool wgmma_supports(const FwdProblem& problem, const Device& device, const FwdPlan& plan) {
   if (!problem.fits_tensor_maps || !has_wgmma_kernels(device, plan.head_dim)) return false;
   if (problem.head_dim != problem.head_dim_v && problem.head_dim_v % 8 != 0) return false;
@@ -176,9 +249,9 @@ inline FwdPlan plan_fwd_mma_sync(const FwdProblem& problem, const Device& device
   return plan;
 }
 
-// `forced`: the value of FLASH_ATTN_FAMILY, or null (choose_family()). Where no kernel takes V of its own head dim, it
-// is the plan of the padded call.
-inline FwdPlan plan_fwd(const FwdProblem& problem, const Device& device, const char* forced) {
+// The kernel of a call without a cache and e4m3 products. `forced`: the value of FLASH_ATTN_FAMILY, or null
+// (choose_family()). If no kernel takes V with another head dim, it is the plan of the padded call.
+inline FwdPlan plan_fwd_kernel(const FwdProblem& problem, const Device& device, const char* forced) {
   const FamilyChoice choice = choose_family(family_query(problem, device), forced);
   if (choice.family == Family::kWgmma) {
     const FwdPlan plan = plan_fwd_wgmma(problem, device, choice);
@@ -187,12 +260,12 @@ inline FwdPlan plan_fwd(const FwdProblem& problem, const Device& device, const c
   if (problem.head_dim != problem.head_dim_v) {
     FwdProblem padded = problem;
     padded.head_dim = padded.head_dim_v = padded_head_dim(problem.max_head_dim());
-    FwdPlan plan = plan_fwd(padded, device, forced);
+    FwdPlan plan = plan_fwd_kernel(padded, device, forced);
     plan.pad_head_dim = padded.head_dim;
     return plan;
   }
   if (choice.family != Family::kDecode) return plan_fwd_mma_sync(problem, device);
-  FwdPlan plan;  // plan/decode_plan.h has the rest
+  FwdPlan plan;
   plan.family = Family::kDecode;
   plan.dtype = problem.dtype;
   plan.head_dim = plan.head_dim_v = fwd_tile(problem.head_dim, FwdVariant::kPlain).head_dim;

@@ -6,8 +6,8 @@
 namespace flash {
 namespace plan {
 
-// The bytes that one head has of a key are few, and where another thread block reads those beside them, at another
-// time, device memory is slower (docs/tuning/decode.md).
+// One head has few bytes of a key. Device memory is slower if another thread block reads the adjacent ones at another
+// time (docs/tuning/decode.md).
 constexpr bool kv_may_pair_heads(const KvTile& tile) {
   return tile.head_dim * tile.kv_bytes <= 128 && tile.rows() == 16;
 }

@@ -63,7 +63,7 @@ constexpr KvTile kv8_tile(int head_dim, int size) {
   return kKv8Tiles[size][index];
 }
 
-// Whether a head dim has a kernel of its own over a cache of that dtype.
+// Whether a cache of that dtype has kernels of exactly this head dim.
 constexpr bool kv_has_head_dim(int head_dim, Dtype kv_dtype) {
   return !is_eight_bit(kv_dtype) || kv8_tile(head_dim, 0).head_dim == head_dim;
 }

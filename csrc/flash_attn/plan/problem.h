@@ -38,6 +38,47 @@ struct Problem {
   constexpr bool has_score_mod() const { return modifiers != Modifiers::kNone; }
 };
 
+// What narrows the choice of a decode kernel. A schedule made before its calls (KvCachePlan) knows none of it, so no
+// split point may depend on it.
+struct DecodeOptions {
+  int seqlen_new = 0;  // rows that the call appends to each sequence
+  Window window;
+  bool has_score_mod = false;
+  bool has_rotary = false;
+  bool has_leftpad = false;
+  int page_size = 0;           // 0: the cache is not paged
+  bool q_vectors = true;       // rows of q may be read in 16-byte vectors
+  int kv_vector_bytes = 16;    // bytes of the vectors in which k and v may be read
+  bool v_per_channel = false;  // V has a scale for each column
+};
+
+// A call as the decode kernels see it: what the host knows.
+struct DecodeProblem {
+  int batch = 0;
+  int seqlen_q = 0;
+  int heads = 0;
+  int heads_k = 0;
+  int head_dim = 0;
+  int capacity = 0;    // rows that the cache holds per sequence
+  int num_splits = 0;  // 0: the linearised work is split evenly; n: at most n splits per sequence
+  bool batch_invariant = false;
+  bool is_packed = false;         // a packed forward: seqlen_q is then the sum of the queries of all sequences
+  int packed_keys = 0;            // keys of a packed sequence, on average
+  Dtype kv_dtype = Dtype::kBf16;  // of the cache; 8-bit dtypes have one plan
+  bool is_forward = false;        // not over a cache: the same bits dense and packed
+  DecodeOptions options = {};
+
+  constexpr int group() const { return heads_k > 0 ? heads / heads_k : 1; }
+  // Packed rows of one K/V head and sequence, in a packed batch on average.
+  constexpr int64_t all_rows() const { return static_cast<int64_t>(seqlen_q) * group(); }
+  constexpr int64_t rows() const {
+    const int64_t sequences = is_packed && batch > 0 ? batch : 1;
+    return (all_rows() + sequences - 1) / sequences;
+  }
+  constexpr bool has_queries() const { return batch > 0 && seqlen_q > 0 && heads > 0; }
+  constexpr bool appends() const { return batch > 0 && options.seqlen_new > 0 && heads_k > 0; }
+};
+
 // A forward. Packed sequences count with their mean length: a dense batch and the same sequences packed are one
 // problem, and take kernels with the same bits.
 struct FwdProblem : Problem {
@@ -51,12 +92,27 @@ struct FwdProblem : Problem {
   bool fits_tensor_maps = true;  // strides of Q, O and of keys that are not paged (tensor_map_holds())
   bool fits_page_maps = true;    // of K and V in pages
 
-  // Of K and V. Codes are what the decode kernels read; ahead of the other families a pass makes fp16 of them, which is
-  // then `dtype`, and the strides and lengths here are those of what it writes.
-  Dtype kv_dtype = Dtype::kBf16;
-  bool converts_queries = false;  // passes make fp16 of Q ahead, and O's own dtype of fp16 afterwards
-  bool gathers_keys = false;  // it gathers them from pages or a cache: room for the longest sequence that there may be
+  bool returns_probabilities = false;  // S_dmask
+  bool has_sinks = false;
 
+  // The dtypes as the caller gave them, and that of O. Prefill kernels take 8-bit K and V dequantised to fp16, which is
+  // then `dtype`; the strides and lengths here are those of the dequantised rows.
+  Dtype q_dtype = Dtype::kBf16, kv_dtype = Dtype::kBf16, out_dtype = Dtype::kBf16;
+  bool converts_queries = false;  // Q becomes fp16 before the prefill kernel, and O bf16 after it
+  bool gathers_keys = false;      // from pages or a cache: the buffer has room for dequantized_rows of each sequence
+  int dequantized_rows = 0;       // 0: packed rows keep their places
+  bool fits_fp8_maps = false;     // strides of 8-bit Q and K and of O
+  bool has_head_scales = true;    // no scale per row, page or channel
+  bool has_key_lengths = false;   // seqused_k or leftpad_k
+
+  bool fast_exp = false;  // wanted: P as e4m3 straight from the scores
+
+  DecodeProblem decode;          // the call as the decode kernels see it
+  bool is_cached = false;        // K and V are a KV cache, which may receive new rows first
+  bool has_prefill_view = true;  // the prefill kernels can read q and the cache, and write out
+
+  constexpr bool has_queries() const { return seqlen_q > 0 && heads > 0 && (is_varlen || batch > 0); }
+  constexpr bool has_keys() const { return seqlen_k > 0 && heads_k > 0 && (is_varlen || batch > 0); }
   constexpr int64_t dequantized_bytes() const {
     if (!is_eight_bit(kv_dtype)) return 0;
     return product(is_varlen ? 1 : batch, seqlen_k, heads_k, dtype_bytes(dtype) * (head_dim + head_dim_v));

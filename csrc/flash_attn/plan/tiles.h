@@ -23,7 +23,7 @@ constexpr int kNumHeadDims = 6;
 // kShort: half the rows per CTA, for problems with few or short rows (takes_short_tile()).
 // kSoftcap, kAlibi: one of them alone, with a positive scale and without dropout, in the wgmma family; kScoreMod: all
 // other calls with score modifiers there. In the mma.sync family every variant has score modifiers.
-// kMasked: in the wgmma family, masked calls where these have a tile of their own; kPlain has no mask there.
+// kMasked: in the wgmma family, masked calls of head dims with a separate tile for them; kPlain has no mask there.
 // kOneWave: in the wgmma family, in place of kPlain and kShort, for calls with at most one wave of m_blocks and for KV
 // splits. The variants with score modifiers do both, kDropout calls of one wave.
 // kListed: blocks by list, of a mask as data (core/block_list.h).
@@ -107,11 +107,11 @@ struct Sm90FwdTile {
   int block_n;          // keys per step
   int kv_stages;        // of K and of V
   int q_stages;         // of Q: with 2, the next tile's Q is loaded while this one is computed
-  bool overlaps;        // Q K^T of the next tile is issued beside the last P V of this one; needs 2 q_stages
-  int consumer_groups;  // with work tiles of their own: with 2, one computes while the
+  bool overlaps;        // Q K^T of the next tile is issued before the last P V of this one completes; needs 2 q_stages
+  int consumer_groups;  // each with separate work tiles: with 2, one computes while the
                         // other starts or ends
   int head_dim_v = 0;   // of V and O; 0: head_dim
-  int o_cols = 0;       // columns of O staged at a time in a buffer of their own; 0: O is staged in Q's buffer
+  int o_cols = 0;       // columns of O staged at a time in a separate buffer; 0: O is staged in Q's buffer
 
   constexpr int value_dim() const { return head_dim_v > 0 ? head_dim_v : head_dim; }
 };
@@ -153,7 +153,7 @@ constexpr Sm90FwdTile kSm90FwdTiles[4][kNumHeadDims - kSm90FirstHeadDim] = {
     },
 };
 
-// kMasked, of the one head dim whose masked calls have a tile of their own: the rows of a warpgroup begin at multiples
+// kMasked, of the one head dim whose masked calls have a separate tile: the rows of a warpgroup begin at multiples
 // of 64, and so do the keys that a causal mask or a window of whole blocks leaves unmasked.
 constexpr Sm90FwdTile kSm90MaskedTile = {128, 192, 64, 4, 2, false, 1};
 
@@ -189,7 +189,7 @@ constexpr bool sm90_reads_pages(const Sm90FwdTile& tile, FwdVariant variant) {
          tile.block_n % 32 == 0;
 }
 
-// Whether masked calls of this head dim have a tile of their own.
+// Whether masked calls of this head dim have a separate tile.
 constexpr bool sm90_splits_masked(int head_dim) {
   const Sm90FwdTile plain = sm90_fwd_tile(head_dim, FwdVariant::kPlain);
   const Sm90FwdTile masked = sm90_fwd_tile(head_dim, FwdVariant::kMasked);
@@ -278,19 +278,19 @@ struct Sm90BwdTile {
   constexpr int value_dim() const { return head_dim_v > 0 ? head_dim_v : head_dim; }
 };
 
-// Whether dQ has a warpgroup of its own: where dK and dV of 128 keys leave the registers for it.
+// Whether dQ has a dedicated warpgroup: if dK and dV of 128 keys leave the registers for it.
 constexpr bool has_dq_warpgroup(const Sm90BwdTile& tile) { return tile.block_n == 128 && tile.head_dim <= 64; }
 
-// Row ranges of a K or V tile with barriers of their own: with a dQ warpgroup those of each consumer.
+// Row ranges of a K or V tile with separate barriers: with a dQ warpgroup those of each consumer.
 constexpr int sm90_bwd_kv_parts(int head_dim) { return head_dim <= 64 ? 2 : 1; }
 
-// Whether dQ has a pass of its own: where dK and dV leave no registers for it, where with 64 keys fp32 additions to dQ
+// Whether dQ has a separate kernel: if dK and dV leave no registers for it, if with 64 keys fp32 additions to dQ
 // would be the bound, or where sequences are so short that clearing and converting its sum takes too long.
 constexpr bool has_dq_pass(const Sm90BwdTile& tile) {
   return tile.block_n == 64 || tile.head_dim > 128 || tile.dq_pass;
 }
 
-// Whether P waits for dP in shared memory in the dK and dV pass: for the other consumer, or for want of registers.
+// Whether P waits for dP in shared memory in the dK and dV pass: for the other consumer, or when registers run out.
 constexpr bool sm90_dkv_has_p_in_smem(const Sm90BwdTile& tile) { return tile.block_n == 64 || tile.head_dim > 128; }
 
 // The dQ pass: rows of a work tile, 64 for each consumer; keys of a step; stages of K, and of V, which is loaded in
@@ -307,7 +307,7 @@ constexpr int sm90_dq_value_cols(const Sm90BwdTile& tile) {
 // A producer warpgroup, two consumers, and the one of dQ.
 constexpr int sm90_bwd_threads(const Sm90BwdTile& tile) { return 128 * (3 + has_dq_warpgroup(tile)); }
 
-constexpr int kSm90DqWarps = 4;  // that compute a step's dQ where it has no pass of its own
+constexpr int kSm90DqWarps = 4;  // that compute a step's dQ unless it has a separate kernel
 
 constexpr int kNumSm90BwdTiles = 4;
 constexpr Sm90BwdTile kSm90BwdTiles[kNumSm90BwdTiles] = {
@@ -322,7 +322,7 @@ constexpr Sm90BwdTile kSm90BwdTiles[kNumSm90BwdTiles] = {
 constexpr Sm90BwdTile kSm90SharedDqTile = {64, 64, 128, 2};
 constexpr int kSharedDqRows = 512;
 
-// Short sequences of this head dim: dQ in a pass of its own (prefers_dq_pass()).
+// Short sequences of this head dim: dQ in a separate kernel (prefers_dq_pass()).
 constexpr Sm90BwdTile kSm90TwoPassTile = {128, 64, 128, 4, 128, true};
 
 // Dropout and score modifiers need the registers that dK and dV of 64 keys in one consumer leave none of.

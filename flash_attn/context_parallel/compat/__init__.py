@@ -1,1 +1,1 @@
-"""The names of other packages of context parallelism on this one; import each module by name."""
+"""Functions of other context-parallel packages on this one; import each module by name."""

@@ -1,37 +1,42 @@
-"""Functions of ring-flash-attention 0.1.8 on `flash_attn_cp_func`: code written for that package needs another import.
+"""Functions of ring-flash-attention 0.1.8 on `flash_attn_cp_func`: code written for that package changes its imports.
 
-Same signatures, layouts and results. What they have in common:
+Signatures, layouts and results are the same. All functions have this in common:
 
 - Every rank of `group` (a ProcessGroup; default: all ranks) calls them with its own tokens, and calls backward.
 - Dense: q (batch, seqlen, nheads, head_dim), k and v (batch, seqlen, nheads_k, head_dim), kv with another axis of 2
-  before the heads, qkv of 3; seqlen is that of one rank, equal on all. Packed: (tokens, ...) in place of
-  (batch, seqlen, ...). dtypes are those of `flash_attn_cp_func`: float16 and bfloat16 on CUDA, float32 and float64 on
-  CPU tensors too.
+  before the heads, qkv of 3; seqlen is that of one rank, equal on all. Packed: (tokens, ...) instead of
+  (batch, seqlen, ...). dtypes are those of `flash_attn_cp_func`: float16 and bfloat16, on CPU tensors float32 and
+  float64 too.
 - Results: out, like q; with return_attn_probs (out, softmax_lse, None), softmax_lse (batch, nheads, seqlen) or
-  (nheads, tokens), float32 (float64 of float64).
-- More works than there: dropout_p, window_size and alibi_slopes, by positions in the whole document, and zigzag with
-  causal=False. alibi_slopes: float32 (nheads,) or (batch, nheads); packed (nheads,) or (documents, nheads), of llama3
-  the former alone.
-- K and V move as method="auto" of a plan has it, whatever a function's name says: the name is that of a layout.
-- Plans are made when lengths are new, where all ranks compare them, and kept as long as the group: the last
-  16. cu_seqlens on a GPU is read once for each tensor, and again after it is written to.
-- Raise RuntimeError, TypeError or ValueError, on every rank where the group has a CPU backend.
+  (nheads, tokens), float32 (float64 for float64).
+- Beyond that package: dropout_p, window_size and alibi_slopes, by positions in the whole document, and zigzag with
+  causal=False. alibi_slopes: float32 (nheads,) or (batch, nheads); packed (nheads,) or (documents, nheads), for llama3
+  only (nheads,).
+- A function's name says the layout. K and V move as by method="auto" of a plan.
+- A plan is made, and compared across ranks, when lengths are new. A group keeps its last 16 plans. cu_seqlens on a GPU
+  is read once per tensor, and again after it is written to.
+- Raise RuntimeError, TypeError or ValueError, on every rank if the group has a CPU backend.
 
-Left out: `stripe_flash_attn_func` and its packed forms (a span of one token each: calls of as many sequences), and the
+Not supported: `stripe_flash_attn_func` and its packed forms (spans of one token: as many sequences per call), and the
 adapter to transformers, which replaces functions there.
 """
 
 from __future__ import annotations
 
+import inspect
 from bisect import bisect_left
+from collections.abc import Sequence
+from typing import Any, Callable, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from flash_attn._types import TensorOrTuple, WindowSize
-from flash_attn.context_parallel.agreement import compare_on_all_ranks
-from flash_attn.context_parallel.compat.kept import Kept, OfTensors, kept_for, plan_of, raise_on_all_ranks
+from flash_attn.context_parallel.compat import plan_cache
+from flash_attn.context_parallel.compat.plan_cache import Bounds, BoundsOfTensors, GroupCache
+from flash_attn.context_parallel.exchange.consistency import compare_on_all_ranks
+from flash_attn.context_parallel.exchange.groups import Communicator
 from flash_attn.context_parallel.function import flash_attn_cp_func
 from flash_attn.ops import arguments
 
@@ -55,37 +60,40 @@ __all__ = [
 ]
 
 
-_on_host = OfTensors()  # cu_seqlens of GPUs
-_prepared = OfTensors()  # bounds of all ranks' documents by the cu_seqlens_q made of them
+_on_host = BoundsOfTensors()  # cu_seqlens of GPUs
+_prepared = BoundsOfTensors()  # bounds of all ranks' documents by the cu_seqlens_q made from them
+_ABSENT: Any = object()  # in place of k or v, which are in one tensor with q or k
+
+Function = Callable[..., TensorOrTuple]
+_AnyFunction = TypeVar("_AnyFunction", bound=Function)
+
+
+def _uncompiled(function: _AnyFunction) -> _AnyFunction:
+    """torch.compiler.disable with a type."""
+    disabled: _AnyFunction = cast(Any, torch.compiler).disable(function)
+    return disabled
+
+
+def _packed_forms(function: Function) -> tuple[Function, Function]:
+    """The forms of a function that take q, k and v in one tensor, and k and v."""
+
+    def qkvpacked(qkv: Tensor, *args: Any, **kwargs: Any) -> TensorOrTuple:
+        return function(qkv, _ABSENT, _ABSENT, *args, **kwargs)
+
+    def kvpacked(q: Tensor, kv: Tensor, *args: Any, **kwargs: Any) -> TensorOrTuple:
+        return function(q, kv, _ABSENT, *args, **kwargs)
+
+    for form, packed in ((qkvpacked, "q, k and v"), (kvpacked, "k and v")):
+        first = [p for p in inspect.signature(form).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+        signature = inspect.signature(function)
+        parameters = [*first, *[*signature.parameters.values()][3:]]
+        form.__name__ = form.__qualname__ = function.__name__.replace("func", f"{form.__name__}_func")
+        form.__doc__ = f"`{function.__name__}` with {packed} in one tensor."
+        vars(form)["__signature__"] = signature.replace(parameters=parameters)
+    return qkvpacked, kvpacked
 
 
 # ---- dense ----
-
-
-def ring_flash_attn_qkvpacked_func(
-    qkv: Tensor,
-    dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
-    window_size: WindowSize = (-1, -1), alibi_slopes: Tensor | None = None, deterministic: bool = False,
-    return_attn_probs: bool = False, group: dist.ProcessGroup | None = None,
-) -> TensorOrTuple:  # fmt: skip
-    """`ring_flash_attn_func` of q, k and v in one tensor."""
-    return _dense(
-        (qkv,), "contiguous",
-        group, return_attn_probs, dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic
-    )  # fmt: skip
-
-
-def ring_flash_attn_kvpacked_func(
-    q: Tensor, kv: Tensor,
-    dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
-    window_size: WindowSize = (-1, -1), alibi_slopes: Tensor | None = None, deterministic: bool = False,
-    return_attn_probs: bool = False, group: dist.ProcessGroup | None = None,
-) -> TensorOrTuple:  # fmt: skip
-    """`ring_flash_attn_func` of k and v in one tensor."""
-    return _dense(
-        (q, kv), "contiguous",
-        group, return_attn_probs, dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic
-    )  # fmt: skip
 
 
 def ring_flash_attn_func(
@@ -98,36 +106,12 @@ def ring_flash_attn_func(
 
     Shapes, results and errors are those of the module's docstring.
     """
-    return _dense(
-        (q, k, v), "contiguous",
-        group, return_attn_probs, dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic
-    )  # fmt: skip
+    return _dense((q, k, v), "contiguous", group, return_attn_probs,
+                  dropout_p=dropout_p, softmax_scale=softmax_scale, causal=causal, window_size=window_size,
+                  alibi_slopes=alibi_slopes, deterministic=deterministic)  # fmt: skip
 
 
-def zigzag_ring_flash_attn_qkvpacked_func(
-    qkv: Tensor,
-    dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
-    window_size: WindowSize = (-1, -1), alibi_slopes: Tensor | None = None, deterministic: bool = False,
-    return_attn_probs: bool = False, group: dist.ProcessGroup | None = None,
-) -> TensorOrTuple:  # fmt: skip
-    """`zigzag_ring_flash_attn_func` of q, k and v in one tensor."""
-    return _dense(
-        (qkv,), "zigzag",
-        group, return_attn_probs, dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic
-    )  # fmt: skip
-
-
-def zigzag_ring_flash_attn_kvpacked_func(
-    q: Tensor, kv: Tensor,
-    dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
-    window_size: WindowSize = (-1, -1), alibi_slopes: Tensor | None = None, deterministic: bool = False,
-    return_attn_probs: bool = False, group: dist.ProcessGroup | None = None,
-) -> TensorOrTuple:  # fmt: skip
-    """`zigzag_ring_flash_attn_func` of k and v in one tensor."""
-    return _dense(
-        (q, kv), "zigzag",
-        group, return_attn_probs, dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic
-    )  # fmt: skip
+ring_flash_attn_qkvpacked_func, ring_flash_attn_kvpacked_func = _packed_forms(ring_flash_attn_func)
 
 
 def zigzag_ring_flash_attn_func(
@@ -136,43 +120,19 @@ def zigzag_ring_flash_attn_func(
     window_size: WindowSize = (-1, -1), alibi_slopes: Tensor | None = None, deterministic: bool = False,
     return_attn_probs: bool = False, group: dist.ProcessGroup | None = None,
 ) -> TensorOrTuple:  # fmt: skip
-    """Sequences in 2 * ranks chunks, of which rank r has the r-th and, after it, the r-th from the end.
+    """Sequences in 2 * ranks chunks; rank r has the r-th and then the r-th last.
 
     seqlen is even; shapes, results and errors are those of the module's docstring.
     """
-    return _dense(
-        (q, k, v), "zigzag",
-        group, return_attn_probs, dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic
-    )  # fmt: skip
+    return _dense((q, k, v), "zigzag", group, return_attn_probs,
+                  dropout_p=dropout_p, softmax_scale=softmax_scale, causal=causal, window_size=window_size,
+                  alibi_slopes=alibi_slopes, deterministic=deterministic)  # fmt: skip
+
+
+zigzag_ring_flash_attn_qkvpacked_func, zigzag_ring_flash_attn_kvpacked_func = _packed_forms(zigzag_ring_flash_attn_func)
 
 
 # ---- packed, each document divided among all ranks ----
-
-
-def ring_flash_attn_varlen_qkvpacked_func(
-    qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int,
-    dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
-    window_size: WindowSize = (-1, -1), alibi_slopes: Tensor | None = None, deterministic: bool = False,
-    return_attn_probs: bool = False, group: dist.ProcessGroup | None = None,
-) -> TensorOrTuple:  # fmt: skip
-    """`ring_flash_attn_varlen_func` of q, k and v in one tensor."""
-    return _packed(
-        (qkv,), cu_seqlens, "contiguous",
-        group, return_attn_probs, dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic
-    )  # fmt: skip
-
-
-def ring_flash_attn_varlen_kvpacked_func(
-    q: Tensor, kv: Tensor, cu_seqlens: Tensor, max_seqlen: int,
-    dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
-    window_size: WindowSize = (-1, -1), alibi_slopes: Tensor | None = None, deterministic: bool = False,
-    return_attn_probs: bool = False, group: dist.ProcessGroup | None = None,
-) -> TensorOrTuple:  # fmt: skip
-    """`ring_flash_attn_varlen_func` of k and v in one tensor."""
-    return _packed(
-        (q, kv), cu_seqlens, "contiguous",
-        group, return_attn_probs, dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic
-    )  # fmt: skip
 
 
 def ring_flash_attn_varlen_func(
@@ -181,41 +141,17 @@ def ring_flash_attn_varlen_func(
     window_size: WindowSize = (-1, -1), alibi_slopes: Tensor | None = None, deterministic: bool = False,
     return_attn_probs: bool = False, group: dist.ProcessGroup | None = None,
 ) -> TensorOrTuple:  # fmt: skip
-    """Packed documents, each in contiguous chunks of equal length, one a rank.
+    """Packed documents, each divided into one contiguous chunk of equal length per rank.
 
     cu_seqlens: int32 or int64 (documents + 1,), bounds of one rank's tokens, the same on all. max_seqlen: no effect.
     Shapes, results and errors are those of the module's docstring.
     """
-    return _packed(
-        (q, k, v), cu_seqlens, "contiguous",
-        group, return_attn_probs, dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic
-    )  # fmt: skip
+    return _packed((q, k, v), cu_seqlens, "contiguous", group, return_attn_probs,
+                   dropout_p=dropout_p, softmax_scale=softmax_scale, causal=causal, window_size=window_size,
+                  alibi_slopes=alibi_slopes, deterministic=deterministic)  # fmt: skip
 
 
-def zigzag_ring_flash_attn_varlen_qkvpacked_func(
-    qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int,
-    dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
-    window_size: WindowSize = (-1, -1), alibi_slopes: Tensor | None = None, deterministic: bool = False,
-    return_attn_probs: bool = False, group: dist.ProcessGroup | None = None,
-) -> TensorOrTuple:  # fmt: skip
-    """`zigzag_ring_flash_attn_varlen_func` of q, k and v in one tensor."""
-    return _packed(
-        (qkv,), cu_seqlens, "zigzag",
-        group, return_attn_probs, dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic
-    )  # fmt: skip
-
-
-def zigzag_ring_flash_attn_varlen_kvpacked_func(
-    q: Tensor, kv: Tensor, cu_seqlens: Tensor, max_seqlen: int,
-    dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
-    window_size: WindowSize = (-1, -1), alibi_slopes: Tensor | None = None, deterministic: bool = False,
-    return_attn_probs: bool = False, group: dist.ProcessGroup | None = None,
-) -> TensorOrTuple:  # fmt: skip
-    """`zigzag_ring_flash_attn_varlen_func` of k and v in one tensor."""
-    return _packed(
-        (q, kv), cu_seqlens, "zigzag",
-        group, return_attn_probs, dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic
-    )  # fmt: skip
+ring_flash_attn_varlen_qkvpacked_func, ring_flash_attn_varlen_kvpacked_func = _packed_forms(ring_flash_attn_varlen_func)
 
 
 def zigzag_ring_flash_attn_varlen_func(
@@ -224,35 +160,39 @@ def zigzag_ring_flash_attn_varlen_func(
     window_size: WindowSize = (-1, -1), alibi_slopes: Tensor | None = None, deterministic: bool = False,
     return_attn_probs: bool = False, group: dist.ProcessGroup | None = None,
 ) -> TensorOrTuple:  # fmt: skip
-    """Packed documents, each in 2 * ranks chunks, of which rank r has the r-th and, after it, the r-th from the end.
+    """Packed documents, each in 2 * ranks chunks; rank r has the r-th and then the r-th last.
 
     cu_seqlens: int32 or int64 (documents + 1,), bounds of one rank's tokens, the same on all, even lengths.
     max_seqlen: no effect. Shapes, results and errors are those of the module's docstring.
     """
-    return _packed(
-        (q, k, v), cu_seqlens, "zigzag",
-        group, return_attn_probs, dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic
-    )  # fmt: skip
+    return _packed((q, k, v), cu_seqlens, "zigzag", group, return_attn_probs,
+                   dropout_p=dropout_p, softmax_scale=softmax_scale, causal=causal, window_size=window_size,
+                  alibi_slopes=alibi_slopes, deterministic=deterministic)  # fmt: skip
 
 
-# ---- packed, the stream of all documents in contiguous chunks ----
+zigzag_ring_flash_attn_varlen_qkvpacked_func, zigzag_ring_flash_attn_varlen_kvpacked_func = _packed_forms(
+    zigzag_ring_flash_attn_varlen_func
+)
+
+
+# ---- packed, all tokens in contiguous chunks ----
 
 
 def llama3_flash_attn_prepare_cu_seqlens(
     cu_seqlens: Tensor, causal: bool, rank: int, world_size: int
 ) -> tuple[Tensor, Tensor, int, int, slice]:
-    """What `llama3_flash_attn_varlen_func` is given about the documents of one rank.
+    """The documents of one rank as arguments of `llama3_flash_attn_varlen_func`.
 
     Arguments:
         cu_seqlens: int32 or int64 (documents + 1,), bounds of all ranks' tokens, a multiple of world_size.
-        causal: whether keys after a rank's last query are left out of its keys.
+        causal: whether a rank's keys end with its last query.
         rank, world_size: of the group.
 
     Returns:
-        cu_seqlens_q, cu_seqlens_k: like cu_seqlens, bounds of the documents that have tokens on this rank: of its
-            tokens, and of the keys that they see.
+        cu_seqlens_q, cu_seqlens_k: like cu_seqlens, bounds of the documents with tokens on this rank: of its tokens,
+            and of the keys that they see.
         max_seqlen_q, max_seqlen_k: the longest of each.
-        local_k_slice: where these keys are among all ranks' tokens.
+        local_k_slice: these keys among all ranks' tokens.
 
     Raises RuntimeError or TypeError.
     """
@@ -270,38 +210,10 @@ def llama3_flash_attn_prepare_cu_seqlens(
     of_queries = [min(max(bound, start), stop) - start for bound in own]
     end = min(own[-1], stop) if arguments.flag("causal", causal) else own[-1]
     of_keys = [min(bound, end) - own[0] for bound in own]
-    with torch.inference_mode(False):  # whose tensors count no versions: ranks would ask each other in every call
+    with torch.inference_mode(False):  # inference tensors have no version: ranks would gather documents in every call
         cu_seqlens_q, cu_seqlens_k = (cu_seqlens.new_tensor(values) for values in (of_queries, of_keys))
     _prepared.put(cu_seqlens_q, bounds)
     return cu_seqlens_q, cu_seqlens_k, _longest(of_queries), _longest(of_keys), slice(own[0], end)
-
-
-def llama3_flash_attn_varlen_qkvpacked_func(
-    qkv: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
-    max_seqlen_k: int, heads_k_stride: int, local_k_slice: slice,
-    dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
-    window_size: WindowSize = (-1, -1), alibi_slopes: Tensor | None = None, deterministic: bool = False,
-    return_attn_probs: bool = False, group: dist.ProcessGroup | None = None,
-) -> TensorOrTuple:  # fmt: skip
-    """`llama3_flash_attn_varlen_func` of q, k and v in one tensor."""
-    return _llama3(
-        (qkv,), cu_seqlens_q, local_k_slice,
-        group, return_attn_probs, dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic
-    )  # fmt: skip
-
-
-def llama3_flash_attn_varlen_kvpacked_func(
-    q: Tensor, kv: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
-    max_seqlen_k: int, heads_k_stride: int, local_k_slice: slice,
-    dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
-    window_size: WindowSize = (-1, -1), alibi_slopes: Tensor | None = None, deterministic: bool = False,
-    return_attn_probs: bool = False, group: dist.ProcessGroup | None = None,
-) -> TensorOrTuple:  # fmt: skip
-    """`llama3_flash_attn_varlen_func` of k and v in one tensor."""
-    return _llama3(
-        (q, kv), cu_seqlens_q, local_k_slice,
-        group, return_attn_probs, dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic
-    )  # fmt: skip
 
 
 def llama3_flash_attn_varlen_func(
@@ -311,91 +223,103 @@ def llama3_flash_attn_varlen_func(
     window_size: WindowSize = (-1, -1), alibi_slopes: Tensor | None = None, deterministic: bool = False,
     return_attn_probs: bool = False, group: dist.ProcessGroup | None = None,
 ) -> TensorOrTuple:  # fmt: skip
-    """Packed documents of any lengths, their stream in contiguous chunks of equal length, one a rank.
+    """Packed documents of any lengths, their tokens divided into one contiguous chunk of equal length per rank.
 
-    cu_seqlens_q and local_k_slice are of `llama3_flash_attn_prepare_cu_seqlens`, which knows all documents. Of a copy
-    of this cu_seqlens_q the ranks ask each other for theirs, once for each tensor: all ranks copy it, or none.
+    cu_seqlens_q, local_k_slice: from `llama3_flash_attn_prepare_cu_seqlens`, which knows all documents. For a copy of
+    cu_seqlens_q the ranks gather their documents, once per tensor: all ranks pass a copy, or none.
     cu_seqlens_k, max_seqlen_q, max_seqlen_k and heads_k_stride: no effect. Shapes, results and errors are those of the
     module's docstring.
     """
-    return _llama3(
-        (q, k, v), cu_seqlens_q, local_k_slice,
-        group, return_attn_probs, dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic
-    )  # fmt: skip
+    return _llama3((q, k, v), cu_seqlens_q, local_k_slice, group, return_attn_probs,
+                   dropout_p=dropout_p, softmax_scale=softmax_scale, causal=causal, window_size=window_size,
+                  alibi_slopes=alibi_slopes, deterministic=deterministic)  # fmt: skip
 
 
-# ---- what they have in common ----
+llama3_flash_attn_varlen_qkvpacked_func, llama3_flash_attn_varlen_kvpacked_func = _packed_forms(
+    llama3_flash_attn_varlen_func
+)
 
 
-@torch.compiler.disable
-def _dense(inputs, division, group, return_attn_probs, *options):
-    found = kept_for(group)
-    documents = error = None
+# ---- common to all ----
+
+
+@_uncompiled
+def _dense(inputs: Any, division: str, group: Any, return_attn_probs: bool, **options: Any) -> TensorOrTuple:
+    cache = plan_cache.cache_of(group)
+    documents: Bounds = ()
+    error = None
     try:
         inputs = _separate(inputs, is_packed=False)
-        documents = 0, inputs[0].shape[1] * found.transport.size
+        documents = 0, inputs[0].shape[1] * cache.communicator.size
         if division == "zigzag" and inputs[0].shape[1] % 2:
             raise RuntimeError(f"q: expected two chunks of one length, got {inputs[0].shape[1]} tokens")
-    except Exception as raised:  # of any kind: the other ranks wait to be told
+    except Exception as raised:  # of any type: the other ranks wait for this one
         error = raised
-    raise_on_all_ranks(found, error)
-    return _attend(found, inputs, False, division, documents, return_attn_probs, options)
+    plan_cache.raise_on_all_ranks(cache, error)
+    return _attend(cache, inputs, False, division, documents, return_attn_probs, options)
 
 
-@torch.compiler.disable
-def _packed(inputs, cu_seqlens, division, group, return_attn_probs, *options):
-    found = kept_for(group)
-    documents = error = None
+@_uncompiled
+def _packed(
+    inputs: Any, cu_seqlens: Tensor, division: str, group: Any, return_attn_probs: bool, **options: Any
+) -> TensorOrTuple:
+    cache = plan_cache.cache_of(group)
+    documents: Bounds = ()
+    error = None
     try:
         inputs = _separate(inputs, is_packed=True)
         bounds = _read("cu_seqlens", cu_seqlens)
-        documents = tuple(bound * found.transport.size for bound in bounds)
+        documents = tuple(bound * cache.communicator.size for bound in bounds)
         if division == "zigzag" and any(bound % 2 for bound in bounds):
             raise RuntimeError(
                 f"cu_seqlens: expected two chunks of one length in each document, got bounds {arguments.shown(bounds)}"
             )
     except Exception as raised:
         error = raised
-    raise_on_all_ranks(found, error)
-    return _attend(found, inputs, True, division, documents, return_attn_probs, options)
+    plan_cache.raise_on_all_ranks(cache, error)
+    return _attend(cache, inputs, True, division, documents, return_attn_probs, options)
 
 
-@torch.compiler.disable
-def _llama3(inputs, cu_seqlens_q, local_k_slice, group, return_attn_probs, *options):
-    found = kept_for(group)
-    documents = starts = error = None
+@_uncompiled
+def _llama3(
+    inputs: Any, cu_seqlens_q: Tensor, local_k_slice: slice, group: Any, return_attn_probs: bool, **options: Any
+) -> TensorOrTuple:
+    cache = plan_cache.cache_of(group)
+    documents = error = None
+    starts: list[int] = []
     tokens = 0
     try:
         inputs = _separate(inputs, is_packed=True)
-        tokens, slopes = inputs[0].shape[0], options[4]
+        tokens, slopes = inputs[0].shape[0], options["alibi_slopes"]
         if isinstance(slopes, Tensor) and slopes.dim() != 1:  # a rank does not know the number of all documents
             raise RuntimeError(f"alibi_slopes: expected shape (nheads,), got {list(slopes.shape)}")
         arguments.check_tensors(("cu_seqlens_q",), (cu_seqlens_q,))
-        documents = _prepared.get(cu_seqlens_q) or found.documents.get(cu_seqlens_q)
+        documents = _prepared.get(cu_seqlens_q) or cache.documents.get(cu_seqlens_q)
         if documents is None:
-            starts = _document_starts(cu_seqlens_q, local_k_slice, found.transport.rank, tokens)
+            starts = _document_starts(cu_seqlens_q, local_k_slice, cache.communicator.rank, tokens)
     except Exception as raised:
         error = raised
-    raise_on_all_ranks(found, error)
+    plan_cache.raise_on_all_ranks(cache, error)
     if documents is None:
-        documents = _gathered_documents(found.transport, starts, tokens)
-        found.documents.put(cu_seqlens_q, documents)
-    return _attend(found, inputs, True, "stream", documents, return_attn_probs, options)
+        documents = _gathered_documents(cache.communicator, starts, tokens)
+        cache.documents.put(cu_seqlens_q, documents)
+    return _attend(cache, inputs, True, "stream", documents, return_attn_probs, options)
 
 
-def _attend(found: Kept, inputs, is_packed: bool, division: str, documents, return_attn_probs, options):
-    plan = plan_of(found, is_packed, division, documents)
-    dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic = options
-    result = flash_attn_cp_func(
-        *inputs, dropout_p, softmax_scale, causal, window_size, 0.0, alibi_slopes, deterministic, return_attn_probs,
-        plan=plan,
-    )  # fmt: skip
+def _attend(
+    cache: GroupCache, inputs: Any, is_packed: bool, division: str, documents: Bounds, return_attn_probs: bool,
+    options: dict[str, Any],
+) -> TensorOrTuple:  # fmt: skip
+    plan = plan_cache.cached_plan(cache, is_packed, division, documents)
+    q, k, v = inputs
+    result = flash_attn_cp_func(q, k, v, **options, return_attn_probs=return_attn_probs, plan=plan)
     return (*result[:2], None) if return_attn_probs else result
 
 
-def _separate(inputs, is_packed: bool):
-    """(q, k, v) of (qkv,), (q, kv) or (q, k, v)."""
+def _separate(inputs: Any, is_packed: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """(q, k, v) of (qkv,), (q, kv) or (q, k, v), which _ABSENT fills to three."""
     axis = 1 if is_packed else 2
+    inputs = [x for x in inputs if x is not _ABSENT]
     *first, last = inputs
     if len(inputs) < 3:
         arguments.check_packed("qkv" if not first else "kv", last, 3 - len(first), is_packed)
@@ -404,11 +328,12 @@ def _separate(inputs, is_packed: bool):
     if inputs[0].dim() != axis + 2:
         axes = "tokens, nheads, head_dim" if is_packed else "batch, seqlen, nheads, head_dim"
         raise RuntimeError(f"q: expected shape ({axes}), got {list(inputs[0].shape)}")
-    return inputs
+    q, k, v = inputs
+    return q, k, v
 
 
-def _read(name: str, x) -> tuple[int, ...]:
-    """Bounds of documents on the host."""
+def _read(name: str, x: Tensor) -> Bounds:
+    """Bounds of documents, on the host."""
     arguments.check_tensors((name,), (x,))
     bounds = None if x.is_cpu else _on_host.get(x)
     if bounds is not None:
@@ -423,12 +348,12 @@ def _read(name: str, x) -> tuple[int, ...]:
     return bounds
 
 
-def _longest(bounds) -> int:
+def _longest(bounds: Sequence[int]) -> int:
     return max((b - a for a, b in zip(bounds, bounds[1:])), default=0)
 
 
-def _document_starts(cu_seqlens_q, local_k_slice, rank: int, tokens: int) -> list[int]:
-    """Where documents with tokens of this rank begin in the stream, as far as it knows."""
+def _document_starts(cu_seqlens_q: Tensor, local_k_slice: Any, rank: int, tokens: int) -> list[int]:
+    """The first tokens of the documents on this rank, as far as it knows them."""
     bounds = _read("cu_seqlens_q", cu_seqlens_q)
     if bounds[-1] != tokens:
         raise RuntimeError(f"cu_seqlens_q: expected the {tokens} tokens of q as last value, got {bounds[-1]}")
@@ -440,9 +365,9 @@ def _document_starts(cu_seqlens_q, local_k_slice, rank: int, tokens: int) -> lis
     return sorted({start, *(rank * tokens + bound for bound in bounds[1:-1])})
 
 
-def _gathered_documents(transport, starts: list[int], tokens: int) -> tuple[int, ...]:
-    """Bounds of all ranks' documents, those without tokens left out; all ranks call it."""
-    counts = compare_on_all_ranks(transport, f"tokens {tokens}", None, "q", len(starts))
-    everyone = transport.all_gather_ints(starts + [0] * (max(counts) - len(starts)))
-    total = tokens * transport.size
+def _gathered_documents(communicator: Communicator, starts: list[int], tokens: int) -> Bounds:
+    """Bounds of all ranks' documents without empty ones; all ranks call it."""
+    counts = compare_on_all_ranks(communicator, f"tokens {tokens}", None, "q", len(starts))
+    everyone = communicator.all_gather_ints(starts + [0] * (max(counts) - len(starts)))
+    total = tokens * communicator.size
     return (0, *sorted({start for own in everyone for start in own if 0 < start < total}), total)

@@ -74,10 +74,11 @@ def cross_entropy_loss(
     lse_square_scale = arguments.number("lse_square_scale", lse_square_scale)
     ignore_index = arguments.integer("ignore_index", ignore_index)
     inplace_backward = arguments.flag("inplace_backward", inplace_backward)
-    return CrossEntropyLoss.apply(
+    losses: tuple[Tensor, Tensor] = CrossEntropyLoss.apply(
         logits, labels, precomputed_lse, label_smoothing, logit_scale, lse_square_scale, ignore_index, inplace_backward,
         process_group,
     )  # fmt: skip
+    return losses
 
 
 class CrossEntropyLoss(torch.autograd.Function):
@@ -129,7 +130,7 @@ class CrossEntropyLoss(torch.autograd.Function):
         return dlogits, *(None,) * 8
 
 
-def _check_shapes(logits, labels, lse, smoothing):
+def _check_shapes(logits: Tensor, labels: Tensor, lse: Tensor | None, smoothing: float) -> None:
     arguments.check_floating("logits", logits)
     arguments.check_tensors(("labels",), (labels,))
     arguments.check_optional_tensors(("precomputed_lse",), (lse,))
@@ -149,7 +150,7 @@ def _check_shapes(logits, labels, lse, smoothing):
         raise RuntimeError(f"label_smoothing: expected a value in [0, 1], got {smoothing}")
 
 
-def _check_labels(labels, rule):
+def _check_labels(labels: Tensor, rule: _Loss) -> None:
     if labels.is_cpu and type(labels) is Tensor and not torch.compiler.is_compiling():  # fake ones have no values
         wrong = labels[(labels != rule.ignore_index) & ~_known(labels, rule)]
         if wrong.numel() > 0:
@@ -157,11 +158,18 @@ def _check_labels(labels, rule):
             raise RuntimeError(f"labels: expected {expected}, got {wrong[0].item()}")
 
 
-def _known(labels, rule):
+def _known(labels: Tensor, rule: _Loss) -> Tensor:
     return (labels >= 0) & (labels < rule.classes)
 
 
-def _losses(logits, labels, lse, rule, process_group, world):
+def _losses(
+    logits: Tensor,
+    labels: Tensor,
+    lse: Tensor | None,
+    rule: _Loss,
+    process_group: torch.distributed.ProcessGroup | None,
+    world: int,
+) -> tuple[Tensor, Tensor, Tensor]:
     """-> (losses, z_losses, lse). `subtracted` is what the logits here subtract from the LSE of all in the loss."""
     if kernel_serves(logits) and world == 1:
         return _launch_forward(logits, labels, lse, rule)
@@ -180,18 +188,18 @@ def _losses(logits, labels, lse, rule, process_group, world):
     return losses.masked_fill(ignored, 0.0), z_losses.masked_fill(ignored, 0.0), lse
 
 
-def _scores(logits, rule):
+def _scores(logits: Tensor, rule: _Loss) -> Tensor:
     return logits.to(torch.promote_types(logits.dtype, torch.float32)) * rule.logit_scale
 
 
-def _label_columns(labels, columns, rule):
+def _label_columns(labels: Tensor, columns: int, rule: _Loss) -> tuple[Tensor, Tensor]:
     """The column of every label as (batch, 1), and whether this process has it."""
     column = labels.long() - rule.first_class
     here = (column >= 0) & (column < columns) & (labels != rule.ignore_index)
     return column.clamp(0, columns - 1)[:, None], here[:, None]
 
 
-def _compose_forward(logits, labels, lse, rule):
+def _compose_forward(logits: Tensor, labels: Tensor, lse: Tensor | None, rule: _Loss) -> tuple[Tensor, Tensor]:
     """-> (lse, subtracted), of the logits here alone."""
     scores = _scores(logits, rule)
     lse = torch.logsumexp(scores, dim=1) if lse is None else lse.to(scores.dtype)
@@ -202,7 +210,7 @@ def _compose_forward(logits, labels, lse, rule):
     return lse, subtracted
 
 
-def _compose_backward(dlosses, logits, labels, lse, rule):
+def _compose_backward(dlosses: Tensor, logits: Tensor, labels: Tensor, lse: Tensor, rule: _Loss) -> Tensor:
     grad = torch.exp(_scores(logits, rule) - lse[:, None])
     grad = grad * (1.0 + 2.0 * rule.lse_square_scale * lse)[:, None] - rule.smoothing / rule.classes
     column, here = _label_columns(labels, logits.shape[1], rule)
@@ -212,7 +220,9 @@ def _compose_backward(dlosses, logits, labels, lse, rule):
     return grad.to(logits.dtype)
 
 
-def _launch_forward(logits, labels, lse, rule, partial=False):
+def _launch_forward(
+    logits: Tensor, labels: Tensor, lse: Tensor | None, rule: _Loss, partial: bool = False
+) -> tuple[Tensor, Any, Tensor]:
     """-> (losses, z_losses, lse), or with partial (subtracted, None, lse) of the logits here alone."""
     from flash_attn.ops.triton.cross_entropy_kernels import cross_entropy_forward_kernel
 
@@ -220,7 +230,7 @@ def _launch_forward(logits, labels, lse, rule, partial=False):
     losses = torch.empty(rows, dtype=torch.float32, device=logits.device)
     z_losses = None if partial else torch.empty_like(losses)
     lse_given = lse is not None
-    lse = lse.float().contiguous() if lse_given else torch.empty_like(losses)
+    lse = torch.empty_like(losses) if lse is None else lse.float().contiguous()
     vector = 16 // logits.element_size()  # what a thread loads at once
     block = min(max(power_of_two(columns), 32 * vector), 4096)
     if rows > 0:
@@ -234,7 +244,9 @@ def _launch_forward(logits, labels, lse, rule, partial=False):
     return losses, z_losses, lse
 
 
-def _launch_backward(dlogits, dlosses, logits, labels, lse, rule):
+def _launch_backward(
+    dlogits: Tensor, dlosses: Tensor, logits: Tensor, labels: Tensor, lse: Tensor, rule: _Loss
+) -> None:
     from flash_attn.ops.triton.cross_entropy_kernels import cross_entropy_backward_kernel
 
     context.reject_batched_gradients(dlosses)

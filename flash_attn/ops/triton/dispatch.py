@@ -1,15 +1,21 @@
 """What the operators here share: when a Triton kernel serves a call, where it starts, how its backward ends."""
 
+from __future__ import annotations
+
 import contextlib
 import importlib.util
+from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import torch
 
 from flash_attn.ops import context
 
+_Backward = Callable[..., Any]
 
-def kernel_serves(x):
+
+def kernel_serves(x: torch.Tensor) -> bool:
     """Whether a Triton kernel takes x: a plain tensor on CUDA, of at most 32 bits, in eager execution alone.
 
     Inductor fuses PyTorch's operations; traces and derivatives of any kind need to see them.
@@ -18,30 +24,30 @@ def kernel_serves(x):
     return x.is_cuda and plain and x.dtype != torch.float64 and not context.decomposes() and _has_triton()
 
 
-def device_of(x):
+def device_of(x: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
     """A context in which Triton launches on x's device, which need not be the current one."""
     return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
 
 
-def power_of_two(n):
+def power_of_two(n: int) -> int:
     """The smallest power of two that is at least n."""
     return 1 << max(n - 1, 0).bit_length()
 
 
 @cache
-def _has_triton():
+def _has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def once_differentiable(name):
+def once_differentiable(name: str) -> Callable[[_Backward], _Backward]:
     """Decorate the backward of an autograd.Function that is not differentiable itself: differentiating it raises.
 
     `torch.autograd.function.once_differentiable` instead lets a second backward pass by without a gradient where the
     incoming gradient has none.
     """
 
-    def decorate(backward):
-        def run(ctx, *grad_outputs):
+    def decorate(backward: _Backward) -> _Backward:
+        def run(ctx: Any, *grad_outputs: torch.Tensor | None) -> Any:
             with torch.no_grad():
                 grads = backward(ctx, *grad_outputs)
             if not torch.is_grad_enabled():
@@ -57,10 +63,12 @@ class _Rejection(torch.autograd.Function):
     """Gradients as they are, with a backward that raises. `origin` requires a gradient, so that they do."""
 
     @staticmethod
-    def forward(ctx, name, origin, *grads):
+    def forward(
+        ctx: Any, name: str, origin: torch.Tensor, *grads: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, ...]:
         ctx.name = name
         return tuple(None if grad is None else grad.view_as(grad) for grad in grads)
 
     @staticmethod
-    def backward(ctx, *_):
+    def backward(ctx: Any, *_: torch.Tensor | None) -> None:
         raise RuntimeError(f"{ctx.name}: expected one backward, got a second: its gradient is not differentiable")

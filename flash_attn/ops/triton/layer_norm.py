@@ -9,7 +9,8 @@ PyTorch elsewhere. Importing this module needs neither triton nor a GPU.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +19,7 @@ from torch import Tensor
 from flash_attn._types import TensorOrTuple
 from flash_attn.ops import arguments, context
 from flash_attn.ops.triton.dispatch import kernel_serves
-from flash_attn.ops.triton.layer_norm_launch import MAX_COLUMNS, FusedNorm
+from flash_attn.ops.triton.layer_norm_launch import MAX_COLUMNS, FusedNorm, _Targets
 
 
 class NormOptions(NamedTuple):
@@ -172,7 +173,7 @@ def layer_norm_linear_fn(
     return (out, normed[1]) if prenorm else out
 
 
-def _check_linear(x, weight, bias):
+def _check_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     arguments.check_floating("linear_weight", weight)
     if weight.dim() != 2 or weight.shape[1:] != x.shape[-1:]:
         expected = f"(out_features, {', '.join(map(str, x.shape[-1:]))})"
@@ -193,6 +194,8 @@ class RMSNorm(torch.nn.Module):
         zero_centered_weight: bool. Multiply by 1 + weight, and start from weight 0.
         device, dtype: of the weight.
     """
+
+    bias: None
 
     def __init__(
         self,
@@ -280,7 +283,17 @@ def rms_norm_ref(
     )
 
 
-def _reference(is_rms_norm, tensors, eps, dropout_p, rowscale, prenorm, zero_centered_weight, masks, upcast):
+def _reference(
+    is_rms_norm: bool,
+    tensors: Sequence[Any],
+    eps: float,
+    dropout_p: float,
+    rowscale: Tensor | None,
+    prenorm: bool,
+    zero_centered_weight: bool,
+    masks: tuple[Tensor | None, Tensor | None],
+    upcast: bool,
+) -> TensorOrTuple:
     dtype = tensors[0].dtype
     if upcast:
         tensors = [None if t is None else t.float() for t in tensors]
@@ -301,7 +314,7 @@ def _reference(is_rms_norm, tensors, eps, dropout_p, rowscale, prenorm, zero_cen
     return results if len(results) > 1 else results[0]
 
 
-def _drop(x, dropout_p, mask=None):
+def _drop(x: Tensor, dropout_p: float, mask: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
     """-> (dropout of x, the mask or None)."""
     if dropout_p == 0.0:
         return x, None
@@ -309,45 +322,57 @@ def _drop(x, dropout_p, mask=None):
     return torch.where(mask, x / (1.0 - dropout_p), 0.0), mask
 
 
-def _normalise(total, eps, is_rms_norm):
+def _normalise(total: Tensor, eps: float, is_rms_norm: bool) -> Tensor:
     if not is_rms_norm:
         total = total - total.mean(-1, keepdim=True)
     return total * torch.rsqrt(total.square().mean(-1, keepdim=True) + eps)
 
 
-def _affine(normed, weight, bias, zero_centered_weight):
+def _affine(normed: Tensor, weight: Tensor, bias: Tensor | None, zero_centered_weight: bool) -> Tensor:
     out = normed * (1.0 + weight if zero_centered_weight else weight)
     return out if bias is None else out + bias
 
 
-def _fused(*inputs):
+def _fused(*inputs: Any) -> tuple[Any, ...]:
     """What `_compose` computes, by a kernel. It writes into the targets itself where no gradient is recorded."""
     *tensors, targets, options = inputs
     recorded = any(t is not None and t.requires_grad for t in (*tensors, *targets)) and torch.is_grad_enabled()
     if not recorded or targets == (None, None):
-        return FusedNorm.apply(*tensors, targets, options)
+        results: tuple[Any, ...] = FusedNorm.apply(*tensors, targets, options)
+        return results
     options = options._replace(prenorm=options.prenorm or targets[1] is not None)
     out, out1, total, *masks = FusedNorm.apply(*tensors, (None, None), options)
     out, total = _into_targets(targets, (out, total))
     return out, out1, total, *masks
 
 
-def _into_targets(targets, values):
+def _into_targets(targets: _Targets, values: tuple[Tensor, Tensor]) -> list[Tensor]:
     return [value if target is None else target.copy_(value) for target, value in zip(targets, values)]
 
 
-def _compose(x, weight, bias, residual, x1, weight1, bias1, rowscale, targets, options):
+def _compose(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    x1: Tensor | None,
+    weight1: Tensor | None,
+    bias1: Tensor | None,
+    rowscale: Tensor | None,
+    targets: _Targets,
+    options: NormOptions,
+) -> tuple[Any, ...]:
     """What `FusedNorm` computes, by differentiable PyTorch operations."""
     wide = torch.promote_types(x.dtype, torch.float32)
-    weight, bias, x1, weight1, bias1 = (None if t is None else t.to(wide) for t in (weight, bias, x1, weight1, bias1))
-    total = x.to(wide)
+    weight, total = weight.to(wide), x.to(wide)
+    bias, x1, weight1, bias1 = (None if t is None else t.to(wide) for t in (bias, x1, weight1, bias1))
     if rowscale is not None:
         total = total * rowscale.detach().reshape(*x.shape[:-1], 1)
     total, mask = _drop(total, options.dropout_p)
     mask1 = None
     if x1 is not None:
-        x1, mask1 = _drop(x1, options.dropout_p)
-        total = total + x1
+        dropped, mask1 = _drop(x1, options.dropout_p)
+        total = total + dropped
     if residual is not None:
         total = total + residual
     normed = _normalise(total, options.eps, options.is_rms_norm)
@@ -360,14 +385,26 @@ def _compose(x, weight, bias, residual, x1, weight1, bias1, rowscale, targets, o
     return out, out1, total, mask, mask1
 
 
-def _check(x, weight, bias, residual, x1, weight1, bias1, dropout_p, rowscale, out, residual_out):
+def _check(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    x1: Tensor | None,
+    weight1: Tensor | None,
+    bias1: Tensor | None,
+    dropout_p: float,
+    rowscale: Tensor | None,
+    out: Tensor | None,
+    residual_out: Tensor | None,
+) -> None:
     arguments.check_floating("x", x)
     if x.dim() == 0 or x.shape[-1] == 0:
         raise RuntimeError(f"x: expected at least one feature (..., features), got shape {list(x.shape)}")
     like_x = {"residual": residual, "x1": x1, "out": out, "residual_out": residual_out}
     like_weight = {"weight": weight, "bias": bias, "weight1": weight1, "bias1": bias1}
     given = {**like_x, **like_weight, "rowscale": rowscale}
-    arguments.check_optional_tensors(tuple(given), given.values())
+    arguments.check_optional_tensors(tuple(given), tuple(given.values()))
     for tensors, shape in ((like_x, x.shape), (like_weight, x.shape[-1:])):
         for name, tensor in tensors.items():
             if tensor is not None and tensor.shape != shape:

@@ -1,11 +1,20 @@
 """`layer_norm_fn` by its Triton kernels, with gradients."""
 
+from __future__ import annotations
+
+from collections.abc import Sequence
 from functools import cache
+from typing import TYPE_CHECKING, Any, Optional
 
 import torch
 
 from flash_attn.ops import context
 from flash_attn.ops.triton.dispatch import device_of, once_differentiable, power_of_two
+
+if TYPE_CHECKING:
+    from flash_attn.ops.triton.layer_norm import NormOptions
+
+_Targets = tuple[Optional[torch.Tensor], Optional[torch.Tensor]]  # (out, sum) to write into
 
 MAX_COLUMNS = 32768  # a row is one tile
 
@@ -18,7 +27,19 @@ class FusedNorm(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, weight, bias, residual, x1, weight1, bias1, rowscale, targets, options):
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        residual: torch.Tensor | None,
+        x1: torch.Tensor | None,
+        weight1: torch.Tensor | None,
+        bias1: torch.Tensor | None,
+        rowscale: torch.Tensor | None,
+        targets: _Targets,
+        options: NormOptions,
+    ) -> tuple[torch.Tensor | None, ...]:
         for name, target in zip(("out", "residual_out"), targets):
             context.check_distinct(name, target)
         out, total = targets
@@ -34,7 +55,7 @@ class FusedNorm(torch.autograd.Function):
         inputs = [_rows(t) for t in (x, residual, x1)]
         # Detached, for a saved view of an output would keep this node alive through its base; and a saved view of an
         # input does not name the write in place that spoils it.
-        outputs = [None if t is None else _rows(t.detach()) for t in (out, out1, total)]
+        outputs: list[Any] = [None if t is None else _rows(t.detach()) for t in (out, out1, total)]
         parameters = [None if t is None else t.contiguous() for t in (weight, bias, weight1, bias1, rowscale)]
         launch_forward(inputs, parameters, seed, outputs, masks, options)
         for target, written in zip((out, total), (outputs[0], outputs[2])):
@@ -55,7 +76,13 @@ class FusedNorm(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable("layer_norm_fn")
-    def backward(ctx, dout, dout1, dsum, *_):
+    def backward(
+        ctx: Any,
+        dout: torch.Tensor | None,
+        dout1: torch.Tensor | None,
+        dsum: torch.Tensor | None,
+        *_: torch.Tensor | None,
+    ) -> tuple[torch.Tensor | None, ...]:
         context.reject_batched_gradients(dout, dout1, dsum)
         total = ctx.saved_tensors[0]
         dout = torch.zeros(ctx.shape, dtype=total.dtype, device=total.device) if dout is None else dout
@@ -67,7 +94,7 @@ class FusedNorm(torch.autograd.Function):
         return dx, dweight, dbias, dresidual, dx1, dweight1, dbias1, None, None, None
 
 
-def _rows(x):
+def _rows(x: Any) -> Any:
     """x as a matrix of its rows, each contiguous; a copy where x has no such view. None passes."""
     if x is None:
         return None
@@ -75,14 +102,16 @@ def _rows(x):
     return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
 
 
-def _forward_tile(columns):
+def _forward_tile(columns: int) -> dict[str, int]:
     """Rows and columns of a tile, and its warps."""
     block = power_of_two(columns)
     rows = max(2048 // block, 1)
     return {"ROWS": rows, "COLUMNS": block, "num_warps": min(max(rows * block // 512, 4), 32)}
 
 
-def _backward_tile(total, dout, dout1, dsum):
+def _backward_tile(
+    total: torch.Tensor, dout: torch.Tensor, dout1: torch.Tensor | None, dsum: torch.Tensor | None
+) -> dict[str, int]:
     """The same for a backward, and how many tiles of its inputs are in flight, as far as shared memory holds them."""
     block = power_of_two(total.shape[1])
     rows = max(8192 // block, 1)
@@ -93,11 +122,18 @@ def _backward_tile(total, dout, dout1, dsum):
     return {"ROWS": rows, "COLUMNS": block, "STAGES": stages, "num_warps": warps}
 
 
-def _stride(x):
+def _stride(x: torch.Tensor | None) -> int:
     return 0 if x is None else x.stride(0)
 
 
-def launch_forward(inputs, parameters, seed, outputs, masks, options):
+def launch_forward(
+    inputs: Sequence[Any],
+    parameters: Sequence[Any],
+    seed: torch.Tensor | None,
+    outputs: Sequence[Any],
+    masks: Sequence[torch.Tensor | None],
+    options: NormOptions,
+) -> None:
     """Write outputs (out, out1, sum) and masks from inputs (x, residual, x1)."""
     from flash_attn.ops.triton.layer_norm_kernels import norm_forward_kernel
 
@@ -116,7 +152,12 @@ def launch_forward(inputs, parameters, seed, outputs, masks, options):
             )  # fmt: skip
 
 
-def launch_backward(douts, saved, dtypes, options):
+def launch_backward(
+    douts: Sequence[Any],
+    saved: Sequence[Any],
+    dtypes: Sequence[torch.dtype | None],
+    options: NormOptions,
+) -> tuple[tuple[torch.Tensor | None, ...], list[torch.Tensor | None]]:
     """-> the gradients of (x, residual, x1), and those of (weight, bias, weight1, bias1), summed in a fixed order."""
     from flash_attn.ops.triton.layer_norm_kernels import norm_backward_kernel
 
@@ -154,13 +195,13 @@ def launch_backward(douts, saved, dtypes, options):
 
 
 @cache
-def _programs(device):
+def _programs(device: torch.device) -> int:
     """How many programs share the rows of a backward: one per SM."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
 
 
 @cache
-def _shared_memory(device):
+def _shared_memory(device: torch.device) -> int:
     """Bytes of shared memory that a program may have; the least of all GPUs from sm_80 on where torch does not tell."""
     properties = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
     return getattr(properties, "shared_memory_per_block_optin", 99 * 1024)

@@ -89,12 +89,14 @@ def rotate(
     return rotated.to(x.dtype)
 
 
-def _rows_of_tables(x, cos, sin, seqlen_offsets, cu_seqlens):
+def _rows_of_tables(
+    x: Tensor, cos: Tensor, sin: Tensor, seqlen_offsets: int | Tensor, cu_seqlens: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """cos and sin at the position of every row, shaped to broadcast against x."""
-    if cu_seqlens is None and not isinstance(seqlen_offsets, torch.Tensor):
-        rows = slice(seqlen_offsets, seqlen_offsets + x.shape[1])
-        return cos[rows, None], sin[rows, None]
     if cu_seqlens is None:
+        if not isinstance(seqlen_offsets, torch.Tensor):
+            rows = slice(seqlen_offsets, seqlen_offsets + x.shape[1])
+            return cos[rows, None], sin[rows, None]
         positions = seqlen_offsets[:, None] + torch.arange(x.shape[1], device=x.device)
     else:
         row = torch.arange(x.shape[0], device=x.device)
@@ -112,7 +114,9 @@ def _rows_of_tables(x, cos, sin, seqlen_offsets, cu_seqlens):
     return cos.unsqueeze(-2), sin.unsqueeze(-2)
 
 
-def _check(x, cos, sin, seqlen_offsets, cu_seqlens, max_seqlen):
+def _check(
+    x: Tensor, cos: Tensor, sin: Tensor, seqlen_offsets: int | Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None
+) -> int | Tensor:
     """-> seqlen_offsets, an int or a tensor."""
     arguments.check_tensors(("x", "cos", "sin"), (x, cos, sin))
     arguments.check_optional_tensors(("cu_seqlens",), (cu_seqlens,))
@@ -127,15 +131,18 @@ def _check(x, cos, sin, seqlen_offsets, cu_seqlens, max_seqlen):
         raise RuntimeError(f"cos: expected shape {expected}, got {list(cos.shape)}")
     if sin.shape != cos.shape:
         raise RuntimeError(f"sin: expected shape {list(cos.shape)}, got {list(sin.shape)}")
-    for name, tensor in (("cos", cos), ("sin", sin), ("cu_seqlens", cu_seqlens), ("seqlen_offsets", seqlen_offsets)):
-        if isinstance(tensor, torch.Tensor) and tensor.device != x.device:
-            raise RuntimeError(f"{name}: expected a tensor on x's device ({x.device}), got one on {tensor.device}")
+    others = (("cos", cos), ("sin", sin), ("cu_seqlens", cu_seqlens), ("seqlen_offsets", seqlen_offsets))
+    for name, other in others:
+        if isinstance(other, torch.Tensor) and other.device != x.device:
+            raise RuntimeError(f"{name}: expected a tensor on x's device ({x.device}), got one on {other.device}")
     if cu_seqlens is not None and (cu_seqlens.dim() != 1 or cu_seqlens.shape[0] == 0 or not _is_integral(cu_seqlens)):
         raise RuntimeError(f"cu_seqlens: expected integers of shape [batch + 1], got {arguments.shown(cu_seqlens)}")
     return _check_positions(x, cos, seqlen_offsets, cu_seqlens, max_seqlen)
 
 
-def _check_positions(x, cos, seqlen_offsets, cu_seqlens, max_seqlen):
+def _check_positions(
+    x: Tensor, cos: Tensor, seqlen_offsets: int | Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None
+) -> int | Tensor:
     batch = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     if isinstance(seqlen_offsets, torch.Tensor):
         if not _is_integral(seqlen_offsets):
@@ -154,11 +161,20 @@ def _check_positions(x, cos, seqlen_offsets, cu_seqlens, max_seqlen):
     return seqlen_offsets
 
 
-def _is_integral(tensor):
+def _is_integral(tensor: Tensor) -> bool:
     return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
 
 
-def _launch(out, x, cos, sin, seqlen_offsets, cu_seqlens, interleaved, conjugate):
+def _launch(
+    out: Tensor,
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    seqlen_offsets: int | Tensor,
+    cu_seqlens: Tensor | None,
+    interleaved: bool,
+    conjugate: bool,
+) -> None:
     from flash_attn.ops.triton.rotary_kernel import rotary_kernel
 
     if out.numel() == 0 or cos.shape[1] == 0:
@@ -170,10 +186,11 @@ def _launch(out, x, cos, sin, seqlen_offsets, cu_seqlens, interleaved, conjugate
         rotary_dim = 2 * cos.shape[1]
         out[..., :rotary_dim].copy_(target[..., :rotary_dim])
         return
-    varlen, shifted = cu_seqlens is not None, isinstance(seqlen_offsets, torch.Tensor)
+    varlen = cu_seqlens is not None
+    offset, offsets = (0, seqlen_offsets) if isinstance(seqlen_offsets, torch.Tensor) else (seqlen_offsets, None)
     x4, out4 = (x[None], out[None]) if varlen else (x, out)
     batches, seqlen, heads, _ = x4.shape
-    batch = cu_seqlens.shape[0] - 1 if varlen else batches
+    batch = batches if cu_seqlens is None else cu_seqlens.shape[0] - 1
     half = cos.shape[1]
     block_half = max(power_of_two(half), 2)
     block_heads = 2 if heads > 1 else 1
@@ -181,9 +198,9 @@ def _launch(out, x, cos, sin, seqlen_offsets, cu_seqlens, interleaved, conjugate
     grid = (-(-batches * seqlen // block_rows), -(-heads // block_heads))
     with device_of(x):
         rotary_kernel[grid](
-            out4, x4, cos.contiguous(), sin.contiguous(), cu_seqlens.contiguous() if varlen else None,
-            seqlen_offsets.contiguous() if shifted else None, batches * seqlen, seqlen, heads, half, batch,
-            cos.shape[0], 0 if shifted else seqlen_offsets, *out4.stride()[:3], *x4.stride()[:3], IS_VARLEN=varlen,
-            HAS_OFFSETS=shifted, SEARCH_STEPS=batch.bit_length(), INTERLEAVED=interleaved,
+            out4, x4, cos.contiguous(), sin.contiguous(), None if cu_seqlens is None else cu_seqlens.contiguous(),
+            None if offsets is None else offsets.contiguous(), batches * seqlen, seqlen, heads, half, batch,
+            cos.shape[0], offset, *out4.stride()[:3], *x4.stride()[:3], IS_VARLEN=varlen,
+            HAS_OFFSETS=offsets is not None, SEARCH_STEPS=batch.bit_length(), INTERLEAVED=interleaved,
             CONJUGATE=conjugate, BLOCK_ROWS=block_rows, BLOCK_HEADS=block_heads, BLOCK_HALF=block_half,
         )  # fmt: skip

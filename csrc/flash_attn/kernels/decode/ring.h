@@ -346,8 +346,7 @@ struct KvRing {
     }
   }
 
-  // Reads of less than 16 bytes, also of descales, go through L1, which may keep a stale line that old and new rows
-  // share.
+  // Reads of less than 16 bytes, also of descales, go through L1, which may keep a stale line of old and new rows.
   __device__ __forceinline__ bool step_reads_new_rows() const {
     const KvRequest& request = work.part.request;
     if (Config::kEightBit && (params.k_descale.by_row || params.v_descale.by_row)) return true;

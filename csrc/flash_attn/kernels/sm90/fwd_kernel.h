@@ -16,8 +16,11 @@ namespace sm90 {
 template <class Config>
 struct FwdConsumer {
   using Work = FwdWork<Config>;
-  static constexpr bool kOverlapsTiles = Config::kTile.overlaps;
-  static constexpr bool kIssueNextQkEarly = Config::kIssueNextQkEarly;
+  // When S of the next tile's first block is issued.
+  enum class NextQk { kBeforeLastPv, kAfterLastPv, kAfterO };
+  static constexpr NextQk kNextQk = Config::kTile.overlaps      ? NextQk::kBeforeLastPv
+                                    : Config::kIssueNextQkEarly ? NextQk::kAfterLastPv
+                                                                : NextQk::kAfterO;
   static constexpr bool kSeparateOSmem = Config::kSeparateOSmem;
   static constexpr bool kHasStoreWarp = Config::kHasStoreWarp;
 
@@ -50,28 +53,28 @@ struct FwdConsumer {
   __device__ __forceinline__ Work compute_attn_1rowblock(const Work& work) {
     const int q_stage = q_state.stage;
     mainloop.first_step(work);
-    if constexpr (!kSeparateOSmem && !kHasStoreWarp) release_stored_buffer();  // long before the producer needs it
+    if (!kSeparateOSmem && !kHasStoreWarp) release_stored_buffer();  // long before the producer needs it
     const int num_skipped = mainloop.run(work, q_stage);
-    if constexpr (kSeparateOSmem) free_q(q_stage);
+    if (kSeparateOSmem) free_q(q_stage);
     q_state.advance();
     const Work next = next_tile();
-    if constexpr (!kOverlapsTiles) mainloop.issue_last_pv(work);
-    if constexpr (kOverlapsTiles || kIssueNextQkEarly) issue_next_qk(next);
-    if constexpr (kOverlapsTiles) mainloop.issue_last_pv(work);
+    if (kNextQk == NextQk::kBeforeLastPv) issue_next_qk(next);
+    mainloop.issue_last_pv(work);
+    if (kNextQk == NextQk::kAfterLastPv) issue_next_qk(next);
     const int row_begin = mainloop.row_begin(work);
     float o_scale[FwdMainloop<Config>::kRows];
     store_max_logit(mainloop.softmax, launch.params, work.tile, mainloop.coords, row_begin);
     const float sink = row_sink(launch.params, work.tile);
     finalize_rows(mainloop.softmax, o_scale, launch.params, sink);
     // LSE overlaps the last P V; without an epilogue warp it follows O, whose TMA fence would wait for it.
-    if constexpr (kHasStoreWarp) store_lse_of(work, row_begin, sink);
+    if (kHasStoreWarp) store_lse_of(work, row_begin, sink);
     mainloop.wait_for_o();
     store_output(work, q_stage, o_scale);
     mainloop.skip_v(num_skipped);
     stored_stage = q_stage;
-    if constexpr (!kOverlapsTiles && !kIssueNextQkEarly) issue_next_qk(next);
-    if constexpr (!kHasStoreWarp) store_lse_of(work, row_begin, sink);
-    if constexpr (!kOverlapsTiles) mainloop.wait_for_scores();
+    if (kNextQk == NextQk::kAfterO) issue_next_qk(next);
+    if (!kHasStoreWarp) store_lse_of(work, row_begin, sink);
+    if (kNextQk != NextQk::kBeforeLastPv) mainloop.wait_for_scores();
     return next;
   }
 
@@ -119,7 +122,7 @@ struct FwdConsumer {
 
   // The work tiles of this warpgroup.
   __device__ __forceinline__ void compute_attn() {
-    if constexpr (Config::kModifiers == Modifiers::kSoftcap) mainloop.load_short_series();
+    if (Config::kModifiers == Modifiers::kSoftcap) mainloop.load_short_series();
     if (mainloop.is_last_group()) mainloop.arrive_at_order_barrier();  // lets the first group start
     Work work = next_tile();
     if (work.exists()) begin();
@@ -165,7 +168,14 @@ __global__ void __launch_bounds__(Config::kThreads, 1) flash_fwd_kernel(const __
         store_rng_state(launch.params.dropout);  // a kernel before this one may still use that memory
       }
     }
-    Roles::run(launch, storages[consumer_group], consumer_group, warp);
+    FwdStorage<Config>& storage = storages[consumer_group];
+    if (warp == kLoadWarp) typename Roles::Load{launch, storage}.run();
+    if (warp == kSchedulerWarp) typename Roles::Scheduler{launch, storage, consumer_group}.run();
+    // Separate tests, each with a load of is_paged(): nested ones, or one load, change how ptxas orders the loops.
+    if (Config::kPackedDropout && warp == 2) typename Roles::ColumnBits{launch, storage}.run();
+    if (Config::kHasStoreWarp && !launch.params.is_paged() && warp == 3) typename Roles::Store{launch, storage}.run();
+    if (Config::kHasPages && launch.params.is_paged() && warp == 2) typename Roles::PagedK{launch, storage}.run();
+    if (Config::kHasPages && launch.params.is_paged() && warp == 3) typename Roles::PagedV{launch, storage}.run();
   } else {
     cutlass::arch::warpgroup_reg_alloc<Config::kConsumerRegisters>();
     begin_together<Config>();

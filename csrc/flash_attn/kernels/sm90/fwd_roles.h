@@ -16,7 +16,8 @@ struct NoRole {
   __device__ __forceinline__ void run() const {}
 };
 
-// The producer warps of a consumer group. Two consumer groups have a load and a scheduler warp each.
+// The producer warps of a consumer group: 0 Load, 1 Scheduler, 2 ColumnBits or PagedK, 3 PagedV with pages and Store
+// without. Two consumer groups have warps 0 and 1 each.
 template <class Config>
 struct FwdRoles {
   static constexpr int kWarps = 4 / Config::kConsumerGroups;
@@ -29,17 +30,6 @@ struct FwdRoles {
   using Store = If<Config::kHasStoreWarp, StoreWarp<Config>>;
   using PagedK = If<Config::kHasPages, PagedLoader<Config, kK>>;
   using PagedV = If<Config::kHasPages, PagedLoader<Config, kV>>;
-
-  // Separate tests, each with a load of is_paged(): nested ones, or one load, change how ptxas orders the loops.
-  __device__ __forceinline__ static void run(const FwdLaunch& launch, FwdStorage<Config>& storage, int consumer_group,
-                                             int warp) {
-    if (warp == kLoadWarp) Load{launch, storage}.run();
-    if (warp == kSchedulerWarp) Scheduler{launch, storage, consumer_group}.run();
-    if (warp == 2) ColumnBits{launch, storage}.run();
-    if (!launch.params.is_paged() && warp == 3) Store{launch, storage}.run();
-    if (launch.params.is_paged() && warp == 2) PagedK{launch, storage}.run();
-    if (launch.params.is_paged() && warp == 3) PagedV{launch, storage}.run();
-  }
 };
 
 }  // namespace sm90

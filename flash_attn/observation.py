@@ -1,0 +1,82 @@
+"""What looks on at the calls of a backend, while something does: a profiler, for which each call has a name with kernel
+family and shapes, and FLASH_ATTN_DEBUG=1, which has values checked that only the device knows.
+
+`backends.of` asks for both and gives an observed backend then, so that other calls pay for these questions alone.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+from torch import Tensor
+from torch.autograd import profiler as profiler  # whose _is_profiler_enabled is for checks without latency
+
+DEBUG = os.environ.get("FLASH_ATTN_DEBUG", "0") not in ("", "0")
+
+# functions of a backend -> those that answer the same arguments with the plan of the call
+EXPLAINED_BY = {
+    "fwd": "explain_fwd",
+    "varlen_fwd": "explain_varlen_fwd",
+    "bwd": "explain_bwd",
+    "varlen_bwd": "explain_varlen_bwd",
+    "fwd_kvcache": "explain_kvcache",
+}
+_OBSERVED = (*EXPLAINED_BY, "kvcache_plan", "combine")
+
+
+class Observed:
+    """A backend of which each call is checked and named."""
+
+    def __init__(self, backend: ModuleType) -> None:
+        self._backend = backend
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        function = getattr(self._backend, name)
+        return self._observed(name, function) if name in _OBSERVED else function
+
+    def _observed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            named = {**dict(zip(_names(name), args)), **kwargs}
+            if DEBUG:
+                from flash_attn import value_checks
+
+                value_checks.check(name, named)
+            if profiler._is_profiler_enabled:
+                with profiler.record_function(self._label(name, named, args, kwargs)):
+                    result = function(*args, **kwargs)
+            else:
+                result = function(*args, **kwargs)
+            if DEBUG and name == "kvcache_plan":
+                value_checks.remember_plan(result, named)
+            return result
+
+        return call
+
+    def _label(self, name: str, named: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        """Such as "flash_attn.fwd wgmma bf16 q[2, 4096, 16, 128] k[2, 4096, 4, 128] causal"."""
+        parts = [f"flash_attn.{name}"]
+        explain = getattr(self._backend, EXPLAINED_BY.get(name, ""), None)
+        plan = explain(*args, **kwargs) if explain is not None else None
+        parts += [plan[key] for key in ("kernel", "dtype") if plan and key in plan]
+        for key in ("q", "k", "kcache"):
+            if isinstance(named.get(key), Tensor):
+                parts.append(f"{key}{list(named[key].shape)}")
+        window = named.get("window_left", -1), named.get("window_right", -1)
+        if named.get("is_causal"):
+            parts.append("causal")
+        elif window != (-1, -1):
+            parts.append(f"window{list(window)}")
+        return " ".join(parts)
+
+
+@cache
+def _names(name: str) -> tuple[str, ...]:
+    """The names of a function's arguments: those of the CPU backend, which has the same."""
+    from flash_attn import cpu
+
+    return tuple(inspect.signature(getattr(cpu, name)).parameters)

@@ -1,0 +1,125 @@
+"""FLOP formulas of the operators, for `torch.utils.flop_counter.FlopCounterMode`, by the rule of torch's own for SDPA:
+two per multiplication and addition of the products, five in the backward; masks are not accounted for.
+
+Packed sequences count by cu_seqlens, caches by the keys that they hold, which waits for a GPU; where these tensors have
+no values, every sequence has the most that it can.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.utils.flop_counter import register_flop_formula
+
+from flash_attn.ops.attention_args import AttentionArgs, AttentionBackwardArgs, KvCacheArgs
+from flash_attn.ops.calls import unpack
+from flash_attn.utils.derived_buffers import has_values
+
+_core, _public = torch.ops.flash_attn_core, torch.ops.flash_attn
+
+
+def _products(q: Tensor, v: Tensor, pairs: int, of_queries: int, of_values: int) -> int:
+    """FLOPs of so many products over the head dims of q and v, for `pairs` of queries and keys."""
+    return 2 * q.shape[-2] * pairs * (of_queries * q.shape[-1] + of_values * v.shape[-1])
+
+
+def _forward_flops(q: Tensor, v: Tensor, pairs: int) -> int:
+    return _products(q, v, pairs, 1, 1)
+
+
+def _backward_flops(q: Tensor, v: Tensor, pairs: int) -> int:
+    return _products(q, v, pairs, 3, 2)
+
+
+def _values(x: Tensor | None, count: int, otherwise: int) -> list[int]:
+    """The elements of a vector, or so many of `otherwise`."""
+    if x is None or isinstance(x, FunctionalTensor) or not has_values(x):
+        return [otherwise] * count
+    return x.tolist()
+
+
+def _lengths(cu_seqlens: Tensor, most: int) -> list[int]:
+    count = cu_seqlens.shape[0] - 1
+    return _values(cu_seqlens.diff(), count, most)
+
+
+def _pairs(lengths_q: Iterable[int], lengths_k: Iterable[int]) -> int:
+    return sum(max(q, 0) * max(k, 0) for q, k in zip(lengths_q, lengths_k))
+
+
+def _packed_pairs(
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    seqused_k: Tensor | None = None,
+    leftpad_k: Tensor | None = None,
+) -> int:
+    lengths_q = _lengths(cu_seqlens_q, max_seqlen_q)
+    lengths_k = _lengths(cu_seqlens_k, max_seqlen_k)
+    if seqused_k is not None:
+        lengths_k = _values(seqused_k, len(lengths_q), max_seqlen_k)
+    padding = _values(leftpad_k, len(lengths_q), 0)
+    return _pairs(lengths_q, (k - pad for k, pad in zip(lengths_k, padding)))
+
+
+def _pairs_of(args: AttentionArgs | AttentionBackwardArgs, q: Tensor, k: Tensor) -> int:
+    if args.cu_seqlens_q is None or args.cu_seqlens_k is None:
+        return q.shape[0] * q.shape[1] * k.shape[1]
+    used, padding = (args.seqused_k, args.leftpad_k) if isinstance(args, AttentionArgs) else (None, None)
+    return _packed_pairs(args.cu_seqlens_q, args.cu_seqlens_k, args.max_seqlen_q, args.max_seqlen_k, used, padding)
+
+
+@register_flop_formula(_core.fwd, get_raw=True)
+def _forward(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
+    call = AttentionArgs(*args, **kwargs)
+    q, k, v = unpack(call.q, call.k, call.v)
+    return _forward_flops(q, v, _pairs_of(call, q, k))
+
+
+@register_flop_formula(_core.bwd, get_raw=True)
+def _backward(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
+    call = AttentionBackwardArgs(*args, **kwargs)
+    q, k, v = unpack(call.q, call.k, call.v)
+    return _backward_flops(q, v, _pairs_of(call, q, k))
+
+
+@register_flop_formula([_core.kvcache_fwd, _core.kvcache_append_fwd], get_raw=True)
+def _kvcache(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
+    call = KvCacheArgs(*args, **kwargs)
+    batch, seqlen_q = call.q.shape[:2]
+    pages = 1 if call.block_table is None else call.block_table.shape[1]
+    new = 0 if call.k is None else call.k.shape[1]
+    cached = _values(call.cache_seqlens, batch, pages * call.k_cache.shape[1] - new)
+    padding = _values(call.cache_leftpad, batch, 0)
+    keys = (n + new - pad if n >= 0 else 0 for n, pad in zip(cached, padding))
+    return _forward_flops(call.q, call.v_cache, _pairs([seqlen_q] * batch, keys))
+
+
+# ---- the operators that distributed-attention clients call ----
+
+
+def _register_public(name: str, count: Callable[[Tensor, Tensor, int], int]) -> None:
+    """The formula of a public operator: count of q, v and the pairs, of dense or packed sequences."""
+    names = [argument.name for argument in getattr(_public, name).default._schema.arguments]
+
+    def formula(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
+        call = {**dict(zip(names, args)), **kwargs}
+        q, k, v = call["q"], call["k"], call["v"]
+        if "cu_seqlens_q" not in call:
+            return count(q, v, q.shape[0] * q.shape[1] * k.shape[1])
+        cu_q, cu_k = call["cu_seqlens_q"], call["cu_seqlens_k"]
+        longest = call["max_seqlen_q"], call["max_seqlen_k"]
+        return count(q, v, _packed_pairs(cu_q, cu_k, *longest, call.get("seqused_k"), call.get("leftpad_k")))
+
+    register_flop_formula(getattr(_public, name), get_raw=True)(formula)
+
+
+for _name in ("_flash_attn_forward", "_flash_attn_varlen_forward"):
+    _register_public(_name, _forward_flops)
+for _name in ("_flash_attn_backward", "_flash_attn_varlen_backward"):
+    _register_public(_name, _backward_flops)

@@ -1,0 +1,118 @@
+"""The operators' record of a call from the arguments that a caller may give to the attention functions.
+
+Most calls give most arguments as they are wanted: a type is compared before anything is called.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flash_attn.batch_invariance import is_batch_invariant
+from flash_attn.eight_bit import EIGHT_BIT
+from flash_attn.limits import MAX_HEAD_DIM
+from flash_attn.ops import arguments
+from flash_attn.ops.attention_args import DENSE, PLAIN, AttentionArgs, Options, Sequences
+from flash_attn.ops.quant_args import NO_QUANT
+
+NAMES = (("qkv",), ("q", "kv"), ("q", "k", "v"))  # of the inputs in each packing
+
+
+def attention(
+    inputs: tuple[Any, ...],
+    sequences: Sequences,
+    dropout_p: Any,
+    softmax_scale: Any,
+    causal: Any,
+    window_size: Any,
+    softcap: Any,
+    alibi_slopes: Tensor | None,
+    deterministic: Any,
+    return_attn_probs: bool,
+    sinks: Tensor | None,
+    options: Options,
+) -> AttentionArgs:
+    """AttentionArgs of a call with these inputs, (q, k, v), (q, kv) or (qkv,); padded to a head dim of
+    whole 16 bytes where kernels need that."""
+    names = NAMES[len(inputs) - 1]
+    if len(inputs) < 3:
+        arguments.check_packed(names[-1], inputs[-1], 4 - len(inputs), sequences is not DENSE)
+    inputs = arguments.attention_inputs(names, inputs)
+    q: Tensor
+    k: Tensor | None
+    v: Tensor | None
+    q, k, v = inputs if len(inputs) == 3 else (*inputs, None, None)[:3]  # type: ignore[assignment]
+    if type(dropout_p) is not float:
+        dropout_p = arguments.number("dropout_p", dropout_p)
+    if type(softcap) is not float:
+        softcap = arguments.number("softcap", softcap)
+    if type(causal) is not bool:
+        causal = arguments.flag("causal", causal)
+    if type(deterministic) is not bool:
+        deterministic = arguments.flag("deterministic", deterministic)
+    left, right = arguments.window(window_size)
+    if alibi_slopes is not None:
+        arguments.check_constant("alibi_slopes", alibi_slopes)
+    if sinks is not None:
+        sinks = arguments.sinks(sinks)
+    head_dim = q.size(-1) if q.dim() > 0 else 1  # the dimensions are the backends' matter
+    if head_dim == 0:
+        arguments.head_dim(names[0], q)
+    scale = head_dim**-0.5 if softmax_scale is None else arguments.number("softmax_scale", softmax_scale)
+    wants_dmask = dropout_p > 0 and return_attn_probs
+    max_seqlen_q = max_seqlen_k = 0
+    if sequences is not DENSE:
+        arguments.check_sequences(sequences)
+        max_seqlen_q, max_seqlen_k = arguments.max_seqlens(inputs, sequences, wants_dmask)
+    if head_dim % 8 != 0:
+        q, k, v = _padded(q, k, v, head_dim)
+    args = AttentionArgs(
+        q, k, v, sequences.cu_seqlens_q, sequences.cu_seqlens_k, sequences.seqused_k, sequences.leftpad_k,
+        sequences.block_table, alibi_slopes, sinks, max_seqlen_q, max_seqlen_k, dropout_p, scale, causal, left, right,
+        softcap, deterministic, wants_dmask, False, is_batch_invariant(),
+    )  # fmt: skip
+    return args if options is PLAIN else _with_options(args, options)
+
+
+def _padded(
+    q: Tensor, k: Tensor | None, v: Tensor | None, head_dim: int
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Those of this head dim with columns of zeros, as the kernels want it. Where tensors have 8 bits, their operands
+    are padded where they are made."""
+    last = q if k is None else k if v is None else v
+    if head_dim > MAX_HEAD_DIM or not q.is_cuda or q.dtype in EIGHT_BIT or last.dtype in EIGHT_BIT:
+        return q, k, v
+    arguments.head_dim("v", last)  # another one is the backend's matter
+    q, k, v = (x if x is None or x.shape[-1] != head_dim else pad(x, -head_dim % 8) for x in (q, k, v))  # type: ignore
+    return q, k, v
+
+
+def pad(x: Tensor, columns: int) -> Tensor:
+    return torch.nn.functional.pad(x, (0, columns))
+
+
+def _with_options(args: AttentionArgs, options: Options) -> AttentionArgs:
+    is_quantized = options.quant is not NO_QUANT
+    fields = options.quant.fields(args.q) if is_quantized else {}
+    return args._replace(
+        return_max_logit=arguments.flag("return_max_logit", options.return_max_logit),
+        batch_invariant=arguments.flag("batch_invariant", options.batch_invariant) or args.batch_invariant,
+        fast_exp=is_quantized and options.quant.allows_fast_exp(args.q),
+        sm_margin=arguments.sm_margin(options.sm_margin),
+        **fields,
+    )
+
+
+def callers_names(inputs: tuple[Any, ...], sequences: Sequences, options: Options) -> dict[str, str]:
+    """The names of arguments that a public function has for those of the backends, where they differ."""
+    names = {"sinks": options.sinks_name}
+    if len(inputs) == 2:
+        names.update({"k": "kv (its k)", "v": "kv (its v)"})
+    if len(inputs) == 1:
+        names.update(dict.fromkeys(("q", "k", "v"), "qkv"))
+        if sequences is not DENSE:
+            names.update(dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), "cu_seqlens"))
+            names.update(dict.fromkeys(("max_seqlen_q", "max_seqlen_k"), "max_seqlen"))
+    return names
