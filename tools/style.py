@@ -1,6 +1,6 @@
 """Style of the tree: clang-format for C++ and CUDA, ruff and mypy for Python, check_docs.py.
 
-`python tools/style.py [--fix]`. mypy, which needs torch beside it, is left out where it is not installed.
+`python tools/style.py [--fix]`. mypy needs torch, and is skipped if it is not installed.
 """
 
 from __future__ import annotations

@@ -209,7 +209,7 @@ def _method(plan: CpPlan, q: Tensor, k: Tensor, v: Tensor, options: Options) -> 
     if plan.method != "auto":
         return plan.method if can_ring or plan.method != "ring" else "all_gather"
     tokens, ranks, heads, heads_k = plan.cu_seqlens[-1] * options.batch, plan.size, q.shape[-2], k.shape[-2]
-    if plan.has_two_dimensions:  # each rank gathers K and V of its own heads
+    if plan.has_two_dimensions:  # each rank gathers K and V of the heads that it computes
         owned = Heads.divide(heads, heads_k, plan.head_ranks.transport.size).key
         heads_k = max(b - a for a, b in owned)
     gathered_bytes = tokens * heads_k * (q.shape[-1] + v.shape[-1]) * q.element_size()

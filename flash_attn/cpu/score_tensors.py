@@ -33,7 +33,7 @@ class ScoreTensors(NamedTuple):
 
     @staticmethod
     def of(options: ScoreOptions, heads: int) -> ScoreTensors | None:
-        """None for a call that has none of them."""
+        """None if the call has neither a mask nor a bias."""
         mask, attn_bias, rel_bias = options.mask, options.attn_bias, options.rel_bias
         if mask is None and attn_bias is None and rel_bias is None:
             return None
@@ -174,7 +174,7 @@ def check_columns(options: ScoreOptions, layout: Iterable[Sequence], max_seqlen_
     """Bits and a packed bias have max_seqlen_k columns, which must be enough."""
     has_columns = options.attn_bias is not None or (options.mask is not None and options.mask.bits is not None)
     longest = max((s.k1 - s.k0 for s in layout), default=0) if has_columns else 0
-    expected = f"at least the longest sequence ({longest} keys) where a mask or attn_bias has so many columns"
+    expected = f"at least the longest sequence ({longest} keys) if a mask or attn_bias has that many columns"
     checks.require(longest <= max_seqlen_k, "max_seqlen_k", expected, max_seqlen_k)
 
 

@@ -19,7 +19,9 @@ from .scaling import EightBit, check_descales, check_operands, output_dtype, res
 from .score_tensors import BiasGradients, check_columns
 from .scores import ScoreOptions, ScoreRule, compute_dtype
 
-MaybeTensor = TypeVar("MaybeTensor", torch.Tensor, Optional[torch.Tensor])  # of functions that make None of None
+MaybeTensor = TypeVar(
+    "MaybeTensor", torch.Tensor, Optional[torch.Tensor]
+)  # for functions that return None if given None
 PACKED_AXES = "total, heads, head_dim"
 PAGED_AXES = "blocks, page_size, heads, head_dim"
 # softmax_d leaves this many extra rows per sequence, so that each sequence may be padded to a full m_block.

@@ -16,7 +16,6 @@ from flash_attn import eight_bit
 from flash_attn._types import TensorOrTuple, WindowSize
 from flash_attn.batch_invariance import is_batch_invariant
 from flash_attn.fp8.quantization import quantize
-from flash_attn.limits import MAX_HEAD_DIM
 from flash_attn.ops import arguments, context, library
 from flash_attn.ops.attention_args import (
     DENSE,
@@ -126,7 +125,7 @@ def _attend(
     scale = arguments.scale(softmax_scale, head_dim)
     arguments.check_constant("alibi_slopes", alibi_slopes)
     sinks = None if sinks is None else arguments.sinks(sinks)
-    if q.is_cuda and head_dim % 8 != 0 and head_dim < MAX_HEAD_DIM:
+    if q.is_cuda:
         q, k, v = arguments.padded((q, k, v), head_dim)
     args = AttentionArgs(  # q, k and v are added in the forward
         cast(Tensor, None), None, None, sequences.cu_seqlens_q, sequences.cu_seqlens_k, None, None, None,

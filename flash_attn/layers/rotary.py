@@ -233,7 +233,8 @@ def apply_rotary_emb_qkv_(
             f"num_heads_k, head_dim) with num_heads_q, got {list(qkv.shape)} with num_heads_q {num_heads_q}"
         )
     joint = cos_k is None and sin_k is None
-    parts = _query_and_key(num_heads_q or 0, joint)  # not read with five dimensions
+    # Not read with five dimensions. Not `or`: a number from .item() has no truth value in a graph.
+    parts = _query_and_key(0 if num_heads_q is None else num_heads_q, joint)
     key_tables = (cos if cos_k is None else cos_k, sin if sin_k is None else sin_k)
     options = {"seqlen_offsets": seqlen_offsets, "interleaved": interleaved, "conjugate": False}
     return _rotate_packed("qkv", qkv, parts, ((cos, sin), key_tables), options)

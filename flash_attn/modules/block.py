@@ -196,7 +196,7 @@ class ParallelBlock(_BlockBase):
     """A mixer and an MLP of the same sum, as in GPT-J and GPT-NeoX: dropout of both inputs, sum, norms, mixer and MLP.
 
     Arguments:
-        tied_norm: bool. The MLP has the mixer's norm instead of its own.
+        tied_norm: bool. The MLP and the mixer share one norm.
         The others: as in `Block`, whose prenorm this has.
     """
 

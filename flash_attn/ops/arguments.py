@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from flash_attn.eight_bit import EIGHT_BIT, named
+from flash_attn.limits import MAX_HEAD_DIM
 from flash_attn.ops import conditions
 
 if TYPE_CHECKING:
@@ -192,9 +193,13 @@ def one_of_names(names: Sequence[str], values: Sequence[Any]) -> Tensor:
     return cast(Tensor, tensor)
 
 
-def padded(tensors: tuple[Tensor, ...], head_dim: int) -> tuple[Tensor, ...]:
-    """Those of this head dim with zeros up to a multiple of 8, as the kernels want it; the others as they are."""
-    return tuple(torch.nn.functional.pad(x, (0, -head_dim % 8)) if x.size(-1) == head_dim else x for x in tensors)
+def padded(tensors: tuple[Any, ...], head_dim: int) -> tuple[Any, ...]:
+    """Tensors of this head dim with zeros up to a multiple of 8, as the CUDA kernels need it; the others and None as
+    they are. Beyond MAX_HEAD_DIM, where the backend refuses the call, nothing is padded."""
+    if head_dim % 8 == 0 or head_dim > MAX_HEAD_DIM:
+        return tensors
+    pad = torch.nn.functional.pad
+    return tuple(x if x is None or x.size(-1) != head_dim else pad(x, (0, -head_dim % 8)) for x in tensors)
 
 
 def head_dim(name: str, x: Tensor) -> int:

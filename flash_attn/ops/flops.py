@@ -23,7 +23,7 @@ _core, _public = torch.ops.flash_attn_core, torch.ops.flash_attn
 
 
 def _products(q: Tensor, v: Tensor, pairs: int, of_queries: int, of_values: int) -> int:
-    """FLOPs of so many products over the head dims of q and v, for `pairs` of queries and keys."""
+    """FLOPs of `of_queries` products over q's head dim and `of_values` over v's, for `pairs` of query and key."""
     return 2 * q.shape[-2] * pairs * (of_queries * q.shape[-1] + of_values * v.shape[-1])
 
 
@@ -36,7 +36,7 @@ def _backward_flops(q: Tensor, v: Tensor, pairs: int) -> int:
 
 
 def _values(x: Tensor | None, count: int, otherwise: int) -> list[int]:
-    """The elements of a vector, or so many of `otherwise`."""
+    """The elements of x, or `otherwise` repeated `count` times if x has no values."""
     if x is None or isinstance(x, FunctionalTensor) or not has_values(x):
         return [otherwise] * count
     return x.tolist()

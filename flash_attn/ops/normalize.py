@@ -79,13 +79,12 @@ def attention(
 def _padded(
     q: Tensor, k: Tensor | None, v: Tensor | None, head_dim: int
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Those of this head dim with columns of zeros, as the kernels want it. Where tensors have 8 bits, their operands
-    are padded where they are made."""
+    """`arguments.padded` of CUDA tensors; 8-bit calls pad the operands that they make."""
     last = q if k is None else k if v is None else v
     if head_dim > MAX_HEAD_DIM or not q.is_cuda or q.dtype in EIGHT_BIT or last.dtype in EIGHT_BIT:
         return q, k, v
     arguments.head_dim("v", last)  # another one is the backend's matter
-    q, k, v = (x if x is None or x.shape[-1] != head_dim else pad(x, -head_dim % 8) for x in (q, k, v))  # type: ignore
+    q, k, v = arguments.padded((q, k, v), head_dim)
     return q, k, v
 
 

@@ -64,8 +64,7 @@ def attend_copies(args: AttentionArgs, attend: Callable[[AttentionArgs], tuple[T
     scaling = eight_bit.Scaling.of(q, k, v, args.descales(), dtype)
     wide = scaling.queries(q, sequence), scaling.scaled(k, scaling.k_rows), scaling.scaled(v, scaling.v_rows)
     operands = tuple(x.to(dtype) for x in wide)
-    if q.shape[-1] % 8 != 0 and q.shape[-1] < 256:
-        operands = arguments.padded(operands, q.shape[-1])
+    operands = arguments.padded(operands, q.shape[-1])
     result, *others = attend(args.without_scaling(*operands))
     out = result.new_empty((*q.shape[:-1], v.shape[-1]))
     scaling.store(out, result[..., : v.shape[-1]], sequence)

@@ -53,7 +53,7 @@ BIASES = {"full": (BATCH, HEADS, SQ, SK), "heads": (1, HEADS, SQ, SK), "keys": (
 
 @dataclass
 class Call:
-    """One call of the backend: what it takes beside q, k, v."""
+    """One call of the backend: its arguments other than q, k and v."""
 
     mask: str | None = None
     bias: str | None = None
@@ -173,7 +173,7 @@ def check(call, device, q, k, v, mask, tensors):
 
 @pytest.mark.parametrize("call", CALLS, ids=lambda c: "-".join(f"{k}={v}" for k, v in vars(c).items() if v)[:60])
 def test_masks_and_biases(device, call):
-    """With the other features; NaN in what takes no part changes nothing."""
+    """With the other features; NaN in hidden keys and queries changes nothing."""
     mask = None if call.mask is None else make_mask(call.mask, device)
     q, k, v = inputs(call, device)
     if call.mask == "documents":

@@ -331,7 +331,7 @@ def test_archive_of_a_subset_links_and_tells_what_it_holds(stand_in, tmp_path, c
 def test_progress_is_seen_on_the_terminal_of_an_install_that_pip_keeps_quiet(tmp_path):
     """One line that moves, and the last one stays; none where the output itself is seen."""
     program = (
-        "import build_log, kernel_build\n"
+        "import sys; sys.path.insert(0, ''); import build_log, kernel_build\n"
         "results = [{'unchanged': False}, {'unchanged': True}]\n"
         "build_log.show(kernel_build.progress(2, 12, results, 30), end='')\n"
         "build_log.announce('built')\n"

@@ -44,7 +44,7 @@ ONLY = ("mma_sync-b2-q65", "wgmma:3-b3", "num_splits': 4", "num_splits': 128", "
 def test_cases_run(only, nan_outputs, capsys, monkeypatch):
     for module in sanitize_cases.CALLERS:
         monkeypatch.setattr(module, "backends", module.backends)
-    monkeypatch.setattr(sanitize_cases.compute, "_Parts", sanitize_cases.compute._Parts)
+    monkeypatch.setattr(sanitize_cases.sums, "_StackedResults", sanitize_cases.sums._StackedResults)
     arguments = ["--device", "cpu", "--only", only] + ["--nan-outputs"] * nan_outputs
     assert sanitize_cases.main(arguments) == 0
     lines = capsys.readouterr().out.splitlines()

@@ -33,8 +33,8 @@ inline at::Tensor new_zeros(const at::Tensor& like, at::IntArrayRef shape, at::S
 
 // ---- alignment and strides ----
 
-// Whether rows may be moved in vectors of so many bytes from their first column on; the kernels of attention move 16.
-// Strides of axes of size 1 do not matter.
+// Whether every row begins at a multiple of vector_bytes; attention kernels move vectors of 16 bytes. Strides of axes
+// of size 1 do not matter.
 inline bool is_aligned(const at::Tensor& tensor, int64_t vector_bytes = 16) {
   const int64_t elements = vector_bytes / tensor.element_size();
   if (reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % vector_bytes != 0) return false;

@@ -38,8 +38,8 @@ struct Problem {
   constexpr bool has_score_mod() const { return modifiers != Modifiers::kNone; }
 };
 
-// What narrows the choice of a decode kernel. A schedule made before its calls (KvCachePlan) knows none of it, so no
-// split point may depend on it.
+// Options that narrow the choice of a decode kernel. A KvCachePlan is made without them, so no split point may depend
+// on them.
 struct DecodeOptions {
   int seqlen_new = 0;  // rows that the call appends to each sequence
   Window window;

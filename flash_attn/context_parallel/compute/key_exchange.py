@@ -1,6 +1,6 @@
 """Methods all_gather and ring: queries stay, each rank receives the keys that its queries see.
 
-all_gather receives all keys at once and computes what needs none of them meanwhile. ring computes with the keys of one
+all_gather receives all keys at once and meanwhile computes with local keys. ring computes with the keys of one
 rank while it receives those of the next. Gradients of keys go straight back to their owners, in float32, and are added
 in the order of distances.
 All tensors have the tokens of all batch entries in one axis: (batch * tokens, heads, head_dim).

@@ -21,7 +21,7 @@ struct CopiedDescales {
   }
 };
 
-// The descale of a request and K/V head; 1 if there is none of that kind.
+// The descale of a request and K/V head; 1 if the call has no descales per request or head.
 __device__ __forceinline__ float head_descale(const KvDescale& descale, int request, int head) {
   return descale.ptr == nullptr || descale.by_row || descale.col != 0 ? 1.0f : *descale.of_head(request, head);
 }
