@@ -14,6 +14,7 @@ SUPPORTED_ARCHS = ("80", "90", "100", "120")
 DEFAULT_ARCHS = ("80", "90")  # of a build that asks for none; the others are built on request
 # Of a direction: Flash_<...>_params, the header of its functions in params/.
 PARAMETERS = {"fwd": "fwd", "bwd": "bwd", "fwd_split": "kvcache", "fwd_fp8": "fwd_fp8"}
+SM90_PARAMETERS = {"fwd": "fwd_split", "bwd": "bwd_mask"}  # where they are others
 HEADERS = {"fwd": "flash.h", "bwd": "flash.h", "fwd_split": "kvcache.h", "fwd_fp8": "fp8.h"}
 PLANS = {"fwd": "FwdPlan", "bwd": "BwdPlan", "fwd_fp8": "FwdPlan"}
 DTYPES = {"fp16": "kFp16", "bf16": "kBf16"}
@@ -45,8 +46,8 @@ class KernelFile:
     @property
     def parameters(self) -> str:
         """What the function takes ahead of the stream."""
-        shares = self.direction == "fwd" and self.family == "sm90"
-        params = "Flash_fwd_split_params" if shares else f"Flash_{PARAMETERS[self.direction]}_params"
+        params = SM90_PARAMETERS.get(self.direction) if self.family == "sm90" else None
+        params = f"Flash_{params or PARAMETERS[self.direction]}_params"
         plan = f", const plan::{PLANS[self.direction]}&" if self.direction in PLANS else ""
         return f"const {params}&{plan}"
 

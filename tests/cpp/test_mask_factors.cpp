@@ -1,111 +1,27 @@
 // core/mask_factors.h and core/block_list.h against brute force: what a query sees, classes of blocks, words of bits.
 #include <algorithm>
-#include <random>
 #include <vector>
 
 #include "check.h"
 #include "core/block_list.h"
 #include "core/mask_factors.h"
+#include "random_masks.h"
 
 namespace {
 
 using flash::BlockClass;
 using flash::BlockEntry;
 using flash::BlockList;
-using flash::Intervals;
 using flash::IntervalBounds;
+using flash::Intervals;
 using flash::kMaskStrip;
-using flash::kMaskWordKeys;
 using flash::kUnbounded;
-using flash::MappedBlock;
 using flash::MaskFactors;
+using flash::MaskMatrices;
 using flash::Visibility;
 using flash::Window;
-
-std::mt19937 generator(1);
-
-int draw(int low, int high) { return std::uniform_int_distribution<int>(low, high)(generator); }
-
-// A problem with random factors, and their meaning written out.
-struct Problem {
-  int seqlen_q, seqlen_k;
-  std::vector<int> query_ranges, key_hidden;
-  std::vector<uint32_t> bits;
-  std::vector<uint8_t> block_map;
-  MaskFactors factors;
-
-  static int bound(int length) {
-    switch (draw(0, 9)) {
-      case 0: return 0x7fffffff;
-      case 1: return -draw(1, 5);
-      case 2: return 0;
-      default: return draw(0, length + 3);
-    }
-  }
-
-  static std::vector<int> intervals(int count, int length, int other) {
-    std::vector<int> values(static_cast<size_t>(count) * length * 2);
-    const bool constant = draw(0, 1);  // neighbours alike, as in documents
-    for (size_t i = 0; i < values.size(); ++i) {
-      values[i] = constant && i >= static_cast<size_t>(2 * count) && draw(0, 40) ? values[i - 2 * count] : bound(other);
-    }
-    return values;
-  }
-
-  Problem(int q, int k, int which) : seqlen_q(q), seqlen_k(k) {
-    if (which & 1) {
-      factors.query_intervals = draw(1, 2);
-      query_ranges = intervals(factors.query_intervals, q, k);
-      factors.query_ranges = query_ranges.data();
-    }
-    if (which & 2) {
-      factors.key_intervals = draw(1, 2);
-      key_hidden = intervals(factors.key_intervals, k, q);
-      factors.key_hidden = key_hidden.data();
-    }
-    if (which & 4) {
-      factors.row_words = (k + kMaskWordKeys - 1) / kMaskWordKeys;
-      bits.resize(static_cast<size_t>(q) * factors.row_words);
-      const int kind = draw(0, 2);
-      for (uint32_t& word : bits) word = kind == 0 ? generator() : kind == 1 ? 0u : ~0u;
-      factors.bits = bits.data();
-    }
-    if (which & 8) {
-      const int rows = kMaskStrip * draw(1, 2), keys = kMaskStrip * draw(1, 2);
-      factors.map_block_rows = flash::FastDiv(rows);
-      factors.map_block_keys = flash::FastDiv(keys);
-      factors.map_rows = (q + rows - 1) / rows;
-      factors.map_cols = (k + keys - 1) / keys;
-      block_map.resize(static_cast<size_t>(factors.map_rows) * factors.map_cols);
-      for (uint8_t& value : block_map) value = static_cast<uint8_t>(draw(0, 2));
-      factors.block_map = block_map.data();
-    }
-  }
-
-  static bool inside(const std::vector<int>& values, int count, int index, int i) {
-    for (int j = 0; j < count; ++j) {
-      const int at = (index * count + j) * 2;
-      if (values[at] <= i && i < values[at + 1]) return true;
-    }
-    return false;
-  }
-
-  bool sees(int row, int key) const {
-    if (!query_ranges.empty() && !inside(query_ranges, factors.query_intervals, row, key)) return false;
-    if (!key_hidden.empty() && inside(key_hidden, factors.key_intervals, key, row)) return false;
-    MappedBlock block = MappedBlock::kPartial;
-    if (!block_map.empty()) {
-      const int map_row = row / factors.map_block_rows.divisor, map_col = key / factors.map_block_keys.divisor;
-      block = static_cast<MappedBlock>(block_map[map_row * factors.map_cols + map_col]);
-    }
-    if (block != MappedBlock::kPartial) {
-      if (block == MappedBlock::kHidden) return false;
-    } else if (!bits.empty() && !(bits[row * factors.row_words + key / 32] >> (key % 32) & 1u)) {
-      return false;
-    }
-    return true;
-  }
-};
+using random_masks::draw;
+using random_masks::Problem;
 
 IntervalBounds bounds_of(const MaskFactors& factors, bool of_rows, int begin, int end) {
   IntervalBounds bounds;
@@ -175,6 +91,42 @@ void check_interval_words() {
   check::that(MaskFactors::interval_word(-0x7fffffff - 1, 0x7fffffff, 0x7fffff00) == ~0u, "the largest interval");
 }
 
+// Mask heads and batch entries of factors that differ in them, as tensors of running numbers.
+void check_matrices() {
+  constexpr int kBatch = 3, kHeads = 12, kRows = 5, kKeys = 7;
+  const auto matrices = [](int heads, bool per_batch) {
+    MaskMatrices result;
+    result.heads = heads;
+    result.per_batch = per_batch;
+    result.group = flash::FastDiv(kHeads / heads);
+    return result;
+  };
+  std::vector<int> numbers(kBatch * kHeads * kRows * kKeys * 4);
+  for (size_t i = 0; i < numbers.size(); ++i) numbers[i] = static_cast<int>(i);
+  for (const int heads : {1, 2, 3, 4, 6, 12}) {
+    for (const bool per_batch : {false, true}) {
+      const MaskMatrices own = matrices(heads, per_batch);
+      MaskFactors factors;
+      factors.query_ranges = factors.key_hidden = numbers.data();
+      factors.query_intervals = 2;
+      factors.key_intervals = 1;
+      factors.of_ranges = own;
+      factors.of_hidden = matrices(4, true);
+      for (int batch = 0; batch < kBatch; ++batch) {
+        for (int head = 0; head < kHeads; ++head) {
+          const int matrix = own.index(batch, head), expected = (per_batch ? batch * heads : 0) + head * heads / kHeads;
+          check::that(matrix == expected && matrix < own.count(kBatch), "matrix", heads, per_batch, batch, head);
+          check::that(own.batch_of(matrix) == (per_batch ? batch : 0), "its batch entry", heads, batch, head);
+          check::that(own.index(own.batch_of(matrix), own.first_head_of(matrix)) == matrix, "its head", heads, head);
+          const MaskFactors of = factors.of(batch, head, kRows, kKeys, 1, 2);
+          check::that(*of.query_ranges == (expected * kRows + 1) * 4, "ranges of a matrix", heads, batch, head);
+          check::that(*of.key_hidden == ((batch * 4 + head / 3) * kKeys + 2) * 2, "hidden of a matrix", batch, head);
+        }
+      }
+    }
+  }
+}
+
 void check_entries() {
   BlockEntry entry = BlockEntry::of_block((1 << BlockEntry::kIndexBits) - 1);
   for (int strip = 0; strip < flash::kMaxTileStrips; ++strip) entry.set(strip, static_cast<BlockClass>(strip % 3));
@@ -192,6 +144,7 @@ void check_entries() {
 
 int main() {
   check_interval_words();
+  check_matrices();
   check_entries();
   check_random_problems();
   return check::report();

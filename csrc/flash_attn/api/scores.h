@@ -8,6 +8,7 @@
 #include <optional>
 
 #include "api/checks.h"
+#include "api/mask.h"
 #include "params/flash.h"
 
 namespace flash {
@@ -21,11 +22,16 @@ struct ScoreOptions {
   // FlashAttention-2 has no others: the module's functions take these, and those of the records below, by name.
   OptionalTensor sinks;
   OptionalTensor origins;  // int64 (b, kOriginWords)
+  MaskTensors mask = {};
+  OptionalTensor attn_bias = {}, rel_bias = {};  // of the CPU backend alone
 
   template <class Visitor>
   void visit_named(Visitor&& visit) {
     visit("sinks", sinks, "a Tensor");
     visit("origins", origins, "a Tensor");
+    visit("mask", mask, "MaskFactors");
+    visit("attn_bias", attn_bias, "a Tensor");
+    visit("rel_bias", rel_bias, "a Tensor");
   }
 };
 
@@ -43,6 +49,7 @@ inline void check_scores(const ScoreOptions& scores, const at::Tensor& q, int64_
   checks::alibi(scores.alibi_slopes, q, batch);
   checks::sinks(scores.sinks, q);
   checks::origins(scores.origins, q, batch);
+  checks::no_biases(scores.attn_bias, scores.rel_bias);
 }
 
 inline Window make_window(const ScoreOptions& scores) {

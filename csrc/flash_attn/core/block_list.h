@@ -1,6 +1,6 @@
 // Block lists: the blocks of scores that a work tile visits where a mask is given as data. Of each tile of rows the
 // n_blocks, of each tile of keys the m_blocks: first those that are whole for all strips of the tile, upwards, then
-// partial ones, upwards. kernels/passes/mask_plan.cu makes them on the device.
+// partial ones, upwards. kernels/auxiliary/mask_plan.cu makes them on the device.
 #pragma once
 
 #include <cstdint>

@@ -64,8 +64,20 @@ struct IntervalBounds {
   }
 };
 
-// The factors of a call, and one by one those of the mask matrix of a sequence and head, whose pointers are then its
-// own. Null: there is no such factor. Mask matrices are numbered (batch or 0) * heads + head / heads_per_mask.
+// Mask matrices (batch entry, mask head): of a factor, or of what is planned for all factors together.
+struct MaskMatrices {
+  int heads = 1;
+  bool per_batch = false;  // each sequence of a dense batch has its own
+  FastDiv group;           // query heads of a mask head
+
+  FLASH_HOST_DEVICE int count(int batch) const { return per_batch ? batch * heads : heads; }
+  FLASH_HOST_DEVICE int index(int batch, int head) const { return (per_batch ? batch * heads : 0) + group.divide(head); }
+  FLASH_HOST_DEVICE int batch_of(int matrix) const { return per_batch ? matrix / heads : 0; }
+  FLASH_HOST_DEVICE int first_head_of(int matrix) const { return matrix % heads * group.divisor; }
+};
+
+// The factors of a call, and by of() those of one sequence and head, whose pointers are then its own. Null: there is no
+// such factor.
 struct MaskFactors {
   // Of each query the keys that it sees, (rows, 2 * query_intervals) int32.
   const int* __restrict__ query_ranges = nullptr;
@@ -79,25 +91,22 @@ struct MaskFactors {
   int row_words = 0;
   int map_rows = 0, map_cols = 0;
   FastDiv map_block_rows, map_block_keys;  // sizes of a block of the map, multiples of kMaskStrip
-  bool per_batch = false;                  // each sequence of a dense batch has its own mask
-  int heads = 1;                           // mask heads
-  int heads_per_mask = 1;                  // query heads of a mask head
+  MaskMatrices of_ranges, of_hidden, of_bits, of_map;
 
   FLASH_HOST_DEVICE bool given() const {
     return query_ranges != nullptr || key_hidden != nullptr || bits != nullptr || block_map != nullptr;
   }
-  FLASH_HOST_DEVICE int matrix(int batch, int head) const {
-    return (per_batch ? batch * heads : 0) + head / heads_per_mask;
-  }
 
-  // The factors of mask matrix `matrix` for the sequence whose first row and key are given; rows, keys: of a matrix.
-  FLASH_HOST_DEVICE MaskFactors of_matrix(int matrix, int64_t rows, int64_t keys, int first_row, int first_key) const {
+  // Those of the sequence whose first row and key are given. rows, keys: of a mask matrix.
+  FLASH_HOST_DEVICE MaskFactors of(int batch, int head, int64_t rows, int64_t keys, int first_row,
+                                   int first_key) const {
     MaskFactors own = *this;
-    const int64_t row = matrix * rows + first_row, key = matrix * keys + first_key;
-    if (query_ranges != nullptr) own.query_ranges += row * 2 * query_intervals;
-    if (key_hidden != nullptr) own.key_hidden += key * 2 * key_intervals;
-    if (bits != nullptr) own.bits += row * row_words;
-    if (block_map != nullptr) own.block_map += static_cast<int64_t>(matrix) * map_rows * map_cols;
+    if (query_ranges != nullptr) {
+      own.query_ranges += (of_ranges.index(batch, head) * rows + first_row) * 2 * query_intervals;
+    }
+    if (key_hidden != nullptr) own.key_hidden += (of_hidden.index(batch, head) * keys + first_key) * 2 * key_intervals;
+    if (bits != nullptr) own.bits += (of_bits.index(batch, head) * rows + first_row) * row_words;
+    if (block_map != nullptr) own.block_map += int64_t{of_map.index(batch, head)} * map_rows * map_cols;
     return own;
   }
 

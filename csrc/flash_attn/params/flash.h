@@ -146,6 +146,7 @@ struct KvSplits {
 // Of a kernel that visits the blocks of its work tiles by list.
 struct MaskParams {
   MaskFactors factors;
+  MaskMatrices matrices;  // of lists and seen
   BlockLists lists;
   SeenBits seen;
 };
@@ -174,7 +175,8 @@ struct Flash_bwd_params : Flash_fwd_params {
 };
 
 struct Flash_bwd_mask_params : Flash_bwd_params {
-  MaskParams mask;
+  MaskParams mask;     // lists of the kernel for dK and dV
+  MaskParams dq_mask;  // of a separate one for dQ
 };
 
 // Before every other kernel of a call with packed sequences or a tile_count_semaphore: fills segments_q, segments_k and
@@ -193,7 +195,7 @@ template <Dtype kDtype, int kHeadDim, int kHeadDimV = kHeadDim>
 cudaError_t run_mha_fwd_wgmma_(const Flash_fwd_split_params& params, const plan::FwdPlan& plan, cudaStream_t stream);
 
 template <Dtype kDtype, int kHeadDim>
-cudaError_t run_mha_bwd_(const Flash_bwd_mask_params& params, const plan::BwdPlan& plan, cudaStream_t stream);
+cudaError_t run_mha_bwd_(const Flash_bwd_params& params, const plan::BwdPlan& plan, cudaStream_t stream);
 
 // The same by the wgmma family, for head dims of plan::sm90_bwd_tile().
 template <Dtype kDtype, int kHeadDim, int kHeadDimV = kHeadDim>
@@ -203,7 +205,7 @@ cudaError_t run_mha_bwd_wgmma_(const Flash_bwd_mask_params& params, const plan::
 cudaError_t run_softmax_d(const Flash_bwd_params& params, Dtype dtype, cudaStream_t stream);
 
 // S_dmask from Q, K and a finished LSE.
-cudaError_t run_dropout_probs(const Flash_fwd_params& params, Dtype dtype, cudaStream_t stream);
+cudaError_t run_dropout_probs(const Flash_fwd_split_params& params, Dtype dtype, cudaStream_t stream);
 
 // JSON text: architectures, head dims, dtypes and CUDA version of the archive (generated with it).
 const char* kernel_build_info();

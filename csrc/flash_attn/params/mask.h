@@ -12,18 +12,14 @@ namespace flash {
 struct MaskPlanParams {
   Flash_fwd_params call;
   MaskParams mask;
-  int matrices = 1;
+  int matrices = 1;  // mask.matrices.count()
   bool of_keys = false;
   int tile = 0, block = 0;
-  // Workspace: bounds of query_ranges and of key_hidden, of the strips of SeenBits.
+  // Workspace: bounds of query_ranges and of key_hidden, of the strips of SeenBits: those of a packed batch are numbered
+  // by slots (varlen_first_slot()).
   IntervalBounds* __restrict__ row_bounds = nullptr;
   IntervalBounds* __restrict__ key_bounds = nullptr;
 };
-
-// Strips of the rows or keys of all sequences: those of a packed batch are numbered by slots (varlen_first_slot()).
-constexpr int mask_strips(bool is_varlen, int length, int batch) {
-  return is_varlen ? varlen_slot_count(length, batch, kMaskStrip) : (length + kMaskStrip - 1) / kMaskStrip;
-}
 
 // Fills lists and seen bits. Two launches; nothing is read back.
 cudaError_t run_mask_plan(const MaskPlanParams& params, cudaStream_t stream);

@@ -73,6 +73,7 @@ inline void add_prefill_stages(const FwdProblem& problem, FwdPlan& plan) {
   stages.add(Stage::kTransposeV, plan.is_fp8);
   stages.add(Stage::kDequantize, dequantizes);
   stages.add(Stage::kConvertQuery, converts);
+  stages.add(Stage::kMaskPlan, plan.mask.matrices > 0);
   stages.add(Stage::kAttention);
   stages.add(Stage::kCombine, plan.num_splits > 1);
   stages.add(Stage::kDropoutProbs, problem.returns_probabilities && problem.has_dropout);

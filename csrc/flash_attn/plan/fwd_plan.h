@@ -8,6 +8,7 @@
 #include "plan/decode_plan.h"
 #include "plan/family.h"
 #include "plan/fwd_policy_sm90.h"
+#include "plan/mask_plan.h"
 #include "plan/sm90_smem.h"
 #include "plan/work_tile_order.h"
 
@@ -25,6 +26,7 @@ enum class Stage : uint8_t {
   kTransposeV,    // V^T for e4m3 products; clears the semaphore of a dense call
   kRotate,        // Q
   kConvertQuery,  // Q to fp16
+  kMaskPlan,      // block lists of a mask as data
   kAttention,     // by the family; the decode kernels combine their splits themselves
   kCombine,       // KV splits
   kDropoutProbs,  // S_dmask
@@ -44,6 +46,7 @@ constexpr const char* stage_name(Stage stage) {
     case Stage::kTransposeV: return "transpose_v";
     case Stage::kRotate: return "rotate";
     case Stage::kConvertQuery: return "convert_query";
+    case Stage::kMaskPlan: return "mask_plan";
     case Stage::kAttention: return "attention";
     case Stage::kCombine: return "combine";
     case Stage::kDropoutProbs: return "dropout_probs";
@@ -101,6 +104,7 @@ struct FwdPlan {
   bool is_dynamic = false;  // work tiles are handed out by a semaphore
   bool pdl = false;         // programmatic dependent launch
   int page_box_rows = 0;    // rows of a TMA box within a page; 0: rows are copied one by one
+  MaskPlan mask;            // of kListed and kListedGeneral
   int64_t workspace_bytes = 0;
 
   // ---- the whole call (plan/call_plan.h) ----
@@ -135,6 +139,9 @@ constexpr FwdVariant score_mod_variant(const FwdProblem& problem) {
 
 inline FwdVariant sm90_variant(const FwdProblem& problem, const Device& device, const FamilyChoice& choice,
                                int head_dim) {
+  if (problem.has_mask()) {
+    return problem.has_dropout || problem.has_score_mod() ? FwdVariant::kListedGeneral : FwdVariant::kListed;
+  }
   if (problem.has_score_mod()) return score_mod_variant(problem);
   if (problem.has_dropout) return FwdVariant::kDropout;
   if (choice.num_splits > 1 || choice.is_one_wave) return FwdVariant::kOneWave;
@@ -188,7 +195,7 @@ inline FwdPlan plan_fwd_wgmma(const FwdProblem& problem, const Device& device, c
   plan.dtype = problem.dtype;
   plan.num_splits = choice.num_splits;
   const bool by_pair = is_value_dim_pair(problem.head_dim, problem.head_dim_v) && !problem.has_score_mod() &&
-                       !problem.has_dropout && choice.num_splits == 1;
+                       !problem.has_dropout && !problem.has_mask() && choice.num_splits == 1;
   const int head_dim = wgmma_head_dim(fwd_tile(problem.max_head_dim(), FwdVariant::kPlain).head_dim);
   if (!by_pair) plan.variant = sm90_variant(problem, device, choice, head_dim);
   const Sm90FwdTile tile = by_pair ? kSm90ValueDimTile : sm90_fwd_tile(head_dim, plan.variant);
@@ -207,13 +214,17 @@ inline FwdPlan plan_fwd_wgmma(const FwdProblem& problem, const Device& device, c
   if (plan.num_work_tiles > kMaxWorkTiles) return plan;  // too many
   plan.grid = plan.num_work_tiles < device.multiprocessors ? plan.num_work_tiles : device.multiprocessors;
   set_tile_order(plan, problem, device);
-  plan.pdl = plan.variant == FwdVariant::kOneWave || plan.num_splits > 1 || problem.is_varlen || plan.is_dynamic;
+  // Lists are read before the kernel would wait for the one that makes them.
+  plan.pdl = !problem.has_mask() && (plan.variant == FwdVariant::kOneWave || plan.num_splits > 1 || problem.is_varlen ||
+                                     plan.is_dynamic);
   if (problem.is_paged && problem.seqlen_k > 0 && problem.fits_page_maps) {
     plan.page_box_rows = page_box_rows(problem.page_size, tile.block_n);
   }
   if (plan.num_splits > 1) plan.partial_rows = problem.all_rows();
+  if (problem.has_mask()) plan.mask = plan_mask(problem, false, tile.block_m, tile.block_n);
   const int64_t partial_floats = plan.num_splits * plan.partial_rows * (problem.head_dim_v + 1);
-  plan.workspace_bytes = 4 * (partial_floats + varlen_words(problem.is_varlen, problem.batch) + plan.is_dynamic);
+  plan.workspace_bytes = 4 * (partial_floats + varlen_words(problem.is_varlen, problem.batch) + plan.is_dynamic +
+                              plan.mask.words());
   return plan;
 }
 
@@ -221,6 +232,7 @@ inline FwdPlan plan_fwd_wgmma(const FwdProblem& problem, const Device& device, c
 // vectors.
 inline bool wgmma_supports(const FwdProblem& problem, const Device& device, const FwdPlan& plan) {
   if (!problem.fits_tensor_maps || !has_wgmma_kernels(device, plan.head_dim)) return false;
+  if (problem.has_mask() && device.capability != kWgmmaCapability) return false;
   if (problem.head_dim != problem.head_dim_v && problem.head_dim_v % 8 != 0) return false;
   const Sm90FwdTile tile = plan.has_value_dim() ? kSm90ValueDimTile : sm90_fwd_tile(plan.head_dim, plan.variant);
   return (!problem.is_paged || sm90_reads_pages(tile, plan.variant)) && plan.num_work_tiles <= kMaxWorkTiles;
@@ -250,9 +262,11 @@ inline FwdPlan plan_fwd_mma_sync(const FwdProblem& problem, const Device& device
 }
 
 // The kernel of a call without a cache and e4m3 products. `forced`: the value of FLASH_ATTN_FAMILY, or null
-// (choose_family()). If no kernel takes V with another head dim, it is the plan of the padded call.
+// (choose_family()). If no kernel takes V with another head dim, it is the plan of the padded call. A call with a mask
+// that no kernel takes gets a plan without MaskPlan.
 inline FwdPlan plan_fwd_kernel(const FwdProblem& problem, const Device& device, const char* forced) {
-  const FamilyChoice choice = choose_family(family_query(problem, device), forced);
+  const FamilyChoice choice =
+      problem.has_mask() ? FamilyChoice{Family::kWgmma} : choose_family(family_query(problem, device), forced);
   if (choice.family == Family::kWgmma) {
     const FwdPlan plan = plan_fwd_wgmma(problem, device, choice);
     if (wgmma_supports(problem, device, plan)) return plan;

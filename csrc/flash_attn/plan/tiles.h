@@ -26,8 +26,19 @@ constexpr int kNumHeadDims = 6;
 // kMasked: in the wgmma family, masked calls of head dims with a separate tile for them; kPlain has no mask there.
 // kOneWave: in the wgmma family, in place of kPlain and kShort, for calls with at most one wave of m_blocks and for KV
 // splits. The variants with score modifiers do both, kDropout calls of one wave.
-// kListed: blocks by list, of a mask as data (core/block_list.h).
-enum class FwdVariant { kPlain, kShort, kDropout, kScoreMod, kMasked, kOneWave, kSoftcap, kAlibi, kListed };
+// kListed: blocks by list, of a mask as data (core/block_list.h); kListedGeneral: with dropout or score modifiers.
+enum class FwdVariant {
+  kPlain,
+  kShort,
+  kDropout,
+  kScoreMod,
+  kMasked,
+  kOneWave,
+  kSoftcap,
+  kAlibi,
+  kListed,
+  kListedGeneral,
+};
 
 constexpr const char* variant_name(FwdVariant variant) {
   switch (variant) {
@@ -40,12 +51,18 @@ constexpr const char* variant_name(FwdVariant variant) {
     case FwdVariant::kSoftcap: return "softcap";
     case FwdVariant::kAlibi: return "alibi";
     case FwdVariant::kListed: return "listed";
+    case FwdVariant::kListedGeneral: return "listed_general";
   }
   return "";
 }
 
 constexpr bool modifies_scores(FwdVariant variant) {
-  return variant == FwdVariant::kScoreMod || variant == FwdVariant::kSoftcap || variant == FwdVariant::kAlibi;
+  return variant == FwdVariant::kScoreMod || variant == FwdVariant::kSoftcap || variant == FwdVariant::kAlibi ||
+         variant == FwdVariant::kListedGeneral;
+}
+
+constexpr bool is_listed(FwdVariant variant) {
+  return variant == FwdVariant::kListed || variant == FwdVariant::kListedGeneral;
 }
 
 // mma.sync family, sm_80 and up. Each fits the 99 KB of shared memory of sm_86/89/120.
@@ -168,14 +185,31 @@ constexpr Sm90FwdTile kSm90OneWaveTiles[kNumHeadDims - kSm90FirstHeadDim] = {
 // take the kernels of the greater one.
 constexpr Sm90FwdTile kSm90ValueDimTile = {192, 192, 64, 2, 2, false, 1, 128};
 
+// kListed and kListedGeneral: blocks are whole strips of kMaskStrip keys.
+constexpr Sm90FwdTile kSm90ListedTiles[2][kNumHeadDims - kSm90FirstHeadDim] = {
+    {
+        {64, 192, 128, 3, 2, true, 1},
+        {96, 128, 128, 2, 2, false, 1},
+        kSm90MaskedTile,
+        {192, 128, 64, 3, 1, false, 1, 0, 64},
+        {256, 128, 64, 2, 1, false, 1, 0, 128},
+    },
+    {
+        {64, 128, 128, 3, 2, true, 1},
+        {96, 128, 128, 2, 2, false, 1},
+        {128, 128, 128, 2, 2, false, 1},
+        {192, 128, 64, 3, 1, false, 1, 0, 64},
+        {256, 128, 64, 2, 1, false, 1, 0, 128},
+    },
+};
+
 constexpr Sm90FwdTile sm90_fwd_tile(int head_dim, FwdVariant variant) {
   if (variant == FwdVariant::kMasked) {
     if (head_dim_index(head_dim) == head_dim_index(kSm90MaskedTile.head_dim)) return kSm90MaskedTile;
     variant = FwdVariant::kPlain;
   }
-  if (variant == FwdVariant::kListed) {
-    if (head_dim_index(head_dim) == head_dim_index(kSm90MaskedTile.head_dim)) return kSm90MaskedTile;
-    variant = FwdVariant::kPlain;
+  if (is_listed(variant)) {
+    return kSm90ListedTiles[variant == FwdVariant::kListedGeneral][head_dim_index(head_dim) - kSm90FirstHeadDim];
   }
   if (variant == FwdVariant::kOneWave) return kSm90OneWaveTiles[head_dim_index(head_dim) - kSm90FirstHeadDim];
   if (modifies_scores(variant)) variant = FwdVariant::kScoreMod;
@@ -183,10 +217,9 @@ constexpr Sm90FwdTile sm90_fwd_tile(int head_dim, FwdVariant variant) {
 }
 
 // Whether kernels of a tile read paged K and V: two consumer groups, and dropout, leave no warps for it; rows are
-// looked up 32 at a time.
+// looked up 32 at a time. Not by list.
 constexpr bool sm90_reads_pages(const Sm90FwdTile& tile, FwdVariant variant) {
-  return tile.consumer_groups == 1 && variant != FwdVariant::kDropout && variant != FwdVariant::kListed &&
-         tile.block_n % 32 == 0;
+  return tile.consumer_groups == 1 && variant != FwdVariant::kDropout && !is_listed(variant) && tile.block_n % 32 == 0;
 }
 
 // Whether masked calls of this head dim have a separate tile.

@@ -12,11 +12,11 @@
 
 namespace flash {
 
-// The number of a work tile's list, and the factors of its mask matrix.
+// The number of a work tile's list.
 __device__ __forceinline__ int64_t list_index(const Flash_fwd_params& params, const MaskParams& mask,
                                               const WorkTile& tile, int block_m) {
   const int first = params.is_varlen() ? varlen_first_slot(tile.q_begin, tile.segment, block_m) : 0;
-  const int matrix = mask.factors.matrix(tile.batch, tile.head);
+  const int matrix = mask.matrices.index(tile.batch, tile.head);
   return static_cast<int64_t>(matrix) * mask.lists.tiles + first + tile.row_begin / block_m;
 }
 
@@ -28,8 +28,7 @@ __device__ __forceinline__ BlockList block_list(const BlockLists& lists, int64_t
 template <class Tile>
 __device__ __forceinline__ MaskFactors factors_of(const Flash_fwd_params& params, const MaskFactors& factors,
                                                   const Tile& tile, int head) {
-  return factors.of_matrix(factors.matrix(tile.batch, head), params.seqlen_q, params.seqlen_k, tile.q_begin,
-                           tile.k_begin);
+  return factors.of(tile.batch, head, params.seqlen_q, params.seqlen_k, tile.q_begin, tile.k_begin);
 }
 
 // A mask of the backward: the window and the factors, on a tile that hides something.
@@ -43,7 +42,7 @@ template <class Tile>
 __device__ __forceinline__ const uint32_t* seen_keys(const Flash_fwd_params& params, const MaskParams& mask,
                                                      const Tile& tile, int head, int segment) {
   const int first = params.is_varlen() ? varlen_first_slot(tile.k_begin, segment, kMaskStrip) : 0;
-  const int matrix = mask.factors.matrix(tile.batch, head);
+  const int matrix = mask.matrices.index(tile.batch, head);
   const int64_t strip = static_cast<int64_t>(matrix) * mask.seen.key_strips + first;
   return mask.seen.keys + strip * (kMaskStrip / kMaskWordKeys);
 }
@@ -52,8 +51,8 @@ __device__ __forceinline__ const uint32_t* seen_keys(const Flash_fwd_params& par
 __device__ __forceinline__ const uint32_t* seen_rows(const Flash_fwd_params& params, const MaskParams& mask,
                                                      const BwdWorkTile& tile, int head) {
   const int first = params.is_varlen() ? varlen_first_slot(tile.q_begin, tile.q_segment, kMaskStrip) : 0;
-  const int64_t strip =
-      static_cast<int64_t>(mask.factors.matrix(tile.batch, head)) * mask.seen.row_strips + first;
+  const int matrix = mask.matrices.index(tile.batch, head);
+  const int64_t strip = static_cast<int64_t>(matrix) * mask.seen.row_strips + first;
   return mask.seen.rows + strip * (kMaskStrip / kMaskWordKeys);
 }
 
@@ -90,7 +89,7 @@ struct ListedQOrder {
   }
 
   __device__ __forceinline__ BlockList list_of(int head) const {
-    return block_list(mask.lists, static_cast<int64_t>(mask.factors.matrix(batch, head)) * mask.lists.tiles + slot);
+    return block_list(mask.lists, static_cast<int64_t>(mask.matrices.index(batch, head)) * mask.lists.tiles + slot);
   }
   __device__ __forceinline__ int count() const { return total; }
 
@@ -177,11 +176,15 @@ __device__ __forceinline__ void apply_factors_transposed(Scores& scores, const C
   }
 }
 
+// Rows of the scores are queries; keys are two, of S^T, or a multiple of 8.
 template <int kBlockM, int kBlockN, class Scores, class Coords>
 __device__ __forceinline__ void mask_scores(Scores& scores, const Coords& coords, const FactorMask& mask,
                                             const TileCoords& tile_coords) {
-  if (mask.hides) {
+  if (!mask.hides) return;
+  if constexpr (decltype(cute::size<1>(scores))::value == 2) {
     apply_factors_transposed(scores, coords, mask.factors, mask, tile_coords.row_begin, tile_coords.key_begin);
+  } else {
+    apply_factors(scores, coords, mask.factors, mask, tile_coords.row_begin, tile_coords.key_begin);
   }
 }
 

@@ -8,12 +8,15 @@ namespace flash {
 namespace sm90 {
 
 template <Dtype kDtype, int kHeadDim, int kHeadDimV = kHeadDim>
-cudaError_t run_mha_bwd(const Flash_bwd_params& params, const plan::BwdPlan& plan, cudaStream_t stream) {
+cudaError_t run_mha_bwd(const Flash_bwd_mask_params& params, const plan::BwdPlan& plan, cudaStream_t stream) {
   if constexpr (plan::has_dq_pass(plan::sm90_bwd_tile(kHeadDim, kHeadDimV))) {
     return run_mha_bwd_two_pass<kDtype, kHeadDim, kHeadDimV>(params, plan, stream);
   } else {
     if constexpr (kHeadDim == plan::kSm90TwoPassTile.head_dim) {
       using Plain = BwdTwoPassConfig<kDtype, kHeadDim, BwdVariant::kPlain, kHeadDim>;
+      using Listed = BwdTwoPassConfig<kDtype, kHeadDim, BwdVariant::kListed, kHeadDim>;
+      const bool is_listed = plan.variant == plan::BwdVariant::kListed;
+      if (plan.dq_pass && is_listed) return run_flash_bwd_two_pass<Listed, Listed>(params, plan, stream);
       if (plan.dq_pass) return run_flash_bwd_two_pass<Plain, Plain>(params, plan, stream);
     }
     return run_mha_bwd_one_pass<kDtype, kHeadDim>(params, plan, stream);

@@ -23,13 +23,14 @@ struct BwdTileLoader {
   __device__ __forceinline__ explicit BwdTileLoader(Barrier& pre_clear_full_)
       : pre_clear_full(pre_clear_full_), is_elected(threadIdx.x % 32 == 0) {}
 
-  // Loads rows [row, row + kRows) of kCols columns into a tile of kTileRows rows, one TMA box per swizzle atom. Rows
-  // before `first` are fully masked and become zeros: 0 * NaN from them would be NaN in the MMA.
-  template <int kRows, int kCols, int kTileRows = kRows>
+  // Loads rows [row, row + kRows) of kCols columns into a tile of kTileRows rows, one TMA box per swizzle atom. Fully
+  // masked rows, those before `masked` or those it marks, become zeros: 0 * NaN from them would be NaN in the MMA.
+  template <int kRows, int kCols, int kTileRows = kRows, class Masked>
   __device__ __forceinline__ void load(const CUtensorMap& map, Barrier& full, Element* smem, const TmaRows& rows,
-                                       int row, int first, int head, cute::TMA::CacheHintSm90 hint, int first_col = 0) {
+                                       int row, const Masked& masked, int head, cute::TMA::CacheHintSm90 hint,
+                                       int first_col = 0) {
     constexpr int kAtoms = kCols / Config::kAtomCols;
-    const bool has_masked_rows = first > row;
+    const bool has_masked_rows = masks_rows(masked, row);
     Barrier& tma_full = has_masked_rows ? pre_clear_full : full;
     if (is_elected) {
       tma_full.arrive_and_expect(kRows * kCols * static_cast<int>(sizeof(Element)));
@@ -38,7 +39,7 @@ struct BwdTileLoader {
     if (!has_masked_rows) return;
     tma_full.wait(pre_clear_phase);
     pre_clear_phase ^= 1;
-    clear_rows<kTileRows, kAtoms, Config::kAtomCols>(smem, min(first - row, kRows));
+    clear_rows<kTileRows, kAtoms, Config::kAtomCols>(smem, masked_rows<kRows>(masked, row));
     if (is_elected) full.arrive();
   }
 };

@@ -338,7 +338,7 @@ struct FwdMainloop {
     clears_next = true;
     int i = 1;
     for (; i < work.order.whole; ++i) {
-      step<false>(work, i, 0, q_stage, clears_next);
+      step<false>(work, i, Config::kHasScoreMod ? entry_at(work, i).block() : 0, q_stage, clears_next);
       clears_next = false;
     }
     int num_skipped = 0;

@@ -34,24 +34,13 @@ struct BwdLoader {
   __device__ __forceinline__ BwdLoader(const BwdLaunch& launch_, BwdStorage<Config>& storage_)
       : launch(launch_), storage(storage_), is_elected(threadIdx.x % 32 == 0) {}
 
-  __device__ __forceinline__ static bool masks(int first, int row) { return first > row; }
-  __device__ __forceinline__ static bool masks(const MarkedRows& rows, int) { return rows.any(); }
-  template <int kRows>
-  __device__ __forceinline__ static int masked_rows(int first, int row) {
-    return min(first - row, kRows);
-  }
-  template <int kRows>
-  __device__ __forceinline__ static MarkedRows masked_rows(const MarkedRows& rows, int) {
-    return rows;
-  }
-
   // Loads rows [row, row + kRows) of kCols columns into a tile of kTileRows rows, one TMA box per swizzle atom. Fully
   // masked rows, those before `masked` or those it marks, become zeros: 0 * NaN from them would be NaN in the MMA.
   template <int kRows, int kCols, int kTileRows = kRows, class Masked>
   __device__ __forceinline__ void load(const CUtensorMap& map, Barrier& full, Element* smem, const TmaRows& rows,
                                        int row, const Masked& masked, int head, cute::TMA::CacheHintSm90 hint) {
     constexpr int kAtoms = kCols / Config::kAtomCols;
-    const bool has_masked_rows = masks(masked, row);
+    const bool has_masked_rows = masks_rows(masked, row);
     Barrier& tma_full = has_masked_rows ? storage.pre_clear_full : full;
     if (is_elected) {
       tma_full.arrive_and_expect(kRows * kCols * static_cast<int>(sizeof(Element)));
@@ -118,11 +107,12 @@ struct BwdLoader {
 #pragma unroll
     for (int i = 0; i < Config::kKvParts; ++i) {
       const int first = i * kRows, offset = first * Config::kAtomCols;
+      const MaskedRows<Config> masked = masked_keys(row + first);
       storage.kv_empty[stage][i].wait(kv_state.phase ^ 1);
       load<kRows, Config::kHeadDim, Config::kBlockN>(launch.k_map, storage.k_full[stage][i], storage.k[stage] + offset,
-                                                     k_rows, row + first, masked_keys(row + first), head, kHint);
+                                                     k_rows, row + first, masked, head, kHint);
       load<kRows, Config::kHeadDim, Config::kBlockN>(launch.v_map, storage.v_full[stage][i], storage.v[stage] + offset,
-                                                     k_rows, row + first, masked_keys(row + first), head, kHint);
+                                                     k_rows, row + first, masked, head, kHint);
     }
   }
 
@@ -138,38 +128,22 @@ struct BwdLoader {
     const int count = order.count();
     if (count == 0) return;
     BwdStep<Config> at = order.start();
-    const auto masked_queries = [&](int row) {
-      if constexpr (Config::kListed) {
-        const uint32_t* const seen = seen_rows(params, launch.mask, tile, at.head);
-        return MarkedRows{unseen_of_lane<Config::kBlockM>(seen, row, tile.seqlen_q)};
-      } else {
-        return first_row;
-      }
-    };
-    // Keys that no query head of the group sees.
     const auto masked_keys = [&](int first) {
-      if constexpr (Config::kListed) {
-        uint32_t unseen = ~0u;
-        for (int head = order.first_head; head < order.first_head + order.heads; ++head) {
-          const uint32_t* const seen = seen_keys(params, launch.mask, tile, head, tile.q_segment);
-          unseen &= unseen_of_lane<Config::kBlockN / Config::kKvParts>(seen, first, tile.seqlen_k);
-        }
-        return MarkedRows{unseen};
-      } else {
-        return first_visible_key(visibility);
-      }
+      return masked_keys_of<Config, Config::kBlockN / Config::kKvParts>(launch, tile, order, first,
+                                                                        first_visible_key(visibility));
     };
     const int key = tile.n_block * Config::kBlockN;
     if (!is_first && Config::kKvStages == 1) prefetch_kv(k_rows, key, tile.head_k);
     is_first = false;
     for (int i = 0; i < count; ++i) {
       const int stage = state.stage, row = at.m_block * Config::kBlockM;
+      const MaskedRows<Config> masked_queries = masked_queries_of<Config>(launch, tile, at, row, first_row);
       storage.q_empty[stage].wait(state.phase ^ 1);
       load<Config::kBlockM, Config::kHeadDim>(launch.q_map, storage.q_full[stage], storage.q[stage], q_rows, row,
-                                              masked_queries(row), at.head, CacheHintSm90::EVICT_LAST);
+                                              masked_queries, at.head, CacheHintSm90::EVICT_LAST);
       storage.do_empty[stage].wait(state.phase ^ 1);
       load<Config::kBlockM, Config::kHeadDim>(launch.do_map, storage.do_full[stage], storage.dout[stage], q_rows, row,
-                                              masked_queries(row), at.head, CacheHintSm90::EVICT_LAST);
+                                              masked_queries, at.head, CacheHintSm90::EVICT_LAST);
       if (i == 0) load_kv(k_rows, key, tile.head_k, masked_keys);
       state.advance();
       order.advance(at);

@@ -160,9 +160,9 @@ struct BwdMainloop {
     }
   }
 
-  __device__ __forceinline__ auto mask_of_step(const BwdStep<Config>& at) const {
+  __device__ __forceinline__ auto mask_at(const BwdStep<Config>& at) const {
     if constexpr (Config::kListed) {
-      return FactorMask{visibility, factors_of(params, launch.mask.factors, tile, at.head), !is_whole(at)};
+      return mask_of_step<Config>(launch, tile, at, group);
     } else {
       return visibility;
     }
@@ -179,7 +179,7 @@ struct BwdMainloop {
     auto dp = transposed_row_col_view(acc_dp);
     const RowValues softmax_d{storage.softmax_d[stage], coords};
     if constexpr (!Config::kIsGeneral) {
-      if (!is_unmasked) mask_scores<Config::kBlockM, 64>(scores, coords, mask_of_step(at), tile_coords);
+      if (!is_unmasked) mask_scores<Config::kBlockM, 64>(scores, coords, mask_at(at), tile_coords);
       exponentiate_scores(scores, params.softmax_scale_log2, lse_log2);
       const EarlyRowValues softmax_d_of_rows(softmax_d);
       if constexpr (kStartsDv) start_dkv(convert<Element>(acc_s), storage.dout[stage], acc_dv);
@@ -189,7 +189,7 @@ struct BwdMainloop {
       wait_for<0>(acc_dp);
       const SmemRandomBits<Coords> bits{storage.dropout_row_bits[stage], storage.dropout_col_bits[stage] + 32 * group,
                                         coords};
-      differentiate_general<Config::kBlockM, 64, true>(params, mask_of_step(at), tile_coords, coords, bits, lse_log2,
+      differentiate_general<Config::kBlockM, 64, true>(params, mask_at(at), tile_coords, coords, bits, lse_log2,
                                                        softmax_d, scores, dp);
       if constexpr (kStartsDv) start_dkv(convert<Element>(acc_s), storage.dout[stage], acc_dv);
     }

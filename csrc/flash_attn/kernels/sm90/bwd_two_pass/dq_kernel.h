@@ -8,6 +8,7 @@
 
 #include "core/visible_range.h"
 #include "kernels/common/differentiate.h"
+#include "kernels/common/listed_mask.h"
 #include "kernels/common/mask.h"
 #include "kernels/common/pdl.h"
 #include "kernels/common/row_store.h"
@@ -20,10 +21,24 @@
 namespace flash {
 namespace sm90 {
 
-// The n_blocks that a work tile's rows see, in descending order.
+// The n_blocks that a work tile's rows see, in descending order, or by list.
 template <class Config>
-__device__ __forceinline__ BlockRange visited_n_blocks(const Flash_bwd_params& params, const WorkTile& tile) {
-  return block_range(mask_of<Config>(params, tile), tile.row_begin, tile.row_end, Config::kDqBlockN);
+__device__ __forceinline__ auto visited_n_blocks(const BwdTwoPassLaunch& launch, const WorkTile& tile) {
+  if constexpr (Config::kListed) {
+    return block_list(launch.mask.lists, list_index(launch.params, launch.mask, tile, Config::kDqBlockM));
+  } else {
+    return block_range(mask_of<Config>(launch.params, tile), tile.row_begin, tile.row_end, Config::kDqBlockN);
+  }
+}
+
+// visit(n_block, is_first).
+template <class Visit>
+__device__ __forceinline__ void for_each_visited(const BlockRange& n_blocks, const Visit& visit) {
+  for (int n_block = n_blocks.end - 1; n_block >= n_blocks.begin; --n_block) visit(n_block, n_block == n_blocks.end - 1);
+}
+template <class Visit>
+__device__ __forceinline__ void for_each_visited(const BlockList& n_blocks, const Visit& visit) {
+  for (int i = 0; i < n_blocks.count(); ++i) visit(n_blocks.at(i).block(), i == 0);
 }
 
 template <class Config, class Visit>
@@ -53,49 +68,61 @@ struct DqLoader : BwdTileLoader<Config> {
     announce_work_tiles(
         storage, launch.num_tiles, is_elected,
         [&](bool is_first, int index) { return fetch_index(launch.tile_count_semaphore, is_first, index); },
-        [&](int index) {
+        [&](int index) __attribute__((always_inline)) {
           const WorkTile tile = work_tile_at(launch.params, Config::kDqBlockM, index);
           if (!tile.empty()) run(tile);
         });
   }
 
   __device__ __forceinline__ void run(const WorkTile& tile) {
-    const BlockRange n_blocks = visited_n_blocks<Config>(launch.params, tile);
+    const auto n_blocks = visited_n_blocks<Config>(launch, tile);
     if (n_blocks.count() == 0) return;
     const bool is_varlen = launch.params.is_varlen();
     const TmaRows k_rows(is_varlen, tile.batch, tile.k_begin, tile.seqlen_k);
     const TmaRows q_rows(is_varlen, tile.batch, tile.q_begin, tile.seqlen_q);
     const int first_key = first_visible_key(mask_of<Config>(launch.params, tile));
     const int head_k = tile.head / launch.params.h_h_k_ratio;
-    for (int n_block = n_blocks.end - 1; n_block >= n_blocks.begin; --n_block) {
-      const bool is_first = n_block == n_blocks.end - 1;
-      load_k(k_rows, n_block * Config::kDqBlockN, first_key, head_k);
+    for_each_visited(n_blocks, [&](int n_block, bool is_first) {
+      const auto masked_keys = masked_keys_of(tile, n_block * Config::kDqBlockN, first_key);
+      load_k(k_rows, n_block * Config::kDqBlockN, masked_keys, head_k);
       if (is_first) {
         load_rows<Config::kHeadDim>(launch.q_map, storage.q_full, storage.q_empty, storage.q, q_rows, tile);
       }
-      load_v(k_rows, n_block * Config::kDqBlockN, first_key, head_k);
+      load_v(k_rows, n_block * Config::kDqBlockN, masked_keys, head_k);
       if (is_first) {
         load_rows<Config::kHeadDimV>(launch.do_map, storage.do_full, storage.do_empty, storage.dout, q_rows, tile);
       }
-    }
+    });
     tile_phase ^= 1;
   }
 
-  __device__ __forceinline__ void load_k(const TmaRows& k_rows, int key, int first_key, int head_k) {
+  // As load() takes them: the keys before first_key, or with lists those that no query of the head sees.
+  __device__ __forceinline__ auto masked_keys_of(const WorkTile& tile, int key, int first_key) const {
+    if constexpr (Config::kListed) {
+      const uint32_t* const seen = seen_keys(launch.params, launch.mask, tile, tile.head, tile.segment);
+      return MarkedRows{unseen_of_lane<Config::kDqBlockN>(seen, key, tile.seqlen_k)};
+    } else {
+      return first_key;
+    }
+  }
+
+  template <class Masked>
+  __device__ __forceinline__ void load_k(const TmaRows& k_rows, int key, const Masked& masked_keys, int head_k) {
     const int stage = k_state.stage;
     storage.k_empty[stage].wait(k_state.phase ^ 1);
     this->template load<Config::kDqBlockN, Config::kHeadDim>(launch.k_map, storage.k_full[stage], storage.k[stage],
-                                                             k_rows, key, first_key, head_k, Hint::EVICT_LAST);
+                                                             k_rows, key, masked_keys, head_k, Hint::EVICT_LAST);
     k_state.advance();
   }
 
-  __device__ __forceinline__ void load_v(const TmaRows& k_rows, int key, int first_key, int head_k) {
+  template <class Masked>
+  __device__ __forceinline__ void load_v(const TmaRows& k_rows, int key, const Masked& masked_keys, int head_k) {
 #pragma unroll
     for (int part = 0; part < Config::kVParts; ++part) {
       const int stage = v_state.stage;
       storage.v_empty[stage].wait(v_state.phase ^ 1);
       this->template load<Config::kDqBlockN, Config::kVPartCols>(launch.v_map, storage.v_full[stage], storage.v[stage],
-                                                                 k_rows, key, first_key, head_k, Hint::EVICT_LAST,
+                                                                 k_rows, key, masked_keys, head_k, Hint::EVICT_LAST,
                                                                  part * Config::kVPartCols);
       v_state.advance();
     }
@@ -118,21 +145,22 @@ struct DqLoader : BwdTileLoader<Config> {
 
 // The dropout warp: the random bits of the pairs of columns of each K block.
 template <class Config>
-__device__ __forceinline__ void store_column_bits(const Flash_bwd_params& params, DqStorage<Config>& storage,
+__device__ __forceinline__ void store_column_bits(const BwdTwoPassLaunch& launch, DqStorage<Config>& storage,
                                                   const WorkTile& tile, PipelineState<Config::kDqStages>& state) {
   static_assert(Config::kDqBlockN == 64, "a pair of columns for each lane");
-  const BlockRange n_blocks = visited_n_blocks<Config>(params, tile);
+  const Flash_bwd_params& params = launch.params;
+  const auto n_blocks = visited_n_blocks<Config>(launch, tile);
   const int lane = threadIdx.x % 32;
   DropoutMask mask;
   if (params.has_dropout) mask = DropoutMask(params, tile.batch, tile.head);
-  for (int n_block = n_blocks.end - 1; n_block >= n_blocks.begin; --n_block) {
+  for_each_visited(n_blocks, [&](int n_block, bool) {
     storage.k_empty[state.stage].wait(state.phase ^ 1);
     if (params.has_dropout) {
       storage.dropout_col_bits[state.stage][lane] = mask.column_pair(n_block * Config::kDqBlockN + 2 * lane);
     }
     storage.k_full[state.stage].arrive();
     state.advance();
-  }
+  });
 }
 
 // A thread's two rows.
@@ -167,6 +195,7 @@ struct DqConsumer {
   using Scores = AccScores<Config>;
   using Gradient = AccGradient<Config, Config::kHeadDim>;
 
+  const BwdTwoPassLaunch& launch;
   const Flash_bwd_params& params;
   DqStorage<Config>& storage;
   const int group;
@@ -175,14 +204,21 @@ struct DqConsumer {
   PipelineState<Config::kDqStages> k_state;
   PipelineState<Config::kDqVStages> v_state;
   uint32_t tile_phase = 0;
+  BlockList list;    // kListed: of the work tile
+  BlockEntry entry;  // kListed: of the block whose S is masked
 
-  __device__ __forceinline__ DqConsumer(const Flash_bwd_params& params_, DqStorage<Config>& storage_, int group_)
-      : params(params_), storage(storage_), group(group_), thread(threadIdx.x % 128), coords(threadIdx.x % 128) {}
+  __device__ __forceinline__ DqConsumer(const BwdTwoPassLaunch& launch_, DqStorage<Config>& storage_, int group_)
+      : launch(launch_),
+        params(launch_.params),
+        storage(storage_),
+        group(group_),
+        thread(threadIdx.x % 128),
+        coords(threadIdx.x % 128) {}
 
   __device__ __forceinline__ void run(const WorkTile& tile) {
     const int row_begin = tile.row_begin + group * Config::kBlockM;
     const DqRows rows = DqRows::load<Config>(params, tile, row_begin, coords);
-    const BlockRange n_blocks = visited_n_blocks<Config>(params, tile);
+    const auto n_blocks = visited_n_blocks<Config>(launch, tile);
     if constexpr (Config::kIsGeneral) {
       if (params.has_dropout) store_row_bits(tile, row_begin);
     }
@@ -200,6 +236,26 @@ struct DqConsumer {
     const int row = thread / 32 * 16 + thread % 16;
     if (thread % 32 < 16) row_bits()[row] = DropoutMask(params, tile.batch, tile.head).row(row_begin + row);
     __syncwarp();
+  }
+
+  // Blocks are numbered from the last one of the list.
+  __device__ __forceinline__ void visit(const WorkTile& tile, const DqRows& rows, int row_begin,
+                                        const BlockList& n_blocks, Gradient& acc_dq) {
+    list = n_blocks;
+    storage.q_full[group].wait(tile_phase);
+    storage.do_full[group].wait(tile_phase);
+    accumulate(tile, rows, row_begin, 0, list.count(), acc_dq);
+    tile_phase ^= 1;
+  }
+
+  // The n_block of a step of accumulate(). Shuffled, so that ptxas sees uniform branches.
+  __device__ __forceinline__ int n_block_of(int step) {
+    if constexpr (Config::kListed) {
+      entry.bits = __shfl_sync(0xffffffffu, list.at(list.count() - 1 - step).bits, 0);
+      return entry.block();
+    } else {
+      return step;
+    }
   }
 
   // Skips the blocks of the work tile that this consumer's rows do not see.
@@ -252,7 +308,7 @@ struct DqConsumer {
     const auto differentiate_block = [&](int n_block, const auto& after_p) {
       if (n_block == begin) storage.q_empty[group].arrive();
       start_dp(acc_dp);
-      const TileCoords tile_coords{tile.batch, tile.head, row_begin, n_block * Config::kDqBlockN};
+      const TileCoords tile_coords{tile.batch, tile.head, row_begin, n_block_of(n_block) * Config::kDqBlockN};
       differentiate(tile, rows, tile_coords, acc_s, acc_dp, after_p);
       if (n_block == begin) storage.do_empty[group].arrive();
     };
@@ -291,7 +347,7 @@ struct DqConsumer {
       if (is_last) storage.q_empty[group].arrive();
       Scores acc_dp;
       start_dp(acc_dp);
-      const TileCoords tile_coords{tile.batch, tile.head, row_begin, n_block * Config::kDqBlockN};
+      const TileCoords tile_coords{tile.batch, tile.head, row_begin, n_block_of(n_block) * Config::kDqBlockN};
       differentiate(tile, rows, tile_coords, acc_s, acc_dp, [] {});
       if (is_last) storage.do_empty[group].arrive();
       const auto ds = convert<Element>(acc_dp);
@@ -352,7 +408,7 @@ struct DqConsumer {
   template <class AfterP>
   __device__ __forceinline__ void differentiate(const WorkTile& tile, const DqRows& rows, const TileCoords& tile_coords,
                                                 Scores& acc_s, Scores& acc_dp, const AfterP& after_p) {
-    const MaskOf<Config> visibility = mask_of<Config>(params, tile);
+    const auto visibility = mask_of_block(tile);
     const RowArray<2> lse_log2{rows.lse_log2}, softmax_d{rows.softmax_d};
     auto scores = row_col_view(acc_s);
     auto dp = row_col_view(acc_dp);
@@ -369,6 +425,16 @@ struct DqConsumer {
       const SmemRandomBits<Coords> bits{row_bits(), storage.dropout_col_bits[k_state.stage], coords};
       differentiate_general<Config::kBlockM, Config::kDqBlockN, true>(params, visibility, tile_coords, coords, bits,
                                                                       lse_log2, softmax_d, scores, dp);
+    }
+  }
+
+  __device__ __forceinline__ auto mask_of_block(const WorkTile& tile) const {
+    const MaskOf<Config> window = mask_of<Config>(params, tile);
+    if constexpr (Config::kListed) {
+      return FactorMask{window, factors_of(params, launch.mask.factors, tile, tile.head),
+                        entry.strip(group) != BlockClass::kWhole};
+    } else {
+      return window;
     }
   }
 
@@ -414,11 +480,11 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     if (Config::kIsGeneral && warp == 1) {
       PipelineState<Config::kDqStages> state;
       for_each_row_tile(launch, storage,
-                        [&](const WorkTile& tile) { store_column_bits<Config>(launch.params, storage, tile, state); });
+                        [&](const WorkTile& tile) { store_column_bits<Config>(launch, storage, tile, state); });
     }
   } else {
     cutlass::arch::warpgroup_reg_alloc<Config::kConsumerRegisters>();
-    DqConsumer<Config> consumer(launch.params, storage, warp_group - 1);
+    DqConsumer<Config> consumer(launch, storage, warp_group - 1);
     for_each_row_tile(launch, storage, [&](const WorkTile& tile) { consumer.run(tile); });
   }
 }
