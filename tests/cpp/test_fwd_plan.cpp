@@ -320,6 +320,56 @@ void check_gathered() {
   check::that(stages() == "prepare,dequantize,attention", "none is longer", stages());
 }
 
+// Masks as data: lists that hold every block, made after the segments of a packed batch and before the one kernel that
+// reads them, whatever the sizes; no plan where no kernel does.
+void check_masks() {
+  using flash::plan::Stage;
+  for (int head_dim : {8, 32, 64, 96, 128, 160, 192, 256}) {
+    for (int head_dim_v : {head_dim, 128}) {
+      for (int64_t seqlen : {1, 100, 1000, 100000}) {
+        for (int options = 0; options < 32; ++options) {
+          FwdProblem problem = options & 1 ? packed(3, seqlen, 8, head_dim) : dense(3, seqlen, 8, head_dim);
+          problem.head_dim_v = head_dim_v;
+          problem.mask_matrices = options & 2 ? 6 : 1;
+          if (options & 4) problem.window = kCausal;
+          problem.has_dropout = options & 8;
+          problem.batch_invariant = options & 16;
+          for (const char* forced : {static_cast<const char*>(nullptr), "mma_sync", "split_kv", "wgmma:8"}) {
+            const FwdPlan plan = plan_of(problem, kH100, forced);
+            const bool is_general = options & 8;
+            check::that(plan.family == Family::kWgmma && plan.num_splits == 1 && !plan.pdl, "kernel", head_dim, seqlen,
+                        options, flash::plan::family_name(plan.family));
+            check::that(plan.variant == (is_general ? FwdVariant::kListedGeneral : FwdVariant::kListed), "variant",
+                        head_dim, flash::plan::variant_name(plan.variant));
+            const flash::plan::MaskPlan& mask = plan.mask;
+            check::that(mask.matrices == problem.mask_matrices && !mask.of_keys, "matrices", mask.matrices);
+            check::that(mask.tile == plan.block_m && mask.block == plan.block_n, "tiles of the kernel", mask.tile);
+            check::that(mask.tile % flash::kMaskStrip == 0 && mask.block % flash::kMaskStrip == 0 &&
+                            mask.tile / flash::kMaskStrip <= flash::kMaxTileStrips,
+                        "whole strips", mask.tile, mask.block);
+            const int64_t matrices = problem.heads * (problem.is_varlen ? 1 : problem.batch);
+            check::that(mask.tiles * matrices == plan.num_work_tiles, "a list for every tile", mask.tiles);
+            check::that(mask.capacity * mask.block >= problem.seqlen_k, "room for all blocks", mask.capacity);
+            check::that(plan.workspace_bytes >= 4 * mask.words(), "workspace", plan.workspace_bytes);
+            std::vector<Stage> stages(plan.stages.begin(), plan.stages.end());
+            check::that(stages.size() >= 2 && stages[stages.size() - 2] == Stage::kMaskPlan &&
+                            stages.back() == Stage::kAttention && plan.stages.has(Stage::kPrepare) >= problem.is_varlen,
+                        "stages", stages.size());
+          }
+          for (const Device& device : {kA100, kL40, kB200, kRtx5090}) {
+            check::that(plan_of(problem, device).mask.matrices == 0, "no kernel", device.capability, head_dim);
+          }
+          problem.mask_matrices = 0;
+          const FwdPlan plain = plan_of(problem, kH100);
+          check::that(!flash::plan::is_listed(plain.variant) && !plain.stages.has(Stage::kMaskPlan) &&
+                          plain.mask.words() == 0,
+                      "no mask", head_dim, seqlen, options);
+        }
+      }
+    }
+  }
+}
+
 }  // namespace
 
 int main() {
@@ -328,6 +378,7 @@ int main() {
   check_other_families();
   check_tile_order();
   check_rules();
+  check_masks();
   check_tensor_maps();
   check_explained();
   check_e4m3();

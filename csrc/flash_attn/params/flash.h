@@ -203,6 +203,7 @@ cudaError_t run_mha_bwd_wgmma_(const Flash_bwd_mask_params& params, const plan::
 
 // softmax_d, before the kernels of run_mha_bwd_.
 cudaError_t run_softmax_d(const Flash_bwd_params& params, Dtype dtype, cudaStream_t stream);
+cudaError_t run_softmax_d(const Flash_bwd_mask_params& params, Dtype dtype, cudaStream_t stream);
 
 // S_dmask from Q, K and a finished LSE.
 cudaError_t run_dropout_probs(const Flash_fwd_split_params& params, Dtype dtype, cudaStream_t stream);

@@ -13,6 +13,7 @@
 #include "kernels/common/element.h"
 #include "kernels/common/launch.h"
 #include "kernels/common/pdl.h"
+#include "kernels/common/seen_bits.h"
 #include "kernels/common/sequence.h"
 #include "params/flash.h"
 #include "plan/tiles.h"
@@ -53,8 +54,13 @@ __device__ float apply_lse(const Flash_bwd_params& params, int64_t row, float si
 
 // Whether a row's O depends on Q. A call that keeps dQ adds to that of other keys, which it does not know: the LSE
 // tells.
-__device__ bool has_keys(const Flash_bwd_params& params, int64_t lse_row, int row, int first_row) {
+__device__ bool has_keys(const Flash_bwd_params& params, const WorkTile&, int64_t lse_row, int row, int first_row) {
   return params.keeps_dq ? !isinf(params.softmax_lse_ptr[lse_row + row]) : row >= first_row;
+}
+
+// The same under a mask as data.
+__device__ bool has_keys(const Flash_bwd_mask_params& params, const WorkTile& tile, int64_t, int row, int) {
+  return is_seen(seen_rows(params, params.mask, tile.batch, tile.head, tile.q_begin, tile.segment), row);
 }
 
 // Clears this thread block's part of the fp32 dQ and of the semaphores.
@@ -77,8 +83,8 @@ __device__ float block_sum(float value) {
 
 // Padding rows of a dense softmax_d are set to 0 here, so that it needs no fill; those of a packed one stay
 // uninitialised.
-template <class Pair>
-__global__ void __launch_bounds__(kThreads) softmax_d_kernel(const __grid_constant__ Flash_bwd_params params) {
+template <class Pair, class Params>
+__global__ void __launch_bounds__(kThreads) softmax_d_kernel(const __grid_constant__ Params params) {
   const int index = reversed_block();
   clear_workspace(params, index);
   wait_for_previous_kernel();
@@ -102,7 +108,7 @@ __global__ void __launch_bounds__(kThreads) softmax_d_kernel(const __grid_consta
   for (int offset = 0; offset < kRows; offset += kThreads / lanes) {
     const int row = tile.row_begin + offset + threadIdx.x / lanes;
     float sum = 0.0f;
-    if (row < tile.row_end && col < params.d_v && has_keys(params, lse_row, row, first_row)) {
+    if (row < tile.row_end && col < params.d_v && has_keys(params, tile, lse_row, row, first_row)) {
       sum = dot<Pair>(*reinterpret_cast<const uint4*>(row_of(params.do_ptr, params.do_strides, row)),
                       *reinterpret_cast<const uint4*>(row_of(params.o_ptr, params.o_strides, row)));
     }
@@ -115,20 +121,25 @@ __global__ void __launch_bounds__(kThreads) softmax_d_kernel(const __grid_consta
   if (threadIdx.x == 0) params.dsinks_ptr[index] = dsink;
 }
 
-template <class Pair>
-cudaError_t run(const Flash_bwd_params& params, cudaStream_t stream) {
+template <class Pair, class Params>
+cudaError_t run(const Params& params, cudaStream_t stream) {
   static std::atomic<uint64_t> configured_devices{0};
   const int64_t blocks = params.h * plan::m_blocks(params.is_varlen(), params.b, params.seqlen_q, kRows);
   if (params.is_varlen()) {  // run_prepare() is the preceding launch
-    return launch_dependent(softmax_d_kernel<Pair>, blocks, kThreads, 0, params, params.device, stream,
+    return launch_dependent(softmax_d_kernel<Pair, Params>, blocks, kThreads, 0, params, params.device, stream,
                             configured_devices);
   }
-  return launch(softmax_d_kernel<Pair>, blocks, kThreads, 0, params, params.device, stream, configured_devices);
+  return launch(softmax_d_kernel<Pair, Params>, blocks, kThreads, 0, params, params.device, stream, configured_devices);
 }
 
 }  // namespace
 
 cudaError_t run_softmax_d(const Flash_bwd_params& params, Dtype dtype, cudaStream_t stream) {
+  return FP16_SWITCH(dtype, [&] { return run<NativePairOf<kDtype>>(params, stream); });
+}
+
+cudaError_t run_softmax_d(const Flash_bwd_mask_params& params, Dtype dtype, cudaStream_t stream) {
+  if (!params.mask.factors.given()) return run_softmax_d(static_cast<const Flash_bwd_params&>(params), dtype, stream);
   return FP16_SWITCH(dtype, [&] { return run<NativePairOf<kDtype>>(params, stream); });
 }
 

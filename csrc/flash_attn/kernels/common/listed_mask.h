@@ -7,6 +7,7 @@
 #include "core/mask_factors.h"
 #include "core/visibility.h"
 #include "kernels/common/differentiate.h"
+#include "kernels/common/seen_bits.h"
 #include "kernels/common/sequence.h"
 #include "params/flash.h"
 
@@ -37,23 +38,15 @@ struct FactorMask : Visibility {
   bool hides;
 };
 
-// The strips of keys of a work tile's sequence in the seen bits: a word for each 32 keys.
+// The seen bits of a work tile's sequence.
 template <class Tile>
-__device__ __forceinline__ const uint32_t* seen_keys(const Flash_fwd_params& params, const MaskParams& mask,
-                                                     const Tile& tile, int head, int segment) {
-  const int first = params.is_varlen() ? varlen_first_slot(tile.k_begin, segment, kMaskStrip) : 0;
-  const int matrix = mask.matrices.index(tile.batch, head);
-  const int64_t strip = static_cast<int64_t>(matrix) * mask.seen.key_strips + first;
-  return mask.seen.keys + strip * (kMaskStrip / kMaskWordKeys);
+__device__ __forceinline__ const uint32_t* seen_keys_of(const Flash_fwd_params& params, const MaskParams& mask,
+                                                        const Tile& tile, int head, int segment) {
+  return seen_keys(params, mask, tile.batch, head, tile.k_begin, segment);
 }
-
-// The strips of queries likewise.
-__device__ __forceinline__ const uint32_t* seen_rows(const Flash_fwd_params& params, const MaskParams& mask,
-                                                     const BwdWorkTile& tile, int head) {
-  const int first = params.is_varlen() ? varlen_first_slot(tile.q_begin, tile.q_segment, kMaskStrip) : 0;
-  const int matrix = mask.matrices.index(tile.batch, head);
-  const int64_t strip = static_cast<int64_t>(matrix) * mask.seen.row_strips + first;
-  return mask.seen.rows + strip * (kMaskStrip / kMaskWordKeys);
+__device__ __forceinline__ const uint32_t* seen_rows_of(const Flash_fwd_params& params, const MaskParams& mask,
+                                                        const BwdWorkTile& tile, int head) {
+  return seen_rows(params, mask, tile.batch, head, tile.q_begin, tile.q_segment);
 }
 
 // Rows of a tile of kRows rows from `begin` on that no bit of `seen` has, as MarkedRows::of_lane.

@@ -30,8 +30,8 @@ __device__ __forceinline__ void store_dropout_bits(const Flash_bwd_params& param
   }
 }
 
-// LSE and softmax_d of the rows of each step. Fully masked rows (by position, or by an infinite
-// LSE of either sign) and rows beyond the sequence get an LSE of +inf, which makes P 0. The global loads of a step are
+// LSE and softmax_d of the rows of each step. Fully masked rows (by position, by list, or by an infinite LSE of either
+// sign) and rows beyond the sequence get an LSE of +inf, which makes P 0. The global loads of a step are
 // issued before the wait for its buffers. Waits for q_empty, do_empty; arrives on q_full, do_full.
 template <class Config, class Launch, class Storage>
 __device__ __forceinline__ void load_statistics(const Launch& launch, Storage& storage, const BwdWorkTile& tile,
@@ -50,7 +50,10 @@ __device__ __forceinline__ void load_statistics(const Launch& launch, Storage& s
 #pragma unroll
     for (int j = 0; j < kRows; ++j) {
       const int row = at.m_block * Config::kBlockM + 32 * j + lane;
-      const bool valid = row >= first_row && row < tile.seqlen_q;
+      bool valid = row >= first_row && row < tile.seqlen_q;
+      if constexpr (Config::kListed) {
+        valid = valid && is_seen(seen_rows_of(params, launch.mask, tile, at.head), row);
+      }
       lse_log2[j] = valid ? lse_or_inf(lse[row]) * ScoreMod::kLog2e : INFINITY;
       softmax_d[j] = valid ? delta[row] : 0.0f;
     }

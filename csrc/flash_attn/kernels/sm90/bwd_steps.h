@@ -32,7 +32,7 @@ template <class Config, class Launch>
 __device__ __forceinline__ MaskedRows<Config> masked_queries_of(const Launch& launch, const BwdWorkTile& tile,
                                                   const BwdStep<Config>& at, int row, int first_row) {
   if constexpr (Config::kListed) {
-    const uint32_t* const seen = seen_rows(launch.params, launch.mask, tile, at.head);
+    const uint32_t* const seen = seen_rows_of(launch.params, launch.mask, tile, at.head);
     return tma::MarkedRows{unseen_of_lane<Config::kBlockM>(seen, row, tile.seqlen_q)};
   } else {
     return first_row;
@@ -47,7 +47,7 @@ __device__ __forceinline__ MaskedRows<Config> masked_keys_of(const Launch& launc
   if constexpr (Config::kListed) {
     uint32_t unseen = ~0u;
     for (int head = order.first_head; head < order.first_head + order.heads; ++head) {
-      const uint32_t* const seen = seen_keys(launch.params, launch.mask, tile, head, tile.q_segment);
+      const uint32_t* const seen = seen_keys_of(launch.params, launch.mask, tile, head, tile.q_segment);
       unseen &= unseen_of_lane<kRows>(seen, key, tile.seqlen_k);
     }
     return tma::MarkedRows{unseen};

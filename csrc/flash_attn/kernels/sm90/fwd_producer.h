@@ -312,11 +312,8 @@ struct FwdProducer {
   // The rows of a block of V whose keys no query of the sequence sees.
   __device__ __forceinline__ ClearedRows unseen_rows(const WorkTile& tile, int n_block) const {
     if constexpr (Config::kListed) {
-      constexpr int kWords = Config::kBlockN / kMaskWordKeys;
-      const uint32_t* const seen = seen_keys(launch.params, launch.mask, tile, tile.head, tile.segment);
-      const int lane = threadIdx.x % 32, first = n_block * kWords + lane;
-      const bool valid = lane < kWords && first < (tile.seqlen_k + kMaskWordKeys - 1) / kMaskWordKeys;
-      return {valid ? ~seen[first] & MaskFactors::interval_word(0, tile.seqlen_k, first * kMaskWordKeys) : 0u};
+      const uint32_t* const seen = seen_keys_of(launch.params, launch.mask, tile, tile.head, tile.segment);
+      return {unseen_of_lane<Config::kBlockN>(seen, n_block * Config::kBlockN, tile.seqlen_k)};
     } else {
       const MaskOf<Config> visibility = mask_of<Config>(launch.params, tile);
       const int unmasked_begin_key = visibility.may_mask_left() ? first_visible_key(visibility) : 0;

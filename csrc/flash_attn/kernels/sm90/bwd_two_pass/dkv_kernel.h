@@ -321,8 +321,10 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     if (warp == 0) DkvLoader<Config>(launch, storage).run_all();
     if (warp == 1) {
       PipelineState<Config::kStages> state;
-      for_each_key_tile(launch, storage,
-                        [&](const BwdWorkTile& tile) { load_statistics<Config>(launch, storage, tile, state); });
+      // A call would serialise the wgmmas of the other warps (C7510).
+      for_each_key_tile(launch, storage, [&](const BwdWorkTile& tile) __attribute__((always_inline)) {
+        load_statistics<Config>(launch, storage, tile, state);
+      });
     }
   } else if (warp_group == 1) {
     cutlass::arch::warpgroup_reg_alloc<Config::kConsumerRegisters>();

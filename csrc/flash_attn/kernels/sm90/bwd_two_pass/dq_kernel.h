@@ -99,7 +99,7 @@ struct DqLoader : BwdTileLoader<Config> {
   // As load() takes them: the keys before first_key, or with lists those that no query of the head sees.
   __device__ __forceinline__ auto masked_keys_of(const WorkTile& tile, int key, int first_key) const {
     if constexpr (Config::kListed) {
-      const uint32_t* const seen = seen_keys(launch.params, launch.mask, tile, tile.head, tile.segment);
+      const uint32_t* const seen = seen_keys_of(launch.params, launch.mask, tile, tile.head, tile.segment);
       return MarkedRows{unseen_of_lane<Config::kDqBlockN>(seen, key, tile.seqlen_k)};
     } else {
       return first_key;
@@ -169,8 +169,9 @@ struct DqRows {
   float softmax_d[2];
 
   template <class Config, class Coords>
-  __device__ __forceinline__ static DqRows load(const Flash_bwd_params& params, const WorkTile& tile, int row_begin,
+  __device__ __forceinline__ static DqRows load(const BwdTwoPassLaunch& launch, const WorkTile& tile, int row_begin,
                                                 const Coords& coords) {
+    const Flash_bwd_params& params = launch.params;
     const float* const lse = params.softmax_lse_ptr + lse_offset(params, tile.batch, tile.head, tile.q_begin);
     const float* const delta = params.softmax_d_ptr + softmax_d_offset(params, tile.batch, tile.head, tile.q_begin);
     const int first_row = first_visible_row(mask_of<Config>(params, tile));
@@ -178,7 +179,12 @@ struct DqRows {
 #pragma unroll
     for (int mi = 0; mi < 2; ++mi) {
       const int row = row_begin + coords.row(mi);
-      const bool valid = row >= first_row && row < tile.seqlen_q;
+      bool valid = row >= first_row && row < tile.seqlen_q;
+      if constexpr (Config::kListed) {
+        const uint32_t* const seen =
+            seen_rows(params, launch.mask, tile.batch, tile.head, tile.q_begin, tile.segment);
+        valid = valid && is_seen(seen, row);
+      }
       // Bypasses L1: this kernel may have started before the preceding one was complete.
       rows.lse_log2[mi] = valid ? lse_or_inf(__ldcg(lse + row)) * ScoreMod::kLog2e : INFINITY;
       rows.softmax_d[mi] = valid ? __ldcg(delta + row) : 0.0f;
@@ -217,7 +223,7 @@ struct DqConsumer {
 
   __device__ __forceinline__ void run(const WorkTile& tile) {
     const int row_begin = tile.row_begin + group * Config::kBlockM;
-    const DqRows rows = DqRows::load<Config>(params, tile, row_begin, coords);
+    const DqRows rows = DqRows::load<Config>(launch, tile, row_begin, coords);
     const auto n_blocks = visited_n_blocks<Config>(launch, tile);
     if constexpr (Config::kIsGeneral) {
       if (params.has_dropout) store_row_bits(tile, row_begin);
