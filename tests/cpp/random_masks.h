@@ -69,7 +69,7 @@ struct Problem {
       factors.map_rows = (q + rows - 1) / rows;
       factors.map_cols = (k + keys - 1) / keys;
       block_map.resize(static_cast<size_t>(factors.map_rows) * factors.map_cols);
-      for (uint8_t& value : block_map) value = static_cast<uint8_t>(draw(0, 2));
+      for (uint8_t& value : block_map) value = static_cast<uint8_t>(draw(0, 9) ? draw(0, 2) : draw(3, 255));
       factors.block_map = block_map.data();
     }
   }
@@ -88,7 +88,7 @@ struct Problem {
     MappedBlock block = MappedBlock::kPartial;
     if (!block_map.empty()) {
       const int map_row = row / factors.map_block_rows.divisor, map_col = key / factors.map_block_keys.divisor;
-      block = static_cast<MappedBlock>(block_map[map_row * factors.map_cols + map_col]);
+      block = static_cast<MappedBlock>(std::min<int>(block_map[map_row * factors.map_cols + map_col], 2));
     }
     if (block != MappedBlock::kPartial) {
       if (block == MappedBlock::kHidden) return false;

@@ -54,9 +54,8 @@ struct Classifier {
   BlockClass operator()(const Rectangle& at) const {
     if (at.empty()) return BlockClass::kHidden;
     const int row_strip = at.row_begin / kMaskStrip, key_strip = at.key_begin / kMaskStrip;
-    const BlockClass bounded =
-        class_by_bounds(problem.factors, window, row_bounds[row_strip], key_bounds[key_strip], at.row_begin, at.row_end,
-                        at.key_begin, at.key_end);
+    const BlockClass bounded = class_by_bounds(problem.factors, window, row_bounds[row_strip], key_bounds[key_strip],
+                                               at.row_begin, at.row_end, at.key_begin, at.key_end);
     if (bounded == BlockClass::kHidden) return bounded;
     const bool is_whole = bounded == BlockClass::kWhole;
     const Found found = is_whole ? Found::whole(at) : find_seen(problem.factors, window, at);
@@ -138,7 +137,7 @@ int main() {
     for (const auto& [tile, block] : kRowTiles) check_lists<false>(problem, window, tile, block);
     for (const auto& [tile, block] : kKeyTiles) check_lists<true>(problem, window, tile, block);
   }
-  check::that(totals.hidden > 300 && totals.partial > 300 && totals.whole > 300, "classes of all kinds",
-              totals.hidden, totals.partial, totals.whole);
+  check::that(totals.hidden > 300 && totals.partial > 300 && totals.whole > 300, "classes of all kinds", totals.hidden,
+              totals.partial, totals.whole);
   return check::report();
 }

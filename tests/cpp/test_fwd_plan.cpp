@@ -361,9 +361,9 @@ void check_masks() {
           }
           problem.mask_matrices = 0;
           const FwdPlan plain = plan_of(problem, kH100);
-          check::that(!flash::plan::is_listed(plain.variant) && !plain.stages.has(Stage::kMaskPlan) &&
-                          plain.mask.words() == 0,
-                      "no mask", head_dim, seqlen, options);
+          check::that(
+              !flash::plan::is_listed(plain.variant) && !plain.stages.has(Stage::kMaskPlan) && plain.mask.words() == 0,
+              "no mask", head_dim, seqlen, options);
         }
       }
     }

@@ -54,8 +54,7 @@ int check_classes(const Problem& problem, const Visibility& window) {
           seen += problem.sees(i, j) && j >= window.key_begin(i) && j < window.key_end(i);
         }
       }
-      const BlockClass found =
-          flash::class_by_bounds(problem.factors, window, rows, keys, row, row_end, key, key_end);
+      const BlockClass found = flash::class_by_bounds(problem.factors, window, rows, keys, row, row_end, key, key_end);
       const int all = (row_end - row) * (key_end - key);
       check::that(found != BlockClass::kHidden || seen == 0, "a hidden block", row, key, seen, window.window.left);
       check::that(found != BlockClass::kWhole || seen == all, "a whole block", row, key, seen, all);

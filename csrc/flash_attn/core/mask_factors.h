@@ -14,7 +14,7 @@ namespace flash {
 constexpr int kMaskStrip = 64;     // rows and keys are summarised in strips of so many
 constexpr int kMaskWordKeys = 32;  // keys of a word of bits
 
-// What a block of the block map says.
+// What a block of the block map says; greater values are kWhole.
 enum class MappedBlock : uint8_t { kHidden = 0, kPartial = 1, kWhole = 2 };
 
 enum class BlockClass : int { kHidden = 0, kPartial = 1, kWhole = 2 };
@@ -71,7 +71,9 @@ struct MaskMatrices {
   FastDiv group;           // query heads of a mask head
 
   FLASH_HOST_DEVICE int count(int batch) const { return per_batch ? batch * heads : heads; }
-  FLASH_HOST_DEVICE int index(int batch, int head) const { return (per_batch ? batch * heads : 0) + group.divide(head); }
+  FLASH_HOST_DEVICE int index(int batch, int head) const {
+    return (per_batch ? batch * heads : 0) + group.divide(head);
+  }
   FLASH_HOST_DEVICE int batch_of(int matrix) const { return per_batch ? matrix / heads : 0; }
   FLASH_HOST_DEVICE int first_head_of(int matrix) const { return matrix % heads * group.divisor; }
 };
@@ -127,7 +129,9 @@ struct MaskFactors {
   FLASH_HOST_DEVICE MappedBlock mapped(int row, int key) const {
     const int map_row = map_block_rows.divide(row), map_col = map_block_keys.divide(key);
     if (map_row >= map_rows || map_col >= map_cols) return MappedBlock::kHidden;
-    return static_cast<MappedBlock>(block_map[static_cast<int64_t>(map_row) * map_cols + map_col]);
+    const uint8_t value = block_map[static_cast<int64_t>(map_row) * map_cols + map_col];
+    constexpr uint8_t kWhole = static_cast<uint8_t>(MappedBlock::kWhole);
+    return static_cast<MappedBlock>(value < kWhole ? value : kWhole);
   }
 
   // What `row` sees of the kMaskWordKeys keys from `key` on, a multiple of that, by the factors of rows: all but
@@ -174,12 +178,12 @@ FLASH_HOST_DEVICE BlockClass class_by_bounds(const MaskFactors& factors, const M
   const bool in_window = window.key_begin(row_begin) < key_end && window.key_end(row_end - 1) > key_begin;
   BlockClass result = whole_window ? BlockClass::kWhole : in_window ? BlockClass::kPartial : BlockClass::kHidden;
   if (factors.query_ranges != nullptr) {
-    result = both(result, rows.all_contain(key_begin, key_end) ? BlockClass::kWhole
+    result = both(result, rows.all_contain(key_begin, key_end)  ? BlockClass::kWhole
                           : rows.none_meets(key_begin, key_end) ? BlockClass::kHidden
                                                                 : BlockClass::kPartial);
   }
   if (factors.key_hidden != nullptr) {
-    result = both(result, keys.none_meets(row_begin, row_end) ? BlockClass::kWhole
+    result = both(result, keys.none_meets(row_begin, row_end)    ? BlockClass::kWhole
                           : keys.all_contain(row_begin, row_end) ? BlockClass::kHidden
                                                                  : BlockClass::kPartial);
   }

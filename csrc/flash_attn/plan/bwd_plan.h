@@ -147,8 +147,8 @@ inline void set_dq_pass(BwdPlan& plan, const BwdProblem& problem, const Device& 
   if (problem.has_mask()) plan.dq_mask = plan_mask(problem, false, kSm90DqBlockM, kSm90DqBlockN);
 }
 
-// The tile of a call with a mask. Lists do not tell in which order their tiles would add to dQ: in deterministic mode it
-// has a separate kernel, with dropout and score modifiers that of the least head dim for which there is one.
+// The tile of a call with a mask. Lists do not tell in which order their tiles would add to dQ: in deterministic mode
+// it has a separate kernel, with dropout and score modifiers that of the least head dim for which there is one.
 constexpr Sm90BwdTile sm90_listed_bwd_tile(const BwdProblem& problem, bool may_drop) {
   const Sm90BwdTile tile = sm90_bwd_tile(problem.head_dim, problem.head_dim_v, may_drop);
   if (!problem.deterministic || has_dq_pass(tile)) return tile;
@@ -216,9 +216,8 @@ inline bool wgmma_supports(const BwdProblem& problem, const Device& device) {
 // `forced`: the value of FLASH_ATTN_FAMILY, or null (choose_backward_family()). If no kernel takes V with another head
 // dim, it is the plan of the padded call. A call with a mask that no kernel takes gets a plan without MaskPlan.
 inline BwdPlan plan_bwd(const BwdProblem& problem, const Device& device, const char* forced) {
-  const Family family = problem.has_mask()
-                            ? Family::kWgmma
-                            : choose_backward_family(device.capability, problem.max_head_dim(), forced);
+  const Family family =
+      problem.has_mask() ? Family::kWgmma : choose_backward_family(device.capability, problem.max_head_dim(), forced);
   const bool by_wgmma = family == Family::kWgmma && wgmma_supports(problem, device);
   if (!by_wgmma && problem.head_dim != problem.head_dim_v) {
     BwdProblem padded = problem;
@@ -234,8 +233,8 @@ inline BwdPlan plan_bwd(const BwdProblem& problem, const Device& device, const c
   plan.softmax_d_rows = softmax_d_rows(problem.is_varlen, problem.batch, problem.seqlen_q);
   plan.softmax_d_blocks = m_blocks(problem.is_varlen, problem.is_varlen ? static_cast<int>(problem.batch) : 1,
                                    static_cast<int>(problem.seqlen_q), static_cast<int>(kSoftmaxDGap));
-  plan.workspace_bytes =
-      16 * plan.workspace_vectors() + 4 * (varlen_words(problem.is_varlen, problem.batch) + plan.mask.words() + plan.dq_mask.words());
+  plan.workspace_bytes = 16 * plan.workspace_vectors() + 4 * (varlen_words(problem.is_varlen, problem.batch) +
+                                                              plan.mask.words() + plan.dq_mask.words());
   return plan;
 }
 

@@ -215,16 +215,16 @@ inline FwdPlan plan_fwd_wgmma(const FwdProblem& problem, const Device& device, c
   plan.grid = plan.num_work_tiles < device.multiprocessors ? plan.num_work_tiles : device.multiprocessors;
   set_tile_order(plan, problem, device);
   // Lists are read before the kernel would wait for the one that makes them.
-  plan.pdl = !problem.has_mask() && (plan.variant == FwdVariant::kOneWave || plan.num_splits > 1 || problem.is_varlen ||
-                                     plan.is_dynamic);
+  plan.pdl = !problem.has_mask() &&
+             (plan.variant == FwdVariant::kOneWave || plan.num_splits > 1 || problem.is_varlen || plan.is_dynamic);
   if (problem.is_paged && problem.seqlen_k > 0 && problem.fits_page_maps) {
     plan.page_box_rows = page_box_rows(problem.page_size, tile.block_n);
   }
   if (plan.num_splits > 1) plan.partial_rows = problem.all_rows();
   if (problem.has_mask()) plan.mask = plan_mask(problem, false, tile.block_m, tile.block_n);
   const int64_t partial_floats = plan.num_splits * plan.partial_rows * (problem.head_dim_v + 1);
-  plan.workspace_bytes = 4 * (partial_floats + varlen_words(problem.is_varlen, problem.batch) + plan.is_dynamic +
-                              plan.mask.words());
+  plan.workspace_bytes =
+      4 * (partial_floats + varlen_words(problem.is_varlen, problem.batch) + plan.is_dynamic + plan.mask.words());
   return plan;
 }
 

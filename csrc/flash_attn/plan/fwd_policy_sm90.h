@@ -213,8 +213,8 @@ constexpr const FwdMeasurement* fwd_measurement(fwd_feature::Feature feature, Fw
   return nullptr;
 }
 
-// Blocks that a warpgroup of is_listed() may skip one after the other: it still holds V of the last one that it computed,
-// and with kIssueNextQkEarly the last of the tile until the next Q lands. Further hidden ones are computed.
+// Blocks that a warpgroup of is_listed() may skip one after the other: it still holds V of the last one that it
+// computed, and with kIssueNextQkEarly the last of the tile until the next Q lands. Further hidden ones are computed.
 constexpr int sm90_most_listed_skips(const Sm90FwdTile& tile, const FwdPolicy& policy) {
   return tile.kv_stages - policy.has(fwd_feature::kIssueNextQkEarly);
 }

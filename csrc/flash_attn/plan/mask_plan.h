@@ -21,9 +21,9 @@ constexpr int64_t kStripSeenWords = kMaskStrip / kMaskWordKeys;
 struct MaskPlan {
   int64_t matrices = 0;  // 0: the call has no mask
   bool of_keys = false;
-  int tile = 0, block = 0;   // rows or keys
-  int64_t tiles = 0;         // of a mask matrix
-  int64_t capacity = 0;      // blocks of a tile, at most
+  int tile = 0, block = 0;                 // rows or keys
+  int64_t tiles = 0;                       // of a mask matrix
+  int64_t capacity = 0;                    // blocks of a tile, at most
   int64_t row_strips = 0, key_strips = 0;  // of a mask matrix
 
   constexpr int64_t entry_words() const { return product(matrices, tiles, capacity); }
@@ -39,7 +39,8 @@ constexpr MaskPlan plan_mask(const Problem& problem, bool of_keys, int tile, int
   const auto parts = [&](int64_t length, int size) {
     return m_blocks(problem.is_varlen, sequences, static_cast<int>(length), size);
   };
-  const int64_t own = of_keys ? problem.seqlen_k : problem.seqlen_q, other = of_keys ? problem.seqlen_q : problem.seqlen_k;
+  const int64_t own = of_keys ? problem.seqlen_k : problem.seqlen_q,
+                other = of_keys ? problem.seqlen_q : problem.seqlen_k;
   MaskPlan plan;
   plan.matrices = problem.mask_matrices;
   plan.of_keys = of_keys;

@@ -58,9 +58,11 @@ __global__ void __launch_bounds__(kThreads) mask_bounds_kernel(const __grid_cons
   const Flash_fwd_params& call = params.call;
   const SeenBits& seen = params.mask.seen;
   const int lane = threadIdx.x % 32, strips = seen.row_strips + seen.key_strips;
-  const int64_t warps = static_cast<int64_t>(gridDim.x) * kWarps, count = static_cast<int64_t>(params.matrices) * strips;
+  const int64_t warps = static_cast<int64_t>(gridDim.x) * kWarps,
+                count = static_cast<int64_t>(params.matrices) * strips;
   for (int64_t i = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32; i < count; i += warps) {
-    const int matrix = static_cast<int>(i / strips), index = static_cast<int>(i - static_cast<int64_t>(matrix) * strips);
+    const int matrix = static_cast<int>(i / strips),
+              index = static_cast<int>(i - static_cast<int64_t>(matrix) * strips);
     const bool of_rows = index < seen.row_strips;
     const int strip = of_rows ? index : index - seen.row_strips;
     const int* const segments = of_rows ? call.varlen.segments_q : call.varlen.segments_k;

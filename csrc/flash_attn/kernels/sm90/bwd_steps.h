@@ -30,7 +30,7 @@ using MaskedRows = std::conditional_t<Config::kListed, tma::MarkedRows, int>;
 // that see no key.
 template <class Config, class Launch>
 __device__ __forceinline__ MaskedRows<Config> masked_queries_of(const Launch& launch, const BwdWorkTile& tile,
-                                                  const BwdStep<Config>& at, int row, int first_row) {
+                                                                const BwdStep<Config>& at, int row, int first_row) {
   if constexpr (Config::kListed) {
     const uint32_t* const seen = seen_rows_of(launch.params, launch.mask, tile, at.head);
     return tma::MarkedRows{unseen_of_lane<Config::kBlockM>(seen, row, tile.seqlen_q)};
@@ -43,7 +43,7 @@ __device__ __forceinline__ MaskedRows<Config> masked_queries_of(const Launch& la
 // sees.
 template <class Config, int kRows, class Launch>
 __device__ __forceinline__ MaskedRows<Config> masked_keys_of(const Launch& launch, const BwdWorkTile& tile,
-                                               const BwdSteps<Config>& order, int key, int first_key) {
+                                                             const BwdSteps<Config>& order, int key, int first_key) {
   if constexpr (Config::kListed) {
     uint32_t unseen = ~0u;
     for (int head = order.first_head; head < order.first_head + order.heads; ++head) {

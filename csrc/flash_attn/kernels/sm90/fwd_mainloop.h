@@ -316,19 +316,19 @@ struct FwdMainloop {
     if constexpr (Config::kListed) {
       return run_listed(work, q_stage);
     } else {
-    run_unmasked(work, q_stage);
-    int num_skipped = work.steps.skipped.left;
-    skip_k(num_skipped);
-    int i = work.masked_begin() + num_skipped;
-    int n_block = Config::kNoMask ? work.order.block(i) : work.steps.first_masked_block;
-    for (; i < work.count(); ++i) {
-      step<true>(work, i, n_block, q_stage, i == work.second());
-      skip_v(num_skipped);
-      num_skipped = 0;
-      n_block = work.order.range.next_masked(n_block);
-    }
-    skip_k(work.steps.skipped.right);
-    return num_skipped + work.steps.skipped.right;
+      run_unmasked(work, q_stage);
+      int num_skipped = work.steps.skipped.left;
+      skip_k(num_skipped);
+      int i = work.masked_begin() + num_skipped;
+      int n_block = Config::kNoMask ? work.order.block(i) : work.steps.first_masked_block;
+      for (; i < work.count(); ++i) {
+        step<true>(work, i, n_block, q_stage, i == work.second());
+        skip_v(num_skipped);
+        num_skipped = 0;
+        n_block = work.order.range.next_masked(n_block);
+      }
+      skip_k(work.steps.skipped.right);
+      return num_skipped + work.steps.skipped.right;
     }
   }
 

@@ -23,7 +23,9 @@ __device__ __forceinline__ void modify_scores(const Mainloop& m, Scores& scores,
   const MaskOf<Config> visibility = mask_of<Config>(m.params, work.tile);
   const int first_row = m.row_begin(work);
   if constexpr (Config::kHasScoreMod) {
-    ScoreMod::apply<Config::kModifiers>(m.params, m.slope_log2, scores, m.coords, m.alibi_row, key);
+    if (!Config::kListed || m.params.has_score_mod) {  // kListedGeneral may have dropout alone
+      ScoreMod::apply<Config::kModifiers>(m.params, m.slope_log2, scores, m.coords, m.alibi_row, key);
+    }
   }
   if constexpr (kMasked && Config::kListed) {
     if (m.hides_some()) apply_factors(scores, m.coords, m.factors(work.tile), visibility, first_row, key);

@@ -23,17 +23,17 @@ __device__ __forceinline__ typename Config::Order kv_block_order(const FwdLaunch
   if constexpr (Config::kListed) {
     return block_list(launch.mask.lists, list_index(params, launch.mask, tile, Config::kBlockM));
   } else {
-  const MaskOf<Config> visibility = mask_of<Config>(params, tile);
-  KvBlockOrder order{block_range(visibility, tile.row_begin, tile.row_end, Config::kBlockN)};
-  if constexpr (Config::kSplitKv) order.range = split_range(order.range, split, splits);
-  if constexpr (Config::kHasScoreMod) {
-    if (order.count() == 0) return order;
-    const int row = tile.row_begin + (visibility.may_mask_right() ? 0 : Config::kBlockM / 2);
-    order.start_at(min(max(visibility.diagonal(row) / Config::kBlockN, order.range.begin), order.range.end - 1));
-  } else if constexpr (Config::kAlignUnmasked) {
-    order.align_unmasked(launch.unmasked_blocks);
-  }
-  return order;
+    const MaskOf<Config> visibility = mask_of<Config>(params, tile);
+    KvBlockOrder order{block_range(visibility, tile.row_begin, tile.row_end, Config::kBlockN)};
+    if constexpr (Config::kSplitKv) order.range = split_range(order.range, split, splits);
+    if constexpr (Config::kHasScoreMod) {
+      if (order.count() == 0) return order;
+      const int row = tile.row_begin + (visibility.may_mask_right() ? 0 : Config::kBlockM / 2);
+      order.start_at(min(max(visibility.diagonal(row) / Config::kBlockN, order.range.begin), order.range.end - 1));
+    } else if constexpr (Config::kAlignUnmasked) {
+      order.align_unmasked(launch.unmasked_blocks);
+    }
+    return order;
   }
 }
 

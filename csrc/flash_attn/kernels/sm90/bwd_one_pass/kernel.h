@@ -127,9 +127,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1) flash_bwd_kernel(const __
     PipelineState<Config::kStages> state;
     if (warp == kLoadWarp) BwdLoader<Config>(launch, storage).run_all();
     if (warp == kStatisticsWarp) {
-      for_each_work_tile(launch, storage, [&](const BwdWorkTile& tile) {
-        load_statistics<Config>(launch, storage, tile, state);
-      });
+      for_each_work_tile(launch, storage,
+                         [&](const BwdWorkTile& tile) { load_statistics<Config>(launch, storage, tile, state); });
     }
     if constexpr (Config::kHasDqReduceWarps) {
       if (warp >= kFirstDqReduceWarp) {
@@ -187,8 +186,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
       for_each_n_block<Config>(launch, [&](const BwdWorkTile& tile) { loader.run(tile); });
     } else if (warp == kStatisticsWarp) {
       PipelineState<Config::kStages> state;
-      for_each_n_block<Config>(
-          launch, [&](const BwdWorkTile& tile) { load_statistics<Config>(launch, storage, tile, state); });
+      for_each_n_block<Config>(launch,
+                               [&](const BwdWorkTile& tile) { load_statistics<Config>(launch, storage, tile, state); });
     }
   } else if (warp_group == 3) {
     cutlass::arch::warpgroup_reg_dealloc<Config::kDqWarpgroupRegisters>();

@@ -65,8 +65,7 @@ struct DkvLoader : BwdTileLoader<Config> {
       masked_keys[i] = masked_keys_of<Config, Config::kTileRows>(launch, tile, order, key, first_key);
     }
     for (int i = 0; i < count; ++i) {
-      const auto masked_queries =
-          masked_queries_of<Config>(launch, tile, at, at.m_block * Config::kBlockM, first_row);
+      const auto masked_queries = masked_queries_of<Config>(launch, tile, at, at.m_block * Config::kBlockM, first_row);
       const int stage = state.stage, row = at.m_block * Config::kBlockM;
       if (i == 0) {
         load_keys<Config::kHeadDim>(launch.k_map, storage.k_full, storage.k_empty, storage.k, k_rows, tile,
@@ -146,8 +145,7 @@ struct DvConsumer : DkvConsumer<Config> {
 
   // S of the next step is issued after dV of this one, and both are in flight. No wgmma is in flight where branches
   // join: ptxas would serialise it (C7514).
-  __device__ __forceinline__ void accumulate(const BwdWorkTile& tile, const BwdSteps<Config>& order,
-                                             Gradient& acc_dv) {
+  __device__ __forceinline__ void accumulate(const BwdWorkTile& tile, const BwdSteps<Config>& order, Gradient& acc_dv) {
     const int count = order.count();
     BwdStep<Config> at = order.start();
     Scores acc_s;

@@ -34,7 +34,8 @@ __device__ __forceinline__ auto visited_n_blocks(const BwdTwoPassLaunch& launch,
 // visit(n_block, is_first).
 template <class Visit>
 __device__ __forceinline__ void for_each_visited(const BlockRange& n_blocks, const Visit& visit) {
-  for (int n_block = n_blocks.end - 1; n_block >= n_blocks.begin; --n_block) visit(n_block, n_block == n_blocks.end - 1);
+  for (int n_block = n_blocks.end - 1; n_block >= n_blocks.begin; --n_block)
+    visit(n_block, n_block == n_blocks.end - 1);
 }
 template <class Visit>
 __device__ __forceinline__ void for_each_visited(const BlockList& n_blocks, const Visit& visit) {
@@ -181,8 +182,7 @@ struct DqRows {
       const int row = row_begin + coords.row(mi);
       bool valid = row >= first_row && row < tile.seqlen_q;
       if constexpr (Config::kListed) {
-        const uint32_t* const seen =
-            seen_rows(params, launch.mask, tile.batch, tile.head, tile.q_begin, tile.segment);
+        const uint32_t* const seen = seen_rows(params, launch.mask, tile.batch, tile.head, tile.q_begin, tile.segment);
         valid = valid && is_seen(seen, row);
       }
       // Bypasses L1: this kernel may have started before the preceding one was complete.

@@ -80,7 +80,8 @@ cudaError_t run_flash_bwd_dq(BwdTwoPassLaunch launch, const plan::BwdPlan& plan,
 
 // softmax_d, then both kernels. DqConfig: the dQ kernel has no variant for sums of dK and dV.
 template <class Config, class DqConfig>
-cudaError_t run_flash_bwd_two_pass(const Flash_bwd_mask_params& params, const plan::BwdPlan& plan, cudaStream_t stream) {
+cudaError_t run_flash_bwd_two_pass(const Flash_bwd_mask_params& params, const plan::BwdPlan& plan,
+                                   cudaStream_t stream) {
   BwdTwoPassLaunch launch{};
   launch.params = params;
   launch.mask = params.mask;
