@@ -339,6 +339,7 @@ def test_seqused_k_hides_the_keys_after_it(device):
 # ---- launches, errors ----
 
 
+@pytest.mark.devices("cuda")
 def test_a_deterministic_backward_repeats_its_bits(device):
     call = Call("all", 64, deterministic=True)
     q, k, v = inputs(call, device)
@@ -438,9 +439,11 @@ def test_errors(device):
         backend.fwd, "out: expected memory that does not overlap mask.query_ranges, got elements of both", q, q, q,
         overlapping.view(2, 5, 4, 64), *rest[1:], mask=good._replace(query_ranges=factor),
     )  # fmt: skip
-    codes = q.to(torch.int8)
-    refused(backend.fwd, "k: expected float16 or bfloat16 with a mask on CUDA, got int8", q, codes, codes, *rest,
-            mask=good)  # fmt: skip
+    codes, scale = q.to(torch.float8_e4m3fn), torch.ones(4, device=device)
+    refused(
+        backend.fwd, "k: expected float16 or bfloat16 with a mask on CUDA, got float8_e4m3fn", q, codes, codes, *rest,
+        mask=good, k_descale=scale, v_descale=scale,
+    )  # fmt: skip
     refused(backend.fwd_kvcache, "mask: expected None over a KV cache, got one", q, q, q, *[None] * 10, 1.0, False, -1,
             -1, 0.0, True, 0, mask=good)  # fmt: skip
     pages, cu = torch.randn(2, 16, 4, 64, device=device).bfloat16(), ints(0, 5, device=device)
