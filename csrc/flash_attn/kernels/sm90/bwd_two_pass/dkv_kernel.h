@@ -108,7 +108,7 @@ struct DkvLoader : BwdTileLoader<Config> {
 template <class Config, class Visit>
 __device__ __forceinline__ void for_each_key_tile(const BwdTwoPassLaunch& launch, DkvStorage<Config>& storage,
                                                   const Visit& visit) {
-  for_each_index(storage, launch.num_tiles, [&](int index) {
+  for_each_index(storage, launch.num_tiles, [&](int index) __attribute__((always_inline)) {
     const BwdWorkTile tile = bwd_work_tile_at(launch.params, Config::kBlockN, index, launch.grid);
     if (!tile.empty(Config::kBlockN)) visit(tile);
   });
@@ -327,11 +327,13 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   } else if (warp_group == 1) {
     cutlass::arch::warpgroup_reg_alloc<Config::kConsumerRegisters>();
     FirstConsumer<Config> consumer(launch, storage);
-    for_each_key_tile(launch, storage, [&](const BwdWorkTile& tile) { consumer.run(tile); });
+    for_each_key_tile(launch, storage,
+                      [&](const BwdWorkTile& tile) __attribute__((always_inline)) { consumer.run(tile); });
   } else {
     cutlass::arch::warpgroup_reg_alloc<Config::kConsumerRegisters>();
     SecondConsumer<Config> consumer(launch, storage);
-    for_each_key_tile(launch, storage, [&](const BwdWorkTile& tile) { consumer.run(tile); });
+    for_each_key_tile(launch, storage,
+                      [&](const BwdWorkTile& tile) __attribute__((always_inline)) { consumer.run(tile); });
   }
 }
 

@@ -45,7 +45,7 @@ __device__ __forceinline__ void for_each_visited(const BlockList& n_blocks, cons
 template <class Config, class Visit>
 __device__ __forceinline__ void for_each_row_tile(const BwdTwoPassLaunch& launch, DqStorage<Config>& storage,
                                                   const Visit& visit) {
-  for_each_index(storage, launch.num_tiles, [&](int index) {
+  for_each_index(storage, launch.num_tiles, [&](int index) __attribute__((always_inline)) {
     const WorkTile tile = work_tile_at(launch.params, Config::kDqBlockM, index);
     if (!tile.empty()) visit(tile);
   });
@@ -491,7 +491,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   } else {
     cutlass::arch::warpgroup_reg_alloc<Config::kConsumerRegisters>();
     DqConsumer<Config> consumer(launch, storage, warp_group - 1);
-    for_each_row_tile(launch, storage, [&](const WorkTile& tile) { consumer.run(tile); });
+    for_each_row_tile(launch, storage,
+                      [&](const WorkTile& tile) __attribute__((always_inline)) { consumer.run(tile); });
   }
 }
 
