@@ -27,7 +27,7 @@ struct BwdTileLoader {
   // masked rows, those before `masked` or those it marks, become zeros: 0 * NaN from them would be NaN in the MMA.
   template <int kRows, int kCols, int kTileRows = kRows, class Masked>
   __device__ __forceinline__ void load(const CUtensorMap& map, Barrier& full, Element* smem, const TmaRows& rows,
-                                       int row, const Masked& masked, int head, cute::TMA::CacheHintSm90 hint,
+                                       int row, Masked masked, int head, cute::TMA::CacheHintSm90 hint,
                                        int first_col = 0) {
     constexpr int kAtoms = kCols / Config::kAtomCols;
     const bool has_masked_rows = masks_rows(masked, row);

@@ -38,7 +38,7 @@ struct BwdLoader {
   // masked rows, those before `masked` or those it marks, become zeros: 0 * NaN from them would be NaN in the MMA.
   template <int kRows, int kCols, int kTileRows = kRows, class Masked>
   __device__ __forceinline__ void load(const CUtensorMap& map, Barrier& full, Element* smem, const TmaRows& rows,
-                                       int row, const Masked& masked, int head, cute::TMA::CacheHintSm90 hint) {
+                                       int row, Masked masked, int head, cute::TMA::CacheHintSm90 hint) {
     constexpr int kAtoms = kCols / Config::kAtomCols;
     const bool has_masked_rows = masks_rows(masked, row);
     Barrier& tma_full = has_masked_rows ? storage.pre_clear_full : full;
@@ -98,16 +98,15 @@ struct BwdLoader {
     }
   }
 
-  // masked_keys(row): of the kRows keys from `row` on, as load() takes them.
-  template <class MaskedKeys>
-  __device__ __forceinline__ void load_kv(const TmaRows& k_rows, int row, int head, const MaskedKeys& masked_keys) {
+  __device__ __forceinline__ void load_kv(const TmaRows& k_rows, const BwdWorkTile& tile, const BwdSteps<Config>& order,
+                                          int row, int first_key, int head) {
     constexpr auto kHint = cute::TMA::CacheHintSm90::EVICT_FIRST;
     constexpr int kRows = Config::kBlockN / Config::kKvParts;
     const int stage = kv_state.stage;
 #pragma unroll
     for (int i = 0; i < Config::kKvParts; ++i) {
       const int first = i * kRows, offset = first * Config::kAtomCols;
-      const MaskedRows<Config> masked = masked_keys(row + first);
+      const MaskedRows<Config> masked = masked_keys_of<Config, kRows>(launch, tile, order, row + first, first_key);
       storage.kv_empty[stage][i].wait(kv_state.phase ^ 1);
       load<kRows, Config::kHeadDim, Config::kBlockN>(launch.k_map, storage.k_full[stage][i], storage.k[stage] + offset,
                                                      k_rows, row + first, masked, head, kHint);
@@ -128,10 +127,6 @@ struct BwdLoader {
     const int count = order.count();
     if (count == 0) return;
     BwdStep<Config> at = order.start();
-    const auto masked_keys = [&](int first) {
-      return masked_keys_of<Config, Config::kBlockN / Config::kKvParts>(launch, tile, order, first,
-                                                                        first_visible_key(visibility));
-    };
     const int key = tile.n_block * Config::kBlockN;
     if (!is_first && Config::kKvStages == 1) prefetch_kv(k_rows, key, tile.head_k);
     is_first = false;
@@ -144,7 +139,7 @@ struct BwdLoader {
       storage.do_empty[stage].wait(state.phase ^ 1);
       load<Config::kBlockM, Config::kHeadDim>(launch.do_map, storage.do_full[stage], storage.dout[stage], q_rows, row,
                                               masked_queries, at.head, CacheHintSm90::EVICT_LAST);
-      if (i == 0) load_kv(k_rows, key, tile.head_k, masked_keys);
+      if (i == 0) load_kv(k_rows, tile, order, key, first_visible_key(visibility), tile.head_k);
       state.advance();
       order.advance(at);
     }

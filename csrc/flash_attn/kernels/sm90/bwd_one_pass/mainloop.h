@@ -160,11 +160,11 @@ struct BwdMainloop {
     }
   }
 
-  __device__ __forceinline__ auto mask_at(const BwdStep<Config>& at) const {
+  __device__ __forceinline__ decltype(auto) mask_at(const BwdStep<Config>& at) const {
     if constexpr (Config::kListed) {
       return mask_of_step<Config>(launch, tile, at, group);
     } else {
-      return visibility;
+      return (visibility);  // a reference
     }
   }
 

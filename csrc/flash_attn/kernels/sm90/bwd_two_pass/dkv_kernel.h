@@ -26,6 +26,19 @@
 namespace flash {
 namespace sm90 {
 
+// Visits the key tile of an index: worker.run(tile). Of kernels with lists, whose functions are so large that lambdas
+// become calls, which would serialise the wgmmas of all warps (C7510).
+template <class Config, class Worker>
+struct InlinedKeyTile {
+  const BwdTwoPassLaunch& launch;
+  Worker& worker;
+
+  __device__ __forceinline__ void operator()(int index) const {
+    const BwdWorkTile tile = bwd_work_tile_at(launch.params, Config::kBlockN, index, launch.grid);
+    if (!tile.empty(Config::kBlockN)) worker.run(tile);
+  }
+};
+
 template <class Config>
 struct DkvLoader : BwdTileLoader<Config> {
   using BwdTileLoader<Config>::is_elected;
@@ -39,13 +52,19 @@ struct DkvLoader : BwdTileLoader<Config> {
       : BwdTileLoader<Config>(storage_.pre_clear_full), launch(launch_), storage(storage_) {}
 
   __device__ __forceinline__ void run_all() {
-    announce_work_tiles(
-        storage, launch.num_tiles, is_elected,
-        [&](bool is_first, int index) { return fetch_index(launch.tile_count_semaphore, is_first, index); },
-        [&](int index) __attribute__((always_inline)) {
-          const BwdWorkTile tile = bwd_work_tile_at(launch.params, Config::kBlockN, index, launch.grid);
-          if (!tile.empty(Config::kBlockN)) run(tile);
-        });
+    const auto fetch = [&](bool is_first, int index) {
+      return fetch_index(launch.tile_count_semaphore, is_first, index);
+    };
+    const auto load = [&](int index) {
+      const BwdWorkTile tile = bwd_work_tile_at(launch.params, Config::kBlockN, index, launch.grid);
+      if (!tile.empty(Config::kBlockN)) run(tile);
+    };
+    if constexpr (Config::kListed) {
+      announce_work_tiles(storage, launch.num_tiles, is_elected, fetch,
+                          InlinedKeyTile<Config, DkvLoader>{launch, *this});
+    } else {
+      announce_work_tiles(storage, launch.num_tiles, is_elected, fetch, load);
+    }
   }
 
   __device__ __forceinline__ void run(const BwdWorkTile& tile) {
@@ -105,14 +124,30 @@ struct DkvLoader : BwdTileLoader<Config> {
   }
 };
 
-template <class Config, class Visit>
+// worker.run() of each key tile.
+template <class Config, class Worker>
 __device__ __forceinline__ void for_each_key_tile(const BwdTwoPassLaunch& launch, DkvStorage<Config>& storage,
-                                                  const Visit& visit) {
-  for_each_index(storage, launch.num_tiles, [&](int index) __attribute__((always_inline)) {
-    const BwdWorkTile tile = bwd_work_tile_at(launch.params, Config::kBlockN, index, launch.grid);
-    if (!tile.empty(Config::kBlockN)) visit(tile);
-  });
+                                                  Worker& worker) {
+  if constexpr (Config::kListed) {
+    for_each_index(storage, launch.num_tiles, InlinedKeyTile<Config, Worker>{launch, worker});
+  } else {
+    for_each_index(storage, launch.num_tiles, [&](int index) {
+      const BwdWorkTile tile = bwd_work_tile_at(launch.params, Config::kBlockN, index, launch.grid);
+      if (!tile.empty(Config::kBlockN)) worker.run(tile);
+    });
+  }
 }
+
+template <class Config>
+struct DkvStatistics {
+  const BwdTwoPassLaunch& launch;
+  DkvStorage<Config>& storage;
+  PipelineState<Config::kStages> state;
+
+  __device__ __forceinline__ void run(const BwdWorkTile& tile) {
+    load_statistics<Config>(launch, storage, tile, state);
+  }
+};
 
 // Consumer 0: S, P and dV.
 template <class Config>
@@ -318,22 +353,17 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
     if (warp == 0) DkvLoader<Config>(launch, storage).run_all();
     if (warp == 1) {
-      PipelineState<Config::kStages> state;
-      // A call would serialise the wgmmas of the other warps (C7510).
-      for_each_key_tile(launch, storage, [&](const BwdWorkTile& tile) __attribute__((always_inline)) {
-        load_statistics<Config>(launch, storage, tile, state);
-      });
+      DkvStatistics<Config> statistics{launch, storage};
+      for_each_key_tile(launch, storage, statistics);
     }
   } else if (warp_group == 1) {
     cutlass::arch::warpgroup_reg_alloc<Config::kConsumerRegisters>();
     FirstConsumer<Config> consumer(launch, storage);
-    for_each_key_tile(launch, storage,
-                      [&](const BwdWorkTile& tile) __attribute__((always_inline)) { consumer.run(tile); });
+    for_each_key_tile(launch, storage, consumer);
   } else {
     cutlass::arch::warpgroup_reg_alloc<Config::kConsumerRegisters>();
     SecondConsumer<Config> consumer(launch, storage);
-    for_each_key_tile(launch, storage,
-                      [&](const BwdWorkTile& tile) __attribute__((always_inline)) { consumer.run(tile); });
+    for_each_key_tile(launch, storage, consumer);
   }
 }
 

@@ -34,8 +34,10 @@ __device__ __forceinline__ auto visited_n_blocks(const BwdTwoPassLaunch& launch,
 // visit(n_block, is_first).
 template <class Visit>
 __device__ __forceinline__ void for_each_visited(const BlockRange& n_blocks, const Visit& visit) {
-  for (int n_block = n_blocks.end - 1; n_block >= n_blocks.begin; --n_block)
-    visit(n_block, n_block == n_blocks.end - 1);
+  for (int n_block = n_blocks.end - 1; n_block >= n_blocks.begin; --n_block) {
+    const bool is_first = n_block == n_blocks.end - 1;
+    visit(n_block, is_first);
+  }
 }
 template <class Visit>
 __device__ __forceinline__ void for_each_visited(const BlockList& n_blocks, const Visit& visit) {
@@ -45,7 +47,7 @@ __device__ __forceinline__ void for_each_visited(const BlockList& n_blocks, cons
 template <class Config, class Visit>
 __device__ __forceinline__ void for_each_row_tile(const BwdTwoPassLaunch& launch, DqStorage<Config>& storage,
                                                   const Visit& visit) {
-  for_each_index(storage, launch.num_tiles, [&](int index) __attribute__((always_inline)) {
+  for_each_index(storage, launch.num_tiles, [&](int index) {
     const WorkTile tile = work_tile_at(launch.params, Config::kDqBlockM, index);
     if (!tile.empty()) visit(tile);
   });
@@ -69,7 +71,7 @@ struct DqLoader : BwdTileLoader<Config> {
     announce_work_tiles(
         storage, launch.num_tiles, is_elected,
         [&](bool is_first, int index) { return fetch_index(launch.tile_count_semaphore, is_first, index); },
-        [&](int index) __attribute__((always_inline)) {
+        [&](int index) {
           const WorkTile tile = work_tile_at(launch.params, Config::kDqBlockM, index);
           if (!tile.empty()) run(tile);
         });
@@ -108,7 +110,7 @@ struct DqLoader : BwdTileLoader<Config> {
   }
 
   template <class Masked>
-  __device__ __forceinline__ void load_k(const TmaRows& k_rows, int key, const Masked& masked_keys, int head_k) {
+  __device__ __forceinline__ void load_k(const TmaRows& k_rows, int key, Masked masked_keys, int head_k) {
     const int stage = k_state.stage;
     storage.k_empty[stage].wait(k_state.phase ^ 1);
     this->template load<Config::kDqBlockN, Config::kHeadDim>(launch.k_map, storage.k_full[stage], storage.k[stage],
@@ -117,7 +119,7 @@ struct DqLoader : BwdTileLoader<Config> {
   }
 
   template <class Masked>
-  __device__ __forceinline__ void load_v(const TmaRows& k_rows, int key, const Masked& masked_keys, int head_k) {
+  __device__ __forceinline__ void load_v(const TmaRows& k_rows, int key, Masked masked_keys, int head_k) {
 #pragma unroll
     for (int part = 0; part < Config::kVParts; ++part) {
       const int stage = v_state.stage;
@@ -491,8 +493,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   } else {
     cutlass::arch::warpgroup_reg_alloc<Config::kConsumerRegisters>();
     DqConsumer<Config> consumer(launch, storage, warp_group - 1);
-    for_each_row_tile(launch, storage,
-                      [&](const WorkTile& tile) __attribute__((always_inline)) { consumer.run(tile); });
+    for_each_row_tile(launch, storage, [&](const WorkTile& tile) { consumer.run(tile); });
   }
 }
 
