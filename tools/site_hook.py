@@ -26,6 +26,7 @@ PAGES = {  # of the site: the file
     "changelog.md": "CHANGELOG.md",
 }
 FENCE = re.compile(r"(^```.*?^```)", re.MULTILINE | re.DOTALL)
+BADGE = re.compile(r"^\[!\[.*\n", re.MULTILINE)  # those are images of other hosts
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s#]*)(#[^)\s]*)?\)")
 
 
@@ -59,7 +60,7 @@ def on_page_markdown(markdown, page, config, files):
         kind = "tree" if target.is_dir() else "blob"
         return f"[{text}]({config.repo_url.rstrip('/')}/{kind}/main/{name}{fragment})"
 
-    parts = FENCE.split(markdown)  # code at odd indices
+    parts = FENCE.split(BADGE.sub("", markdown))  # code at odd indices
     return "".join(part if i % 2 else LINK.sub(link, part) for i, part in enumerate(parts))
 
 
