@@ -62,8 +62,8 @@ Raises RuntimeError, TypeError, ValueError or NotImplementedError, which name th
 then."""
 
 _RESULT = f"""\
-Returns out, or a tuple of those that are asked for:
-    out: <out>, contiguous.
+Returns:
+    out: <out>, contiguous; alone, or in a tuple with those below that are asked for.
     softmax_lse (return_attn_probs): <lse> float32 (float64 for float64 q). Logarithm of the
         sum of exp(scores) of each row, the sink included.
     S_dmask (return_attn_probs): (0,), or with dropout the probabilities before it, dropped ones negative, of
@@ -85,12 +85,13 @@ sm_margin: int. Multiprocessors that persistent grids leave to other kernels; on
 return_attn_probs: bool. Also return softmax_lse."""
 
 _FA3_UNSERVED = """\
-attention_chunk: int, has to be 0; qv: None: neither is served, others raise NotImplementedError.
-num_splits: int; pack_gqa: bool: accepted for FlashAttention-3's sake, without effect on the result."""
+attention_chunk: int, has to be 0: it is not served, others raise NotImplementedError.
+qv: None: it is not served, a tensor raises NotImplementedError.
+num_splits, pack_gqa: int, bool: accepted for FlashAttention-3's sake, without effect on the result."""
 
 _FA3_RESULT = f"""\
-Returns out, or with return_attn_probs (out, softmax_lse):
-    out: <out> of q's dtype, bfloat16 for float8_e4m3fn q.
+Returns:
+    out: <out> of q's dtype, bfloat16 for float8_e4m3fn q; with return_attn_probs (out, softmax_lse).
     softmax_lse: <lse> float32 (float64 for float64 q), natural logarithm of the sum of
         exp(scores) of each row, the sink included; -inf in a row that sees no key, whose out is 0.
 

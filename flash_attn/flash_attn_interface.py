@@ -377,7 +377,7 @@ def flash_attn_func(
         v: (batch, seqlen_k, nheads_k, head_dim_v) of q's dtype. Head dims up to 256, any strides.
         <options>
 
-    Keyword-only arguments:
+    Keyword arguments:
         <keywords>
         <descales>
 
@@ -442,7 +442,7 @@ def flash_attn_qkvpacked_func(
         qkv: (batch, seqlen, 3, nheads, head_dim), float16 or bfloat16, on the CPU also float32 and float64.
         <options>
 
-    Keyword-only arguments:
+    Keyword arguments:
         <keywords>
 
     <result>
@@ -485,7 +485,7 @@ def flash_attn_kvpacked_func(
         kv: (batch, seqlen_k, 2, nheads_k, head_dim) of q's dtype, nheads a multiple of nheads_k.
         <options>
 
-    Keyword-only arguments:
+    Keyword arguments:
         <keywords>
 
     <result>
@@ -554,7 +554,7 @@ def flash_attn_varlen_func(
         block_table: int32 (batch, max_pages). The pages of each sequence in k and v. Forward only.
         <options>
 
-    Keyword-only arguments:
+    Keyword arguments:
         <keywords>
         seqused_q: int32 or int64 (batch,). How many of the first rows of each sequence of q are in use; the others
             belong to no sequence. Costs a sort of the rows and copies of q and out.
@@ -637,7 +637,7 @@ def flash_attn_varlen_qkvpacked_func(
         max_seqlen: int, or integer tensor of one element: an upper bound of the lengths.
         <options>
 
-    Keyword-only arguments:
+    Keyword arguments:
         <keywords>
 
     <result>
@@ -689,7 +689,7 @@ def flash_attn_varlen_kvpacked_func(
         max_seqlen_q, max_seqlen_k: int, or integer tensor of one element: upper bounds of the lengths.
         <options>
 
-    Keyword-only arguments:
+    Keyword arguments:
         <keywords>
 
     <result>

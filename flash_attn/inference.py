@@ -96,7 +96,7 @@ def flash_attn_with_kvcache(
             1 for none, 0 chooses by the lengths.
         return_softmax_lse: bool. Also return the LSE.
 
-    Keyword-only arguments:
+    Keyword arguments:
         out: like q, in any strides with a contiguous last dimension. Receives the result and is returned.
         plan: `KvCachePlan` made for these sizes and updated for these lengths. Brings its num_splits, batch_invariant
             and sm_margin. With plan and out nothing but the LSE is allocated (for chunks of prompts also some
@@ -119,8 +119,9 @@ def flash_attn_with_kvcache(
         k_descale_axis: None, "row" or "page": what a k_descale by row or page is of. New rows of at least 16 bits in
             pages of one row, where both have one shape, need it: those of rows are written, those of pages are fixed.
 
-    Returns out, or with return_softmax_lse (out, softmax_lse):
-        out: (batch, seqlen_q, nheads, head_dim), contiguous unless given. A row that sees no key has out 0.
+    Returns:
+        out: (batch, seqlen_q, nheads, head_dim), contiguous unless given; with return_softmax_lse (out, softmax_lse). A
+            row that sees no key has out 0.
         softmax_lse: (batch, nheads, seqlen_q) float32 (float64 for float64 q). Logarithm of the sum of exp(scores) of
             each row, the sink included.
 

@@ -97,7 +97,7 @@ def flash_attn_func(
         <fa3_options>
         <fa3_unserved>
 
-    Keyword-only arguments:
+    Keyword arguments:
         <sinks>
         out: a tensor for the result, which is returned; without gradients. float16 or bfloat16 for float8_e4m3fn q.
 
@@ -147,7 +147,7 @@ def flash_attn_qkvpacked_func(
         attention_chunk: int, has to be 0, others raise NotImplementedError.
         num_heads_q: int. Heads of q among those of the second form.
 
-    Keyword-only arguments:
+    Keyword arguments:
         <sinks>
 
     <fa3_result>
@@ -220,7 +220,7 @@ def flash_attn_varlen_func(
         <fa3_options>
         <fa3_unserved>
 
-    Keyword-only arguments:
+    Keyword arguments:
         <sinks>
         out: a tensor for the result, which is returned; without gradients. float16 or bfloat16 for float8_e4m3fn q.
 
@@ -316,12 +316,13 @@ def flash_attn_with_kvcache(
         sm_margin: int. Multiprocessors that persistent grids leave to other kernels; on CPU tensors no effect.
         return_softmax_lse: bool. Also return the LSE.
 
-    Keyword-only arguments:
+    Keyword arguments:
         <sinks>
         out: a tensor for the result, which is returned. float16 or bfloat16 for float8_e4m3fn q.
 
-    Returns out, or with return_softmax_lse (out, softmax_lse, empty, empty):
-        out: (batch, seqlen_q, nheads, head_dim_v), or (total_q, nheads, head_dim_v).
+    Returns:
+        out: (batch, seqlen_q, nheads, head_dim_v), or (total_q, nheads, head_dim_v); with return_softmax_lse
+            (out, softmax_lse, empty, empty).
         softmax_lse: (batch, nheads, seqlen_q) or (nheads, total_q) float32 (float64 for float64 q), natural logarithm
             of the sum of exp(scores) of each row, the sink included; -inf in a row that sees no key, whose out is 0.
         empty: tensors in the place of the partial results that FlashAttention-3 has of its splits.
@@ -370,7 +371,7 @@ def flash_attn_combine(
         out: (batch, seqlen, nheads, head_dim) of any of these dtypes. Receives the result and is returned.
         out_dtype: torch.dtype of the result. Default: that of out_partial.
 
-    Returns (out, lse):
+    Returns:
         out: (batch, seqlen, nheads, head_dim)
         lse: (batch, seqlen, nheads), of the dtype of lse_partial.
 
@@ -408,12 +409,18 @@ def get_scheduler_metadata(
 
     Pass it as scheduler_metadata, or do not. What does plan: `flash_attn.KvCachePlan`.
 
-    Arguments, which are checked and have no other effect:
+    The arguments are checked and have no other effect.
+
+    Arguments:
         batch_size, max_seqlen_q, max_seqlen_k, num_heads_q, num_heads_kv, headdim, headdim_v, page_size: int, sizes.
-        cache_seqlens: int32 (batch_size,). cu_seqlens_q, cache_leftpad: tensors or None.
-        qkv_dtype: torch.dtype. max_seqlen_k_new, num_splits, sm_margin: int. causal, has_softcap, pack_gqa: bool.
+        cache_seqlens: int32 (batch_size,).
+        cu_seqlens_q, cache_leftpad: tensors or None.
+        qkv_dtype: torch.dtype.
+        max_seqlen_k_new, num_splits, sm_margin: int.
+        causal, has_softcap, pack_gqa: bool.
         window_size: (left, right) in keys.
-        cu_seqlens_k_new: None; attention_chunk: 0; others raise NotImplementedError.
+        cu_seqlens_k_new: None; others raise NotImplementedError.
+        attention_chunk: 0; others raise NotImplementedError.
 
     <errors>
     """

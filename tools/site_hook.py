@@ -77,8 +77,7 @@ class Runtime(griffe.Extension):
 
     def on_function_instance(self, *, func, **kwargs):
         if func.docstring and re.search(r"^ *<\w+>$", func.docstring.value, re.MULTILINE):
-            text = inspect.getdoc(griffe.dynamic_import(func.path))
-            func.docstring = griffe.Docstring(text, parent=func, lineno=func.docstring.lineno)
+            func.docstring.value = inspect.getdoc(griffe.dynamic_import(func.path))
 
     def on_package(self, *, pkg, **kwargs):
         for module in modules_of(pkg):

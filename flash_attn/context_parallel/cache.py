@@ -120,14 +120,14 @@ def flash_attn_cp_kvcache(
         num_splits: int. The most splits of a sequence's keys on a rank; 1 for none, 0 chooses by the lengths.
         return_softmax_lse: bool. Also return the LSE.
 
-    Keyword-only arguments:
+    Keyword arguments:
         shards: a `CpCache`, which says which positions this rank keeps.
         sinks: (nheads,) float32 or half precision. A further logit, in natural-log units, in the softmax of every row,
             without a value.
         <lse_convention>
 
-    Returns out, or with return_softmax_lse (out, softmax_lse):
-        out: (batch, seqlen_q, nheads, head_dim)
+    Returns:
+        out: (batch, seqlen_q, nheads, head_dim); with return_softmax_lse (out, softmax_lse).
         softmax_lse: (batch, nheads, seqlen_q) float32 (float64 for float64).
 
     Raises RuntimeError, TypeError or ValueError that names the argument, on every rank as far as `shards` checks calls.

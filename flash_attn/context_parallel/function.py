@@ -55,7 +55,7 @@ def flash_attn_cp_func(
         <deterministic>
         return_attn_probs: bool. Also return softmax_lse and rng_state.
 
-    Keyword-only arguments:
+    Keyword arguments:
         plan: a `CpPlan`, which says which tokens this rank has.
         sinks: (nheads,) float32 or half precision. A further logit, in natural-log units, in the softmax of every row,
             without a value. Each rank's gradient is that of its own tokens; the sum over ranks is the whole.
@@ -63,8 +63,9 @@ def flash_attn_cp_func(
         sm_margin: int, number of SMs that attention leaves to NCCL in forward and backward if its grid is persistent;
             no effect on CPU tensors.
 
-    Returns out, or with return_attn_probs (out, softmax_lse, rng_state):
-        out: like q with head_dim_v, this rank's rows of what one GPU would compute.
+    Returns:
+        out: like q with head_dim_v, this rank's rows of what one GPU would compute; with return_attn_probs
+            (out, softmax_lse, rng_state).
         softmax_lse: (batch, nheads, num_tokens) or (nheads, num_tokens) float32 (float64 for float64), differentiable.
         rng_state: int64 (2,), the same on all ranks, in the place of S_dmask. `flash_attn.dropout_mask` makes the mask
             from it, with documents as the batch.

@@ -62,8 +62,8 @@ def flash_attn_straight_through_func(
         sinks: (nheads,) float32 or half precision; keyword only. A further logit, in natural-log units, in the softmax
             of every row, without a value. Learnable.
 
-    Returns out, or with return_attn_probs (out, softmax_lse):
-        out: (batch, seqlen_q, nheads, head_dim_v) of q's dtype.
+    Returns:
+        out: (batch, seqlen_q, nheads, head_dim_v) of q's dtype; with return_attn_probs (out, softmax_lse).
         softmax_lse: (batch, nheads, seqlen_q) float32, natural logarithm, differentiable; +inf in a row that sees no
             key, whose out is 0.
 
@@ -114,8 +114,8 @@ def flash_attn_varlen_straight_through_func(
         sinks: (nheads,) float32 or half precision; keyword only. A further logit, in natural-log units, in the softmax
             of every row, without a value. Learnable.
 
-    Returns out, or with return_attn_probs (out, softmax_lse):
-        out: (total_q, nheads, head_dim_v) of q's dtype.
+    Returns:
+        out: (total_q, nheads, head_dim_v) of q's dtype; with return_attn_probs (out, softmax_lse).
         softmax_lse: (nheads, total_q) float32, natural logarithm, differentiable; +inf in a row that sees no key, whose
             out is 0.
 

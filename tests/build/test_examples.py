@@ -70,7 +70,8 @@ def test_train_transformers(device, capsys):
 
 
 @pytest.mark.parametrize("name", SMALL_ONES)
-def test_small_examples(device, name, capsys):
+def test_small_examples(device, name, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: device == "cuda")
     if name == "llama_context_parallel":
         pytest.importorskip("transformers.masking_utils", reason="transformers is not installed")
     status = importlib.import_module(name).main(["--dry"] if name == "serve_vllm" else ["--device", device])
@@ -103,7 +104,8 @@ def test_quick_start():
 
 
 @pytest.mark.parametrize("page", ("quickstart", "kvcache"))
-def test_code_of_pages(page):
+def test_code_of_pages(device, page, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: device == "cuda")
     text = (EXAMPLES.parent / "docs" / f"{page}.md").read_text(encoding="utf-8")
     blocks = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     assert len(blocks) == 2
