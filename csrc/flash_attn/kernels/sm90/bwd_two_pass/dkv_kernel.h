@@ -124,25 +124,20 @@ struct DkvLoader : BwdTileLoader<Config> {
   }
 };
 
-// worker.run() of each key tile.
-template <class Config, class Worker>
+template <class Config, class Visit>
 __device__ __forceinline__ void for_each_key_tile(const BwdTwoPassLaunch& launch, DkvStorage<Config>& storage,
-                                                  Worker& worker) {
-  if constexpr (Config::kListed) {
-    for_each_index(storage, launch.num_tiles, InlinedKeyTile<Config, Worker>{launch, worker});
-  } else {
-    for_each_index(storage, launch.num_tiles, [&](int index) {
-      const BwdWorkTile tile = bwd_work_tile_at(launch.params, Config::kBlockN, index, launch.grid);
-      if (!tile.empty(Config::kBlockN)) worker.run(tile);
-    });
-  }
+                                                  const Visit& visit) {
+  for_each_index(storage, launch.num_tiles, [&](int index) {
+    const BwdWorkTile tile = bwd_work_tile_at(launch.params, Config::kBlockN, index, launch.grid);
+    if (!tile.empty(Config::kBlockN)) visit(tile);
+  });
 }
 
 template <class Config>
 struct DkvStatistics {
   const BwdTwoPassLaunch& launch;
   DkvStorage<Config>& storage;
-  PipelineState<Config::kStages> state;
+  PipelineState<Config::kStages>& state;
 
   __device__ __forceinline__ void run(const BwdWorkTile& tile) {
     load_statistics<Config>(launch, storage, tile, state);
@@ -353,17 +348,23 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
     if (warp == 0) DkvLoader<Config>(launch, storage).run_all();
     if (warp == 1) {
-      DkvStatistics<Config> statistics{launch, storage};
-      for_each_key_tile(launch, storage, statistics);
+      PipelineState<Config::kStages> state;
+      if constexpr (Config::kListed) {
+        DkvStatistics<Config> statistics{launch, storage, state};
+        for_each_index(storage, launch.num_tiles, InlinedKeyTile<Config, DkvStatistics<Config>>{launch, statistics});
+      } else {
+        for_each_key_tile(launch, storage,
+                          [&](const BwdWorkTile& tile) { load_statistics<Config>(launch, storage, tile, state); });
+      }
     }
   } else if (warp_group == 1) {
     cutlass::arch::warpgroup_reg_alloc<Config::kConsumerRegisters>();
     FirstConsumer<Config> consumer(launch, storage);
-    for_each_key_tile(launch, storage, consumer);
+    for_each_key_tile(launch, storage, [&](const BwdWorkTile& tile) { consumer.run(tile); });
   } else {
     cutlass::arch::warpgroup_reg_alloc<Config::kConsumerRegisters>();
     SecondConsumer<Config> consumer(launch, storage);
-    for_each_key_tile(launch, storage, consumer);
+    for_each_key_tile(launch, storage, [&](const BwdWorkTile& tile) { consumer.run(tile); });
   }
 }
 
