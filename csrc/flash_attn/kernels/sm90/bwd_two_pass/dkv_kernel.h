@@ -360,11 +360,19 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   } else if (warp_group == 1) {
     cutlass::arch::warpgroup_reg_alloc<Config::kConsumerRegisters>();
     FirstConsumer<Config> consumer(launch, storage);
-    for_each_key_tile(launch, storage, [&](const BwdWorkTile& tile) { consumer.run(tile); });
+    if constexpr (Config::kListed) {
+      for_each_index(storage, launch.num_tiles, InlinedKeyTile<Config, FirstConsumer<Config>>{launch, consumer});
+    } else {
+      for_each_key_tile(launch, storage, [&](const BwdWorkTile& tile) { consumer.run(tile); });
+    }
   } else {
     cutlass::arch::warpgroup_reg_alloc<Config::kConsumerRegisters>();
     SecondConsumer<Config> consumer(launch, storage);
-    for_each_key_tile(launch, storage, [&](const BwdWorkTile& tile) { consumer.run(tile); });
+    if constexpr (Config::kListed) {
+      for_each_index(storage, launch.num_tiles, InlinedKeyTile<Config, SecondConsumer<Config>>{launch, consumer});
+    } else {
+      for_each_key_tile(launch, storage, [&](const BwdWorkTile& tile) { consumer.run(tile); });
+    }
   }
 }
 
