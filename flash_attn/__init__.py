@@ -21,11 +21,13 @@ from flash_attn.flash_attn_interface import (
 )
 from flash_attn.inference import flash_attn_combine, flash_attn_with_kvcache
 from flash_attn.kvcache_plan import KvCachePlan
+from flash_attn.masks import AttentionMask
 from flash_attn.ops import flops as _flops  # noqa: F401 (registers the formulas)
 
 __build__ = _build_info()
 
 __all__ = [
+    "AttentionMask",
     "KvCachePlan",
     "dropout_mask",
     "explain",

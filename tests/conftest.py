@@ -129,6 +129,14 @@ def device(request) -> str:
 
 
 @pytest.fixture
+def masked_device(device) -> str:
+    """The device, where its kernels take mask, attn_bias and rel_bias."""
+    if device == "cuda":
+        pytest.skip("the CUDA kernels take no mask, attn_bias and rel_bias yet")
+    return device
+
+
+@pytest.fixture
 def hopper(device):
     """The device, where the kernels are of two families; skips where there is one only."""
     import flash_attn

@@ -166,19 +166,19 @@ def forward_fake(args: AttentionArgs):
 
 
 def backward(args: AttentionBackwardArgs, backend=None):
-    """Attention backward -> the gradients of those of (q, k, v, sinks) that are given, each a new contiguous tensor."""
+    """Attention backward -> the gradients of those of `args.learned()` that are given, each a new contiguous tensor."""
     packed = []
     if args.v is None:
         given = (args.q,) if args.k is None else (args.q, args.k)
         packed = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in given]
     targets = unpack(*packed, *[None] * (3 - len(packed))) if packed else (None, None, None)
-    dq, dk, dv, _, *dsinks = _backward_into(args, *targets, backend)
-    return [*(packed or (dq, dk, dv)), *dsinks]
+    dq, dk, dv, _, *others = _backward_into(args, *targets, backend)
+    return [*(packed or (dq, dk, dv)), *others]
 
 
 def backward_fake(args: AttentionBackwardArgs):
     """Outputs of `backward` by shape, dtype, strides and device alone."""
-    return [x.new_empty(x.shape) for x in (args.q, args.k, args.v, args.sinks) if x is not None]
+    return [x.new_empty(x.shape) for x in args.learned() if x is not None]
 
 
 def backward_into(args: AttentionBackwardArgs, dq, dk, dv):
@@ -191,7 +191,8 @@ def backward_into(args: AttentionBackwardArgs, dq, dk, dv):
 
 
 def _backward_into(args, dq, dk, dv, backend=None):
-    """-> [dq, dk, dv, softmax_d], and with sinks their gradient; a gradient that is not given is new and contiguous."""
+    """-> [dq, dk, dv, softmax_d], and the gradients of sinks and biases, of those there are; a gradient that is not
+    given is new and contiguous."""
     backend = backend or backends.of(args.q)
     wanted = (dq, dk, dv)
     context.check_writable(("dq", "dk", "dv"), wanted)
