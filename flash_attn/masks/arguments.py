@@ -9,6 +9,8 @@ from .attention_mask import AttentionMask
 from .checks import dtype_name, require
 from .factors import MaskFactors
 
+DEVICES = ("cpu",)  # whose backends take all three
+
 
 def mask_factors(
     mask: AttentionMask | Tensor | None, packed: bool = False, seqlen_q: int | None = None

@@ -14,7 +14,7 @@ from flash_attn.batch_invariance import is_batch_invariant
 from flash_attn.eight_bit import EIGHT_BIT
 from flash_attn.limits import MAX_HEAD_DIM
 from flash_attn.masks import AttentionMask
-from flash_attn.masks.arguments import mask_factors
+from flash_attn.masks.arguments import DEVICES, mask_factors
 from flash_attn.masks.checks import require
 from flash_attn.ops import arguments
 from flash_attn.ops.attention_args import DENSE, MASK_TENSORS, PLAIN, AttentionArgs, Options, Sequences
@@ -122,8 +122,10 @@ def _score_tensors(args: AttentionArgs, options: Options) -> dict[str, Any]:
     """The fields of a mask and of biases."""
     for name in ("mask", "attn_bias", "rel_bias"):
         value = getattr(options, name)
-        if value is not None and args.q.is_cuda:  # until its kernels take them: nothing has been launched yet
-            raise NotImplementedError(f"{name}: expected None on cuda, got one: only the CPU backend takes it")
+        if value is not None and args.q.device.type not in DEVICES:  # nothing has been launched yet
+            raise NotImplementedError(
+                f"{name}: expected None on {args.q.device.type}, got one: taken on {', '.join(DEVICES)} alone"
+            )
     is_packed = args.cu_seqlens_q is not None
     seqlen_q = None if is_packed or args.q.dim() < 2 else args.q.shape[1]
     fields: dict[str, Any] = {"attn_bias": options.attn_bias, "rel_bias": options.rel_bias}
