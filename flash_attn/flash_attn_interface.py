@@ -22,8 +22,9 @@ strides      any; a head dim with a stride other than 1 costs a copy.
 positions    aligned to the bottom right corner: query i of sq is at position i + sk - sq among sk keys.
 masked rows  a fully masked row (a query that sees no key) has output 0, gradients 0 and LSE +inf (with sinks: LSE the
              sink).
-gradients    of out and softmax_lse with respect to q, k, v and sinks; alibi_slopes or a number as a tensor that
-             requires one is rejected. Not twice differentiable, no forward mode. torch.vmap loops over the samples.
+gradients    of out and softmax_lse with respect to q, k, v, sinks, attn_bias and rel_bias; alibi_slopes or a number
+             as a tensor that requires one is rejected. Not twice differentiable, no forward mode. torch.vmap loops over
+             the samples.
 
 Bad arguments raise RuntimeError, TypeError or NotImplementedError: the message names the argument, what was expected
 and what it was; nothing is computed then.
@@ -42,6 +43,7 @@ from torch.nn import Parameter
 from flash_attn import backends
 from flash_attn._types import Descale, TensorOrTuple, WindowSize
 from flash_attn.inference import flash_attn_combine, flash_attn_with_kvcache  # noqa: F401
+from flash_attn.masks import AttentionMask
 from flash_attn.ops import arguments, calls, context, library, normalize, outputs
 from flash_attn.ops.attention_args import ATTENTION_INPUTS, DENSE, PLAIN, AttentionArgs, Options, Sequences
 from flash_attn.ops.lse import check_convention, converted
@@ -70,7 +72,8 @@ class _Attention(torch.autograd.Function):
 
     `apply` takes, by position: the inputs; for packed sequences what tells them apart; dropout_p, softmax_scale,
     causal, window_size, softcap, alibi_slopes, deterministic, return_softmax and is_grad_enabled=True as in flash_attn
-    2.8; sinks and `Options`, which flash_attn 2.8 does not have. With is_grad_enabled False nothing is recorded.
+    2.8; sinks and `Options`, which flash_attn 2.8 does not have, and where it has biases these once more. With
+    is_grad_enabled False nothing is recorded.
     """
 
     num_inputs = 3
@@ -90,21 +93,33 @@ class _Attention(torch.autograd.Function):
             if type(sinks) is not Tensor and type(sinks) is not Parameter:
                 return cls.forward(None, *args)
             records = records or sinks.requires_grad
+        biases: tuple[Any, ...] = ()
+        if options is not PLAIN and not (options.attn_bias is options.rel_bias is None):
+            biases = options.attn_bias, options.rel_bias  # once more, as tensors that autograd sees
+            for x in biases:
+                if x is not None and type(x) is not Tensor and type(x) is not Parameter:
+                    return cls.forward(None, *args)
+            records = records or context.records_gradients(*biases)
         if options.out is not None or context.is_watched():
             return cls.forward(None, *args)
         if records and torch.is_grad_enabled():
-            return super().apply(*args)  # type: ignore[no-untyped-call]  # of torch
+            return super().apply(*args, *biases)  # type: ignore[no-untyped-call]  # of torch
         return cls.forward(_EAGER, *args)
 
     @staticmethod
     def backward(ctx: Any, dout: Any, *others: Any) -> Any:
         if ctx.head_dims is not None and dout is not None:
             dout = normalize.pad(dout, ctx.surplus_columns)
-        *grads, dsinks = library.input_gradients(ctx, dout, others[0] if ctx.returns_lse else None)
+        needed = ctx.needs_input_grad
+        wants_biases = ctx.has_biases and (needed[-2] or needed[-1])
+        dlse = others[0] if ctx.returns_lse else None
+        *grads, dsinks, dattn_bias, drel_bias = library.input_gradients(ctx, dout, dlse, wants_biases)
         if ctx.head_dims is not None:
             grads = [None if x is None else x[..., :size] for x, size in zip(grads, ctx.head_dims)]
-        rest = [None] * (len(ctx.needs_input_grad) - ctx.num_inputs)
-        if dsinks is not None:
+        rest = [None] * (len(needed) - ctx.num_inputs)
+        if ctx.has_biases:
+            rest[-4], rest[-2], rest[-1] = dsinks, dattn_bias, drel_bias
+        elif dsinks is not None:
             rest[-2] = dsinks
         return (*grads[: ctx.num_inputs], *rest)
 
@@ -145,14 +160,14 @@ class FlashAttnVarlenFunc(_Attention):
         ctx: Any, q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: Any, max_seqlen_k: Any,
         dropout_p: Any, softmax_scale: Any, causal: Any, window_size: Any, softcap: Any, alibi_slopes: Any,
         deterministic: Any, return_softmax: Any, block_table: Any = None, is_grad_enabled: Any = True,
-        sinks: Any = None, options: Options = PLAIN,
+        sinks: Any = None, options: Options = PLAIN, *biases: Any,
     ) -> Any:  # fmt: skip
         sequences = Sequences(
             cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, options.seqused_k, options.leftpad_k, block_table
         )
         return _attention(
             ctx, (q, k, v), sequences, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
-            deterministic, return_softmax, is_grad_enabled, sinks, options,
+            deterministic, return_softmax, is_grad_enabled, sinks, options, *biases,
         )  # fmt: skip
 
 
@@ -192,9 +207,10 @@ def _attention(
     is_grad_enabled: Any = True,
     sinks: Any = None,
     options: Options = PLAIN,
+    *biases: Any,
 ) -> Any:
-    """The forward of all classes. ctx: that of an autograd.Function; _EAGER where nothing is recorded and nobody
-    watches; None where neither is sure."""
+    """The forward of all classes. biases: those of options, where autograd records them. ctx: that of an
+    autograd.Function; _EAGER where nothing is recorded and nobody watches; None where neither is sure."""
     try:
         if type(return_softmax) is not bool:
             return_softmax = arguments.flag("return_attn_probs", return_softmax)
@@ -219,7 +235,7 @@ def _attention(
             results = (*results, *max_logit)
         if ctx is not _EAGER and ctx is not None:
             library.save_for_backward(ctx, args, output)
-            ctx.num_inputs, ctx.returns_lse = len(inputs), return_softmax
+            ctx.num_inputs, ctx.returns_lse, ctx.has_biases = len(inputs), return_softmax, bool(biases)
             ctx.head_dims = (*[inputs[0].shape[-1]] * 2, inputs[-1].shape[-1]) if padded else None
             ctx.surplus_columns = output[0].shape[-1] - inputs[-1].shape[-1] if padded else 0
             constant = results[2 if return_softmax else 1 :] if is_grad_enabled else results
@@ -275,6 +291,7 @@ def attend_rows_in_use(
         return attend(inputs, sequences, *options)
     *score, sinks, more = options
     q, k, v = inputs = arguments.attention_inputs(normalize.NAMES[2], inputs)
+    normalize.check_score_tensors(more, q)
     arguments.check_sequences(sequences)
     arguments.check_rank("q", q, "total, heads, head_dim")
     assert sequences.cu_seqlens_q is not None
@@ -285,7 +302,7 @@ def attend_rows_in_use(
         outputs.check_result(out, q, v, more.quant.out_dtype, read)
     result = attend(
         (rows.gather(q), k, v), sequences._replace(cu_seqlens_q=rows.cu_seqlens), *score, sinks,
-        more._replace(out=None),
+        more._replace(out=None, **normalize.score_rows(rows, more, q)),
     )  # fmt: skip
     result, *others = result if isinstance(result, tuple) else (result,)
     if len(others) > 1:  # the LSE comes with S_dmask
@@ -306,28 +323,21 @@ def _rare(
 
 
 def _of_packed(
-    sinks: Tensor | None,
-    s_aux: Tensor | None,
-    learnable_sink: Tensor | None,
-    lse_convention: str,
-    return_max_logit: bool,
+    sinks: Tensor | None, s_aux: Tensor | None, learnable_sink: Tensor | None, lse_convention: str,
+    mask: AttentionMask | Tensor | None, attn_bias: Tensor | None, rel_bias: Tensor | None, return_max_logit: bool,
     batch_invariant: bool,
-) -> tuple[Any, ...]:
+) -> tuple[Any, ...]:  # fmt: skip
     """`_rare` of the packed functions, () where nothing of it is given. The others test in place, which is faster."""
     if (
-        sinks is s_aux is learnable_sink is None
+        sinks is s_aux is learnable_sink is mask is attn_bias is rel_bias is None
         and return_max_logit is batch_invariant is False
         and lse_convention == "fa2"
     ):
         return ()
     return _rare(
-        sinks,
-        s_aux,
-        learnable_sink,
-        lse_convention,
-        return_max_logit=return_max_logit,
-        batch_invariant=batch_invariant,
-    )
+        sinks, s_aux, learnable_sink, lse_convention, mask=mask, attn_bias=attn_bias, rel_bias=rel_bias,
+        return_max_logit=return_max_logit, batch_invariant=batch_invariant,
+    )  # fmt: skip
 
 
 def _in_convention(result: Any, lse_convention: str, return_attn_probs: Any) -> Any:
@@ -352,12 +362,20 @@ _OPTIONS_DOC = """
     Keyword-only arguments:
         sinks, s_aux, learnable_sink: (nheads,) float32 or half precision, one argument of three names. A further
             logit, in natural-log units, in the softmax of every row, without a value. Learnable; -inf is no sink.
+        mask: `flash_attn.AttentionMask`, or a bool tensor {scores},
+            True where a score takes part (docs/masks.md). Causal and window hide more. On CPU tensors, as the next two.
+        attn_bias: of q's dtype or float32, {scores}.
+            Added to the scores, after softcap, in natural-log units; -inf hides a score. Learnable.
+        rel_bias: float32 (nheads, 2 R + 1), of which column R + clamp(j - p, -R, R) is added likewise. Learnable.
         return_max_logit: bool. Also return max_logit.
         batch_invariant: bool. The results of a sequence (dq: with deterministic) do not depend, to the last bit, on
             the others in the batch. `set_batch_invariant` asks for it in all calls.
         lse_convention: "fa2": softmax_lse is a natural logarithm, +inf in a fully masked row; "fa3": -inf there;
             "flashinfer": to base 2, -inf there.
 """
+
+# Axes of tensors of scores, by the number of those of the LSE.
+_SCORES = {3: "that broadcasts to (batch, nheads, seqlen_q, seqlen_k)", 2: "(1 or nheads, total_q, max_seqlen_k)"}
 
 _DESCALES_DOC = """
         q_descale, k_descale, v_descale: of 8-bit q (float8_e4m3fn), k and v (float8_e4m3fn or int8), whose values are
@@ -378,7 +396,7 @@ _RESULT_DOC = """
             (batch, nheads, seqlen_q, seqlen_k) rounded up to multiples of 128. For tests.
         max_logit (return_max_logit): (nheads,), the largest visible logit of each head, without the sink, or -inf.
 
-    Gradients: of out and softmax_lse with respect to q, k, v and sinks, once. A row that sees no key has out 0.
+    Gradients: of out and softmax_lse with respect to q, k, v, sinks and biases, once. A row that sees no key has out 0.
     Raises RuntimeError, TypeError, ValueError or NotImplementedError, which name the argument; nothing is computed
     then.
 """
@@ -393,7 +411,8 @@ def _documented(out: str, lse: str, rows: str = "") -> Callable[[_Function], _Fu
     def fill(function: _Function) -> _Function:
         if function.__doc__ is not None:  # None under python -OO
             result = _RESULT_DOC.format(out=out, lse=lse).strip()
-            sections = {"<options>": _OPTIONS_DOC, "<descales>": _DESCALES_DOC.format(rows=rows), "<result>": result}
+            options = _OPTIONS_DOC.format(scores=_SCORES[len(lse.split(","))])
+            sections = {"<options>": options, "<descales>": _DESCALES_DOC.format(rows=rows), "<result>": result}
             for place, text in sections.items():
                 function.__doc__ = function.__doc__.replace(place, text.strip())
         return function
@@ -416,6 +435,9 @@ def flash_attn_func(
     return_attn_probs: bool = False,
     *,
     sinks: Tensor | None = None,
+    mask: AttentionMask | Tensor | None = None,
+    attn_bias: Tensor | None = None,
+    rel_bias: Tensor | None = None,
     return_max_logit: bool = False,
     batch_invariant: bool = False,
     s_aux: Tensor | None = None,
@@ -449,20 +471,15 @@ def flash_attn_func(
         )  # fmt: skip
     more: tuple[Any, ...] = ()
     if not (
-        sinks is s_aux is learnable_sink is None
+        sinks is s_aux is learnable_sink is mask is attn_bias is rel_bias is None
         and return_max_logit is batch_invariant is False
         and lse_convention == "fa2"
         and quant is NO_QUANT
     ):
         more = _rare(
-            sinks,
-            s_aux,
-            learnable_sink,
-            lse_convention,
-            return_max_logit=return_max_logit,
-            batch_invariant=batch_invariant,
-            quant=quant,
-        )
+            sinks, s_aux, learnable_sink, lse_convention, mask=mask, attn_bias=attn_bias, rel_bias=rel_bias,
+            return_max_logit=return_max_logit, batch_invariant=batch_invariant, quant=quant,
+        )  # fmt: skip
     score = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
     if _is_compiling():
         result = _attention(None, (q, k, v), DENSE, *score, *more)
@@ -484,6 +501,9 @@ def flash_attn_qkvpacked_func(
     return_attn_probs: bool = False,
     *,
     sinks: Tensor | None = None,
+    mask: AttentionMask | Tensor | None = None,
+    attn_bias: Tensor | None = None,
+    rel_bias: Tensor | None = None,
     return_max_logit: bool = False,
     batch_invariant: bool = False,
     s_aux: Tensor | None = None,
@@ -498,7 +518,9 @@ def flash_attn_qkvpacked_func(
 
     <result>
     """
-    more = _of_packed(sinks, s_aux, learnable_sink, lse_convention, return_max_logit, batch_invariant)
+    more = _of_packed(
+        sinks, s_aux, learnable_sink, lse_convention, mask, attn_bias, rel_bias, return_max_logit, batch_invariant
+    )  # fmt: skip
     score = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
     if _is_compiling():
         result = _attention(None, (qkv,), DENSE, *score, *more)
@@ -521,6 +543,9 @@ def flash_attn_kvpacked_func(
     return_attn_probs: bool = False,
     *,
     sinks: Tensor | None = None,
+    mask: AttentionMask | Tensor | None = None,
+    attn_bias: Tensor | None = None,
+    rel_bias: Tensor | None = None,
     return_max_logit: bool = False,
     batch_invariant: bool = False,
     s_aux: Tensor | None = None,
@@ -536,7 +561,9 @@ def flash_attn_kvpacked_func(
 
     <result>
     """
-    more = _of_packed(sinks, s_aux, learnable_sink, lse_convention, return_max_logit, batch_invariant)
+    more = _of_packed(
+        sinks, s_aux, learnable_sink, lse_convention, mask, attn_bias, rel_bias, return_max_logit, batch_invariant
+    )  # fmt: skip
     score = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
     if _is_compiling():
         result = _attention(None, (q, kv), DENSE, *score, *more)
@@ -572,6 +599,9 @@ def flash_attn_varlen_func(
     seqused_k: Tensor | None = None,
     leftpad_k: Tensor | None = None,
     sinks: Tensor | None = None,
+    mask: AttentionMask | Tensor | None = None,
+    attn_bias: Tensor | None = None,
+    rel_bias: Tensor | None = None,
     return_max_logit: bool = False,
     batch_invariant: bool = False,
     s_aux: Tensor | None = None,
@@ -618,23 +648,17 @@ def flash_attn_varlen_func(
         )  # fmt: skip
     more: tuple[Any, ...] = ()
     if not (
-        sinks is s_aux is learnable_sink is None
+        sinks is s_aux is learnable_sink is mask is attn_bias is rel_bias is None
         and return_max_logit is batch_invariant is False
         and lse_convention == "fa2"
         and quant is NO_QUANT
         and seqused_k is leftpad_k is None
     ):
         more = _rare(
-            sinks,
-            s_aux,
-            learnable_sink,
-            lse_convention,
-            return_max_logit=return_max_logit,
-            batch_invariant=batch_invariant,
-            quant=quant,
-            seqused_k=seqused_k,
+            sinks, s_aux, learnable_sink, lse_convention, mask=mask, attn_bias=attn_bias, rel_bias=rel_bias,
+            return_max_logit=return_max_logit, batch_invariant=batch_invariant, quant=quant, seqused_k=seqused_k,
             leftpad_k=leftpad_k,
-        )
+        )  # fmt: skip
     score = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
     if seqused_q is not None or _is_compiling():
         sequences = Sequences(
@@ -663,6 +687,9 @@ def flash_attn_varlen_qkvpacked_func(
     return_attn_probs: bool = False,
     *,
     sinks: Tensor | None = None,
+    mask: AttentionMask | Tensor | None = None,
+    attn_bias: Tensor | None = None,
+    rel_bias: Tensor | None = None,
     return_max_logit: bool = False,
     batch_invariant: bool = False,
     s_aux: Tensor | None = None,
@@ -679,7 +706,9 @@ def flash_attn_varlen_qkvpacked_func(
 
     <result>
     """
-    more = _of_packed(sinks, s_aux, learnable_sink, lse_convention, return_max_logit, batch_invariant)
+    more = _of_packed(
+        sinks, s_aux, learnable_sink, lse_convention, mask, attn_bias, rel_bias, return_max_logit, batch_invariant
+    )  # fmt: skip
     score = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
     if _is_compiling():
         sequences = Sequences(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
@@ -707,6 +736,9 @@ def flash_attn_varlen_kvpacked_func(
     return_attn_probs: bool = False,
     *,
     sinks: Tensor | None = None,
+    mask: AttentionMask | Tensor | None = None,
+    attn_bias: Tensor | None = None,
+    rel_bias: Tensor | None = None,
     return_max_logit: bool = False,
     batch_invariant: bool = False,
     s_aux: Tensor | None = None,
@@ -725,7 +757,9 @@ def flash_attn_varlen_kvpacked_func(
 
     <result>
     """
-    more = _of_packed(sinks, s_aux, learnable_sink, lse_convention, return_max_logit, batch_invariant)
+    more = _of_packed(
+        sinks, s_aux, learnable_sink, lse_convention, mask, attn_bias, rel_bias, return_max_logit, batch_invariant
+    )  # fmt: skip
     score = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
     if _is_compiling():
         sequences = Sequences(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)

@@ -19,6 +19,7 @@ from flash_attn.flash_attn_interface import (
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
 )
+from flash_attn.masks import AttentionMask
 from flash_attn.ops import arguments
 from flash_attn.utils.derived_buffers import DerivedBuffers
 
@@ -111,6 +112,10 @@ class FlashSelfAttention(_FlashAttention):
         causal: bool | None = None,
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | Tensor | None = None,
+        *,
+        mask: AttentionMask | Tensor | None = None,
+        attn_bias: Tensor | None = None,
+        rel_bias: Tensor | None = None,
     ) -> Tensor:
         """
         Arguments:
@@ -118,14 +123,16 @@ class FlashSelfAttention(_FlashAttention):
             causal: bool, instead of the module's, or None.
             cu_seqlens: int32 (batch + 1,): sequence i has the rows cu_seqlens[i] to cu_seqlens[i + 1]; or None.
             max_seqlen: int, the longest sequence; needed with cu_seqlens.
+            mask, attn_bias, rel_bias: as in these functions.
 
         Returns (batch, seqlen, nheads, head_dim), or (total, nheads, head_dim).
         """
+        options = {**self._options(causal, qkv.device), "mask": mask, "attn_bias": attn_bias, "rel_bias": rel_bias}
         if cu_seqlens is None:
-            return flash_attn_qkvpacked_func(qkv, **self._options(causal, qkv.device))
+            return flash_attn_qkvpacked_func(qkv, **options)
         _require_given(max_seqlen=max_seqlen)
         assert max_seqlen is not None
-        return flash_attn_varlen_qkvpacked_func(qkv, cu_seqlens, max_seqlen, **self._options(causal, qkv.device))
+        return flash_attn_varlen_qkvpacked_func(qkv, cu_seqlens, max_seqlen, **options)
 
 
 class FlashCrossAttention(_FlashAttention):
@@ -151,6 +158,10 @@ class FlashCrossAttention(_FlashAttention):
         max_seqlen: int | Tensor | None = None,
         cu_seqlens_k: Tensor | None = None,
         max_seqlen_k: int | Tensor | None = None,
+        *,
+        mask: AttentionMask | Tensor | None = None,
+        attn_bias: Tensor | None = None,
+        rel_bias: Tensor | None = None,
     ) -> Tensor:
         """
         Arguments:
@@ -159,16 +170,16 @@ class FlashCrossAttention(_FlashAttention):
             causal: bool, instead of the module's, or None.
             cu_seqlens, max_seqlen: int32 (batch + 1,) and int, of q; or None.
             cu_seqlens_k, max_seqlen_k: the same of kv; needed with cu_seqlens.
+            mask, attn_bias, rel_bias: as in these functions.
 
         Returns a tensor like q.
         """
+        options = {**self._options(causal, q.device), "mask": mask, "attn_bias": attn_bias, "rel_bias": rel_bias}
         if cu_seqlens is None:
-            return flash_attn_kvpacked_func(q, kv, **self._options(causal, q.device))
+            return flash_attn_kvpacked_func(q, kv, **options)
         _require_given(max_seqlen=max_seqlen, cu_seqlens_k=cu_seqlens_k, max_seqlen_k=max_seqlen_k)
         assert max_seqlen is not None and cu_seqlens_k is not None and max_seqlen_k is not None
-        return flash_attn_varlen_kvpacked_func(
-            q, kv, cu_seqlens, cu_seqlens_k, max_seqlen, max_seqlen_k, **self._options(causal, q.device)
-        )
+        return flash_attn_varlen_kvpacked_func(q, kv, cu_seqlens, cu_seqlens_k, max_seqlen, max_seqlen_k, **options)
 
 
 def _require_given(**arguments: object) -> None:
