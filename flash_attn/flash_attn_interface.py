@@ -261,6 +261,11 @@ def _recorded(args: AttentionArgs, inputs: Any) -> Any:
                 "q, k, v: expected different tensors in compiled FlashAttnFunc.apply, got one twice, whose gradients "
                 "torch does not add: compiled flash_attn_func takes it"
             )
+        if not (args.attn_bias is args.rel_bias is None):
+            raise NotImplementedError(
+                "attn_bias, rel_bias: expected None in compiled FlashAttnFunc.apply, got one, whose gradient torch "
+                "drops: compiled flash_attn_func takes it"
+            )
         return library.attention(args)
     context.check_savable(ATTENTION_INPUTS, (args.q, args.k, args.v))
     return calls.forward(args)

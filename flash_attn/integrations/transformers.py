@@ -254,7 +254,7 @@ def _biased(
     if mask is not None:
         _check_tokens(mask)
         k, v, position_bias = k[:, : mask.shape[1]], v[:, : mask.shape[1]], position_bias[..., : mask.shape[1]]
-        keys = flash_attn.AttentionMask.key_padding(mask)
+        keys = flash_attn.AttentionMask.key_padding(mask.bool())
     return flash_attn.flash_attn_func(q, k, v, mask=keys, attn_bias=position_bias, **score, **training)
 
 

@@ -163,20 +163,21 @@ def _served_inputs(
     return (query, key, value, attn_mask) if fits else None
 
 
-def _mask_fits(attn_mask, query, seqlen_k):
+def _mask_fits(attn_mask: Any, query: Tensor, seqlen_k: int) -> bool:
     """Whether a mask is one that these kernels take with such queries and so many keys."""
     if type(attn_mask) is CausalBias:
         return query.shape[2] == attn_mask.seq_len_q and seqlen_k == attn_mask.seq_len_kv
     if type(attn_mask) not in _TENSOR_TYPES or attn_mask.layout is not torch.strided or attn_mask.is_nested:
         return False
     sizes = (seqlen_k, *query.shape[2::-1])
-    return (
+    fits: bool = (
         attn_mask.device == query.device
         and query.device.type in DEVICES
-        and attn_mask.dtype in (torch.bool, query.dtype)
+        and attn_mask.dtype in (torch.bool, torch.float32, query.dtype)
         and 2 <= attn_mask.dim() <= 4
         and all(n in (1, full) for n, full in zip(attn_mask.shape[::-1], sizes))
     )
+    return fits
 
 
 def _plain_execution() -> bool:
@@ -200,7 +201,8 @@ def _attention(
 ) -> Tensor:
     """SDPA (batch, heads, seqlen, head_dim) by the public function, whose positions are aligned bottom right."""
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-    scores, bottom_right = {}, False
+    scores: dict[str, Any] = {}
+    bottom_right = False
     if type(attn_mask) is CausalBias:
         causal, bottom_right = True, attn_mask.variant == CausalVariant.LOWER_RIGHT
     elif attn_mask is not None:

@@ -15,7 +15,9 @@ from torch.utils.checkpoint import checkpoint
 
 import flash_attn
 from flash_attn import AttentionMask, backends, flash_attn_func, flash_attn_varlen_func
+from flash_attn.flash_attn_interface import FlashAttnFunc
 from flash_attn.masks.arguments import DEVICES
+from flash_attn.ops.attention_args import Options
 
 BATCH, HEADS, HEADS_K, SEQLEN, DIM = 2, 4, 2, 37, 16
 LENGTHS = (20, 0, 17)
@@ -215,6 +217,30 @@ def cubes(mask):
     return lambda q, k, v, attn_bias, rel_bias: (masked_step(q, k, v, mask, attn_bias, rel_bias) ** 3).sum()
 
 
+@pytest.mark.parametrize("axes", ((0,), (1, 3), (0, 1, 2, 3)))
+def test_gradients_of_expanded_biases(masked_device, axes):
+    """That of the expanded tensor has every element, that of what was expanded their sums."""
+    full = (BATCH, HEADS, SEQLEN, SEQLEN)
+    q, k, v = dense_inputs(masked_device, 3)
+    bias = randn(masked_device, *(1 if i in axes else n for i, n in enumerate(full)))
+    expanded = bias.expand(full)
+    results = flash_attn_func(q, k, v, attn_bias=expanded, return_attn_probs=True)
+    check_step(results, lambda d: expected(q, k, v, None, None, 0, d, attn_bias=expanded), [q, expanded, bias])
+
+
+def test_compiled_apply_keeps_the_gradient_of_a_bias(masked_device):
+    """Within which torch sees no tensor of a record: the call is left to eager execution."""
+
+    def step(q, k, v, bias):
+        rest = (0.0, None, False, (-1, -1), 0.0, None, False, False, True, None, Options(attn_bias=bias))
+        return FlashAttnFunc.apply(q, k, v, *rest)
+
+    arguments = [*dense_inputs(masked_device, 3), randn(masked_device, SEQLEN, SEQLEN)]
+    compiled = gradients(torch.compile(step, backend="eager"), arguments)
+    for ours, right in zip(compiled, gradients(step, arguments)):
+        torch.testing.assert_close(ours, right)
+
+
 @pytest.mark.parametrize("kind", ("mask", "blocks", "tensor"))
 def test_compilers_and_transforms(masked_device, kind):
     """torch.compile, torch.func, make_fx and checkpoints give the eager results; new contents compile nothing."""
@@ -301,12 +327,22 @@ def test_gradients_only_for_biases_that_ask(masked_device, monkeypatch):
     assert "bias_grad" not in seen[-1] and rel_bias.grad is not None and constant.grad is None
 
 
-def test_plain_calls_pass_nothing_by_name(masked_device, monkeypatch):
-    backend, seen = backends.get(masked_device), []
-    fwd = backend.fwd
-    monkeypatch.setattr(backend, "fwd", lambda *args, **named: [seen.append(named), fwd(*args, **named)][1])
-    flash_attn_func(*dense_inputs(masked_device, 3))
-    assert seen == [{}]
+def test_plain_calls_pass_nothing_by_name(device, monkeypatch):
+    """So a backend without these arguments computes them."""
+    backend, seen = backends.get(device), {}
+    for name in ("fwd", "varlen_fwd", "bwd", "varlen_bwd"):
+        function = getattr(backend, name)
+
+        def recorded(*args, name=name, function=function, **named):
+            seen[name] = named
+            return function(*args, **named)
+
+        monkeypatch.setattr(backend, name, recorded)
+    q, k, v = dense_inputs(device, 3)
+    cu = cumulative(device, (BATCH * SEQLEN,))
+    packed = flash_attn_varlen_func(*(x.flatten(0, 1) for x in (q, k, v)), cu, cu, BATCH * SEQLEN, BATCH * SEQLEN)
+    (flash_attn_func(q, k, v).sum() + packed.sum()).backward()
+    assert seen == dict.fromkeys(("fwd", "varlen_fwd", "bwd", "varlen_bwd"), {})
 
 
 def test_minus_infinity_hides(masked_device):
@@ -335,6 +371,7 @@ def test_explain(masked_device):
     (
         ({"mask": 3}, "mask: expected an AttentionMask or a bool Tensor, got int"),
         ({"mask": torch.zeros(3)}, "mask: expected an AttentionMask or dtype bool; numbers are an attn_bias"),
+        ({"mask": torch.ones(37, 37, dtype=torch.bool).to_sparse()}, "mask: expected a strided Tensor, got a sparse"),
         ({"attn_bias": [1.0]}, "attn_bias: expected a Tensor, got list"),
         ({"attn_bias": torch.ones(37, 37, dtype=torch.bool)}, "attn_bias: expected numbers"),
         ({"attn_bias": torch.ones(36)}, "attn_bias: expected shape"),

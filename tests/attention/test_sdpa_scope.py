@@ -87,7 +87,7 @@ MASKS = {  # heads, rows and columns of a mask in the first batch entry
 }
 
 
-@pytest.mark.parametrize("kind", ("bool", "numbers", "expanded"))
+@pytest.mark.parametrize("kind", ("bool", "numbers", "float32", "expanded"))
 @pytest.mark.parametrize("name", MASKS)
 def test_masks(masked_device, scope, name, kind):
     """Against torch itself, with the gradient of numbers; rows without keys are among those of bool masks."""
@@ -99,7 +99,8 @@ def test_masks(masked_device, scope, name, kind):
         mask = mask > -0.5
         if mask.shape[-2] > 1:
             mask[..., 5, :] = False
-    elif kind == "numbers":
+    elif kind in ("numbers", "float32"):
+        mask = mask.float() if kind == "float32" else mask
         leaves.append(mask.requires_grad_())
     else:
         mask = (mask > -0.5).expand(2, 4, 31, 50)
