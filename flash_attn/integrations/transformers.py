@@ -186,9 +186,9 @@ def attention(
         module, query, key, value, dropout, scaling, sliding_window, softcap, is_causal, s_aux, options
     )  # fmt: skip
     if position_bias is not None:
-        for name, given in (("cu_seq_lens_q", cu_seq_lens_q), ("k_cache", k_cache)):
-            if given is not None:
-                raise NotImplementedError(f"{name}: expected None with position_bias, got {type(given).__name__}")
+        for name, other in (("cu_seq_lens_q", cu_seq_lens_q), ("k_cache", k_cache)):
+            if other is not None:
+                raise NotImplementedError(f"{name}: expected None with position_bias, got {type(other).__name__}")
         return _biased(q, k, v, attention_mask, position_bias, score, training), None
     if k_cache is not None:
         cache: tuple[Any, ...] = (k_cache, v_cache, cache_seqlens, cu_seq_lens_k, block_table)
