@@ -72,8 +72,8 @@ class _Attention(torch.autograd.Function):
 
     `apply` takes, by position: the inputs; for packed sequences what tells them apart; dropout_p, softmax_scale,
     causal, window_size, softcap, alibi_slopes, deterministic, return_softmax and is_grad_enabled=True as in flash_attn
-    2.8; sinks and `Options`, which flash_attn 2.8 does not have, and where it has biases these once more. With
-    is_grad_enabled False nothing is recorded.
+    2.8; sinks and `Options`, which flash_attn 2.8 does not have; in `forward` then the biases of the options, for
+    autograd sees no tensor within a record. With is_grad_enabled False nothing is recorded.
     """
 
     num_inputs = 3
@@ -95,7 +95,7 @@ class _Attention(torch.autograd.Function):
             records = records or sinks.requires_grad
         biases: tuple[Any, ...] = ()
         if options is not PLAIN and not (options.attn_bias is options.rel_bias is None):
-            biases = options.attn_bias, options.rel_bias  # once more, as tensors that autograd sees
+            biases = options.attn_bias, options.rel_bias
             for x in biases:
                 if x is not None and type(x) is not Tensor and type(x) is not Parameter:
                     return cls.forward(None, *args)

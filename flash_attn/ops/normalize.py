@@ -22,8 +22,8 @@ from flash_attn.ops.quant_args import NO_QUANT
 from flash_attn.ops.rows import RowsInUse
 
 _is_compiling = torch.compiler.is_compiling
-_make = tuple.__new__  # 0.4 us faster than a call of the class, which compilers know
-_DEFAULTS = tuple(AttentionArgs._field_defaults.values())[1:]  # all fields after batch_invariant
+_make = tuple.__new__  # 0.3 us less than a call of the class, but compilers know that alone
+_DEFAULTS = tuple(AttentionArgs._field_defaults.values())[1:]  # of all fields after batch_invariant
 NAMES = (("qkv",), ("q", "kv"), ("q", "k", "v"))  # of the inputs in each packing
 
 

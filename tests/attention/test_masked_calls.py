@@ -203,7 +203,7 @@ def step_arguments(device, kind):
         ),
         "tensor": lambda: torch.rand(BATCH, 1, SEQLEN, SEQLEN, device=device) > 0.4,
     }  # fmt: skip
-    attn_bias = randn(device, 1, HEADS, SEQLEN, 1)
+    attn_bias = randn(device, HEADS, SEQLEN, 1)
     return [*dense_inputs(device, 3), masks[kind](), attn_bias, rel_bias_of(device)]
 
 
