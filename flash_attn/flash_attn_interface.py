@@ -103,7 +103,8 @@ class _Attention(torch.autograd.Function):
         if options.out is not None or context.is_watched():
             return cls.forward(None, *args)
         if records and torch.is_grad_enabled():
-            return super().apply(*args, *biases)  # type: ignore[no-untyped-call]  # of torch
+            args = (*args, *biases) if biases else args
+            return super().apply(*args)  # type: ignore[no-untyped-call]  # of torch
         return cls.forward(_EAGER, *args)
 
     @staticmethod

@@ -98,8 +98,8 @@ class AttentionArgs(NamedTuple):
     rel_bias: Optional[Tensor] = None
 
     def named(self) -> dict[str, Any]:
-        """What is given of NAMED_OPTIONS, attn_bias, mask and sm_margin, by name: reading one costs the extension as
-        much as a check."""
+        """What is given of NAMED_OPTIONS, attn_bias, mask and sm_margin, by name, and in a backward bias_grad where it
+        is False: reading one costs the extension as much as a check."""
         given: dict[str, Any] = {}
         if (
             self.sinks is self.mask_query_ranges is self.mask_key_hidden is self.mask_bits is self.mask_block_map
@@ -112,6 +112,8 @@ class AttentionArgs(NamedTuple):
                 given[name] = value
         if self.attn_bias is not None:
             given["attn_bias"] = with_all_axes(self.attn_bias, packed=self.cu_seqlens_q is not None)
+        if not (self.attn_bias is self.rel_bias is None or getattr(self, "bias_grad", True)):
+            given["bias_grad"] = False
         mask = self.mask()
         if mask is not None:
             given["mask"] = mask
@@ -218,13 +220,7 @@ class AttentionBackwardArgs(NamedTuple):
     # mypy knows no assignment in a NamedTuple
     has_score_tensors = AttentionArgs.has_score_tensors  # type: ignore[misc]
     mask = AttentionArgs.mask  # type: ignore[misc]
-
-    def named(self) -> dict[str, Any]:
-        """As of the forward, and bias_grad where it is False."""
-        given = AttentionArgs.named(self)  # type: ignore[arg-type]
-        if not self.bias_grad and not (self.attn_bias is self.rel_bias is None):
-            given["bias_grad"] = False
-        return given
+    named = AttentionArgs.named  # type: ignore[misc]
 
     def learned(self) -> tuple[Optional[Tensor], ...]:
         """The inputs that get a gradient, in the order of ATTENTION_INPUTS."""

@@ -111,7 +111,7 @@ def input_gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None, bias_gra
     if not (bias_grad or args.attn_bias is args.rel_bias is None):
         args = args._replace(bias_grad=False)
     grads = iter(attention_backward(args))
-    return tuple(None if x is None else next(grads) for x in args.learned())
+    return [None if x is None else next(grads) for x in args.learned()]
 
 
 def attention_backward(args: AttentionBackwardArgs) -> Any:
