@@ -126,8 +126,8 @@ class FlashSelfAttention(_FlashAttention):
             causal: bool, instead of the module's, or None.
             cu_seqlens: int32 (batch + 1,): sequence i has the rows cu_seqlens[i] to cu_seqlens[i + 1]; or None.
             max_seqlen: int, the longest sequence; needed with cu_seqlens.
-            mask: `flash_attn.AttentionMask`, or a bool tensor that broadcasts to (batch, nheads, seqlen, seqlen), with
-                cu_seqlens (1 or nheads, total, max_seqlen), True where a score takes part; or None.
+            mask: `flash_attn.AttentionMask`, or a bool tensor that broadcasts to (batch, nheads, seqlen, seqlen),
+                with cu_seqlens (1 or nheads, total, max_seqlen), True where a score takes part; or None.
             attn_bias: numbers of these sizes, added to the scores; or None.
             rel_bias: float32 (nheads, 2 R + 1): column R + clamp(j - p, -R, R) for key j and a query at p; or None.
 
@@ -176,8 +176,8 @@ class FlashCrossAttention(_FlashAttention):
             causal: bool, instead of the module's, or None.
             cu_seqlens, max_seqlen: int32 (batch + 1,) and int, of q; or None.
             cu_seqlens_k, max_seqlen_k: the same of kv; needed with cu_seqlens.
-            mask: `flash_attn.AttentionMask`, or a bool tensor that broadcasts to (batch, nheads, seqlen, seqlen_k), with
-                cu_seqlens (1 or nheads, total, max_seqlen_k), True where a score takes part; or None.
+            mask: `flash_attn.AttentionMask`, or a bool tensor that broadcasts to (batch, nheads, seqlen, seqlen_k),
+                with cu_seqlens (1 or nheads, total, max_seqlen_k), True where a score takes part; or None.
             attn_bias: numbers of these sizes, added to the scores; or None.
             rel_bias: float32 (nheads, 2 R + 1): column R + clamp(j - p, -R, R) for key j and a query at p; or None.
 

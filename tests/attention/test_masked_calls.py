@@ -394,5 +394,8 @@ def test_cuda_refuses_by_name():
         for name in ("mask", "attn_bias", "rel_bias"):
             x = torch.empty(2, 3 if name == "rel_bias" else 1, 8, device="cuda", dtype=torch.float32)
             x = x.bool() if name == "mask" else x
+            cu, used = torch.zeros(2, 1, dtype=torch.int32, device="cuda")
             with pytest.raises(NotImplementedError, match=f"^{name}: expected None on cuda, got one"):
                 flash_attn_func(q, q, q, **{name: x})
+            with pytest.raises(NotImplementedError, match=f"^{name}: expected None on cuda, got one"):
+                flash_attn_varlen_func(q[0], q[0], q[0], cu, cu, 8, 8, seqused_q=used, **{name: x})
