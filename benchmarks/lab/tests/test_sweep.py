@@ -3,29 +3,23 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 LAB = Path(__file__).resolve().parents[1]
-ROOT = LAB.parents[1]
-sys.path[:] = [str(ROOT / "tools"), *sys.path, str(LAB), str(LAB.parent)]
+sys.path += [str(LAB), str(LAB.parent)]
 
 import ablate
 import plan_headers
 import results
-import resumable
 import study
 import sweep
 import tile_designs
-from errors import BuildError
 from tile_designs import KERNELS, TileDesign
-from toolchain import find_cutlass, find_toolkit
 
 needs_gxx = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
 HEAD_DIMS = (32, 64, 96, 128, 192, 256)
@@ -71,7 +65,7 @@ def test_impossible_tiles_are_refused_with_a_reason(kernel, row, reason):
 
 @needs_gxx
 def test_the_list_is_printed_without_nvcc(capsys, monkeypatch):
-    monkeypatch.setattr(study, "make_compiler", lambda *_: pytest.fail("it looked for nvcc"))
+    monkeypatch.setattr(study, "Compiler", lambda *_: pytest.fail("it looked for nvcc"))
     asked = ["--list", "--kernels", "bwd_wgmma", "--head-dims", "96", "192"]
     sweep.main(asked)
     lines = capsys.readouterr().out.splitlines()
@@ -80,38 +74,6 @@ def test_the_list_is_printed_without_nvcc(capsys, monkeypatch):
     assert capsys.readouterr().out.splitlines() == lines[1:]
     with pytest.raises(SystemExit, match="expected names of --list, got nothing"):
         sweep.main(["--list", "--without", "nothing"])
-
-
-@pytest.mark.skipif("CI" not in os.environ, reason="nvcc takes 20 seconds a kernel: in CI only")
-@pytest.mark.parametrize(
-    "kernel, head_dim",
-    [("fwd_mma_sync", 32), ("fwd_wgmma", 64), ("bwd_mma_sync", 32), ("bwd_wgmma", 64), ("bwd_wgmma", 192)],
-)
-def test_launchers_compile_and_link(kernel, head_dim, tmp_path):
-    """The checks in a launcher fail to compile where the copied header is not the one that is included."""
-    if find_toolkit(sys.path) is None or shutil.which("g++") is None:
-        pytest.skip("nvcc or g++ is not installed")
-    try:
-        find_cutlass(ROOT, sys.path, ROOT / "build" / "cutlass")
-    except BuildError:
-        if "FLASH_ATTN_KERNEL_ARCHIVE" not in os.environ:
-            raise
-        pytest.skip("no CUTLASS headers, which an install from a kernel archive does not need")
-    program = (
-        "import sys, ctypes, json; from pathlib import Path; sys.path.insert(0, sys.argv[1])\n"
-        "import kernel_library, tile_designs\n"
-        "groups = tile_designs.groups([sys.argv[3]]).items()\n"
-        "design = next(entries[0].design for group, entries in groups if group.head_dim == int(sys.argv[4]))\n"
-        "compiler = kernel_library.Compiler(folder=Path(sys.argv[2]))\n"
-        "print(json.dumps(compiler.compile(design)))\n"
-        "ctypes.CDLL(str(compiler.library(design)))['lab_' + sys.argv[5]]\n"
-    )
-    function = "backward" if kernel.startswith("bwd") else "forward"
-    command = [sys.executable, "-c", program, str(LAB), str(tmp_path), kernel, str(head_dim), function]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
-    facts = json.loads(done.stdout)
-    assert facts["threads"] >= 128 and facts["smem_bytes"] > 0 and not facts["spills"] and not facts["serialized"]
 
 
 def exact(torch, attention, scale=1.0):
@@ -159,7 +121,7 @@ class FakeCompiler:
     (ablate, "--head-dims 64", ["wgmma"]),
 ])  # fmt: skip
 def test_a_dry_run_on_the_cpu(program, options, others, tmp_path, monkeypatch, capsys):
-    """All but nvcc and the kernels: checks, timing, the JSON, the report, and a run that goes on."""
+    """All but nvcc and the kernels: checks, timing, the JSON, the report."""
     import cases
     import shared
     import timing
@@ -179,29 +141,20 @@ def test_a_dry_run_on_the_cpu(program, options, others, tmp_path, monkeypatch, c
     monkeypatch.setattr(study, "forward", wrong_in_fp16)
     monkeypatch.setattr(study, "backward", backward)
     monkeypatch.setattr(study, "flash_attention", lambda q, k, v, causal: (q, None))
-    monkeypatch.setattr(study, "make_compiler", FakeCompiler)
+    monkeypatch.setattr(study, "Compiler", FakeCompiler)
     monkeypatch.setattr(program, "SEQLENS", (16, 128))
     monkeypatch.setattr(shared, "bench_cells", lambda dims: small)
     monkeypatch.setattr(timing, "CudaTimer", timing.HostTimer)
-    monkeypatch.setattr(resumable.faulthandler, "dump_traceback_later", lambda *a, **k: None)  # of a captured stderr
     out = tmp_path / "result.json"
-    arguments = [*options.split(), "--min-ms", "0", "--out", str(out)]
-    program.main(arguments)
+    program.main([*options.split(), "--min-ms", "0", "--out", str(out)])
     result, text = json.loads(out.read_text()), capsys.readouterr().out
-    assert result["finished"]
     if program is sweep:
         assert [group["kernel"] for group in result["groups"][1:]] == others
         assert sorted(result["groups"][0]["flops"]) == ["causal 128", "causal 16", "full 128", "full 16"]
         left_out = "mma.sync backward, d 128 bf16, 64 × 128, 8 warps (2/4/2 along M), 1 CTA an SM: does not compile"
-        key, first, unfinished = "groups", 0, result["groups"][:1]
     else:
         assert list(result["families"]) == ["mma_sync", *others]
         left_out = "- left out: mma.sync forward, head dim 64, fp16: s 20, 20, full: out: error"
-        key, first, unfinished = "families", "mma_sync", {"mma_sync": result["families"]["mma_sync"]}
     assert left_out in text
     program.main(["--from-json", str(results.store("stored", result, tmp_path))])  # which has no reasons
     assert [line for line in capsys.readouterr().out.splitlines() if line not in text] == []
-    out.write_text(json.dumps({**result, key: unfinished, "finished": False}))
-    program.main(arguments)
-    again = json.loads(out.read_text())
-    assert again["finished"] and len(again[key]) == len(result[key]) and again[key][first] == result[key][first]
