@@ -1,6 +1,6 @@
-"""The public functions of inference: attention over a KV cache, combining partial results. No autograd of their own.
+"""The public functions of inference: attention over a KV cache, combining partial results. Without autograd.
 
-What holds for all attention functions (dtypes, heads, positions, masked rows): `flash_attn.flash_attn_interface`.
+Rules of all attention functions (dtypes, heads, positions, masked rows): `flash_attn.flash_attn_interface`.
 """
 
 from __future__ import annotations
@@ -58,16 +58,16 @@ def flash_attn_with_kvcache(
     """Attention of new queries over a KV cache, which first receives the new k and v in place. No backward.
 
     Keys of sequence i: cache_seqlens[i] cached ones, then the seqlen_new of k. Positions are aligned bottom right.
-    Rows of the cache that are not among the keys are never read, whatever they hold; written are the rows
-    cache_seqlens[i] to cache_seqlens[i] + seqlen_new alone.
+    Other rows of the cache are never read and may hold anything. Only the rows cache_seqlens[i] to
+    cache_seqlens[i] + seqlen_new are written.
 
-    A sequence with cache_seqlens[i] = -1 is a padding request: nothing is read or written for it, its out is 0 and its
-    LSE +inf; its row of block_table may hold anything. The same holds on the GPU, without waiting for it, for a
+    A sequence with cache_seqlens[i] = -1 is an inactive request: nothing is read or written for it, its out is 0 and
+    its LSE +inf; its row of block_table may hold anything. The same holds on the GPU, without waiting for it, for a
     sequence whose length does not fit into the cache, or that needs a page, cache row or rotary angle that does not
     exist; where the host sees such a length or entry (an int, CPU tensors), it is an error.
 
-    Caches of float8_e4m3fn and int8: attention of code * descale. New k and v that are wider are quantised when they
-    are written, behind the rotation and rounded as a cache of their dtype would be (`flash_attn.eight_bit` has the
+    Caches of float8_e4m3fn and int8: attention of stored value * descale. Wider new k and v are quantised when they are
+    written, after the rotation and rounded as a cache of their dtype would be (`flash_attn.eight_bit` has the
     arithmetic).
 
     Arguments:
@@ -102,18 +102,19 @@ def flash_attn_with_kvcache(
             batch, seqlen_q, page size and num_splits: a decoded token equals the same token in a longer chunk.
         lse_convention: str, of softmax_lse, as in `flash_attn_func`: "fa2", "fa3" or "flashinfer".
         sinks, s_aux, learnable_sink: (nheads,) float32 or half precision. As in `flash_attn_func`; a row without keys
-            has out 0 and LSE the sink, a padding request has none.
+            has out 0 and LSE the sink, an inactive request has no sink.
         q_descale: as in `flash_attn_func`, of float8_e4m3fn q, whose k_cache is float8_e4m3fn too.
         k_descale: of an 8-bit k_cache: a number, or float32 on its device of one element, (nheads_k,),
             (batch, nheads_k), of each page or row (num_pages, 1 or page_size, nheads_k), without pages
-            (batch_cache, 1 or seqlen_cache, nheads_k). Where there is one for each row, those of the new rows, largest
-            value / 448 (int8: 127), are written; any other is what new rows are quantised by. None is 1.
+            (batch_cache, 1 or seqlen_cache, nheads_k). If each row has a descale, those of the new rows are
+            written: largest value / 448 (int8: 127). Otherwise new rows are quantised by the given one. None is 1.
         v_descale: the same of v_cache.
         v_descale_axis: None, "channel" for a v_descale of (nheads_k, head_dim) or (batch, nheads_k, head_dim), "row" or
             "page" as k_descale_axis.
         out_dtype: as in `flash_attn_func`.
-        k_descale_axis: None, "row" or "page": what a k_descale by row or page is of. New rows of at least 16 bits in
-            pages of one row, where both have one shape, need it: those of rows are written, those of pages are fixed.
+        k_descale_axis: None, "row" or "page": the axis of a k_descale of three dimensions. New rows of at least 16
+            bits in pages of one row, where both have one shape, need it: those of rows are written, those of
+            pages are fixed.
 
     Returns:
         out: (batch, seqlen_q, nheads, head_dim), contiguous unless given.

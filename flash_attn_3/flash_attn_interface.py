@@ -1,6 +1,6 @@
 """FlashAttention-3's public functions, computed by flash_attn: the same arguments, results and conventions.
 
-What holds for all of them is what holds for those of `flash_attn` (dtypes, heads, head dims, positions, errors), but:
+The rules of `flash_attn` hold (dtypes, heads, head dims, positions, errors), but:
 
 softmax_lse  of a fully masked row is -inf here.
 8 bits       q, k and v of float8_e4m3fn with q_descale, k_descale, v_descale (batch, nheads_k), and all else that
@@ -269,7 +269,7 @@ def flash_attn_with_kvcache(
 
     Arguments:
         q: (batch, seqlen_q, nheads, head_dim), or (total_q, nheads, head_dim) with cu_seqlens_q.
-        v_cache: like k_cache, without new keys with a head dim of its own.
+        v_cache: like k_cache; without new keys it may have another head dim.
         page_table: int32 (batch, max_pages), the block_table of `flash_attn.flash_attn_with_kvcache`, whose arguments
             the others are, and whose rules hold.
         cu_seqlens_q: int32 (batch + 1,). Where each sequence of packed queries begins: prefill and decode in one call.
@@ -339,9 +339,9 @@ def get_scheduler_metadata(
     pack_gqa: bool | None = None,
     sm_margin: int = 0,
 ) -> Tensor:
-    """An empty int32 tensor on the device of cache_seqlens: nothing has to be scheduled ahead of a call here.
+    """An empty int32 tensor on the device of cache_seqlens: nothing has to be scheduled before a call here.
 
-    Pass it as scheduler_metadata, or do not. What does plan ahead: `flash_attn.KvCachePlan`.
+    Passing it as scheduler_metadata has no effect. `flash_attn.KvCachePlan` plans calls.
     """
     try:
         return scheduler_metadata(

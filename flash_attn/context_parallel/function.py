@@ -45,13 +45,13 @@ def flash_attn_cp_func(
         plan: a CpPlan. The other arguments are those of `flash_attn_func` and equal on all ranks. Masks, ALiBi and
             dropout use positions in the whole document.
         alibi_slopes: float32 (nheads,) or (batch, nheads); with a packed plan (documents, nheads).
-        sinks: (nheads,). Each rank's gradient is that of its own tokens; the sum over ranks is the whole.
+        sinks: (nheads,). A rank's gradient is that of its tokens; the whole is the sum over ranks.
         lse_convention: of softmax_lse, as in `flash_attn_func`.
         sm_margin: int, number of SMs that attention leaves to NCCL in forward and backward if its grid is persistent;
             no effect on CPU tensors.
 
     Returns:
-        out: like q with head_dim_v, this rank's rows of what one GPU would compute.
+        out: like q with head_dim_v, this rank's rows of one GPU's result.
         softmax_lse (with return_attn_probs): (batch, nheads, num_tokens) or (nheads, num_tokens), differentiable.
         rng_state (with return_attn_probs, in the place of S_dmask): int64 (2,), the same on all ranks.
             `flash_attn.dropout_mask` makes the mask from it, with documents as the batch.
@@ -147,7 +147,7 @@ class _CpAttention(torch.autograd.Function):
 
 
 class _OnceDifferentiable(torch.autograd.Function):
-    """Gradients as functions of what they depend on, without derivatives."""
+    """Gradients as functions of their inputs, without derivatives."""
 
     @staticmethod
     def forward(ctx: Any, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:

@@ -101,7 +101,7 @@ class MHA(nn.Module):
         fused_bias_fc: bool, without effect: the projections are `nn.Linear`.
         use_flash_attn: bool. Attention by `flash_attn` instead of its definition.
         return_residual: bool. Return (out, input).
-        checkpointing: bool. Compute the attention anew in the backward instead of keeping what it needs.
+        checkpointing: bool. Compute the attention anew in the backward instead of saving its inputs.
         dwconv: bool, has to be False.
         device, dtype: of the parameters.
 
@@ -198,7 +198,7 @@ class MHA(nn.Module):
 
         Arguments:
             group: a ProcessGroup or a rank of a LocalGroup; None: attention over x alone again.
-            layout, method: as in `CpPlan.dense`, which says what tokens x has to hold: `plan.shard(x, 1)`, with
+            layout, method: as in `CpPlan.dense`, which defines the tokens of x: `plan.shard(x, 1)`, with
                 "zigzag" of 2R equal chunks the r-th and the r-th from the end.
 
         Raises RuntimeError with cross_attn, without use_flash_attn, and for a group without this rank.
