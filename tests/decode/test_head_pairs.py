@@ -1,5 +1,5 @@
 """Decoding by so many tiles that each has two K/V heads (csrc/flash_attn/plan/decode_plan.h), where rows of a head are
-short: every feature, over codes and over 16 bits, and the calls whose tiles have one head all the same."""
+short: every feature, over 8 and over 16 bits, and the calls whose tiles have one head all the same."""
 
 from __future__ import annotations
 
