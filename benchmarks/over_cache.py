@@ -1,7 +1,7 @@
 """Attention over a KV cache: inputs of such rows, the calls of the implementations, the check of their results.
 
 Builders take (row, inputs) and return the function to call, as in torch_peers.py. In rows timed by the replay of a
-graph of several calls, these stand for the layers of a model: each reads a cache of its own, so that no call finds its
+graph of several calls, these act as the layers of a model: each reads another cache, so that no call finds its
 keys in the L2 cache, and what a model computes once per step (our plan) is computed once per CALLS_PER_GRAPH calls.
 """
 

@@ -74,7 +74,7 @@ class Row:
 
     @property
     def plain(self):
-        """The same problem without features and sequences of its own; the row itself may be it."""
+        """The same problem without features and packed sequences; the row itself may be it."""
         plain = {"softcap": 0.0, "alibi": "none", "dropout": 0.0, "sinks": False, "max_logit": False}
         case = dataclasses.replace(self.case, window=(-1, -1), kind="dense", seqlens=(), **plain)
         return dataclasses.replace(self, case=case)

@@ -131,7 +131,7 @@ def bench_groups(dtype: str = "bfloat16") -> dict[str, list[Case]]:
             for causal in (False, True)
             for packed in (False, True)
         ],
-        # At head dim 128 every one; at others those with kernels of their own, and the layers of a model with windows.
+        # At head dim 128 every one; at others those with separate kernels, and the layers of a model with windows.
         "features": [
             *(
                 Case(2, 8192, 8192, 16, 16, 128, dtype, causal, **feature)

@@ -42,7 +42,7 @@ class Batch(NamedTuple):
 
 
 def make_batch(device, head_dim_v=HEAD_DIM, unused=3):
-    """Pages in random places, NaN wherever no key stands; `unused` rows of q at the end belong to no sequence."""
+    """Pages in random places, NaN wherever there is no key; `unused` rows of q at the end belong to no sequence."""
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     pages = [-(-n // PAGE) for n in LENGTHS_K]
     places = torch.randperm(sum(pages) + 4, device=device, dtype=torch.int32)

@@ -1,6 +1,6 @@
 """Accuracy of 8-bit attention against float64 on the dequantised inputs, where formats and orders of keys go wrong.
 
-Plain inputs show neither an accumulator that loses bits nor probabilities that underflow behind a sink: V with a mean,
+Plain inputs show neither an accumulator that loses bits nor probabilities that underflow next to a sink: V with a mean,
 sinks, large and rising logits and outliers do.
 """
 

@@ -315,7 +315,7 @@ def test_no_backward(device):
         out.sum().backward()
 
 
-def test_autocast_leaves_codes_alone(device):
+def test_autocast_leaves_8_bit_tensors_alone(device):
     if device == "cuda":
         pytest.skip("CUDA has no float32 attention")
     q, k, v = (

@@ -155,7 +155,7 @@ def test_descales(device, name, query_heads, size, exp):
 @pytest.mark.devices("cuda")
 @pytest.mark.parametrize("d", HEAD_DIMS)
 def test_descales_that_the_stream_has_just_written(device, d):
-    """The kernels start before the one ahead of them has ended."""
+    """The kernels start before the previous one has ended."""
     q, k, v = dense(device, 2, 300, 400, 4, 2, d)
     descale = torch.empty((), device=device)
     for value in torch.rand(50).tolist():
@@ -365,7 +365,7 @@ def test_cuda_graph(device, exp, d):
 
 @pytest.mark.devices("cuda")
 @pytest.mark.parametrize("d", HEAD_DIMS)
-def test_the_kernels_serve_such_calls(device, d):
+def test_the_kernels_support_such_calls(device, d):
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("no wgmma")
     q, k, v = dense(device, 1, 200, 200, 2, 2, d)

@@ -34,7 +34,7 @@ FAMILIES = (None, "wgmma", "mma_sync", "split_kv")
 
 @pytest.fixture(params=FAMILIES, ids=str)
 def family(request, device, monkeypatch):
-    """Forced where it serves the call."""
+    """Forced where it supports the call."""
     if device == "cpu" and request.param is not None:
         pytest.skip("the CPU backend has no families")
     if request.param is not None:

@@ -67,7 +67,7 @@ def test_table_is_that_of_torch():
 @pytest.mark.parametrize("dtype", FORMATS)
 @pytest.mark.parametrize("half", (torch.float16, torch.bfloat16))
 @pytest.mark.parametrize("scale", (1.0, 0.0137, 3.0e-5, 2.0**-126, 1e30))
-def test_every_half_precision_value_has_its_code(device, dtype, half, scale):
+def test_every_half_precision_value_is_rounded_to_nearest(device, dtype, half, scale):
     x = every_half(half, device)
     descale = torch.tensor(scale, device=device)
     expected = expected_values(x.float().cpu().numpy(), np.float32(scale), dtype)

@@ -90,7 +90,7 @@ def test_allowance_shares_what_is_left(monkeypatch):
     assert allowance.budget(timing.Budget(max_ms=30.0), 0).max_ms == 30.0
     now[0] = 106.0
     assert allowance.budget(timing.Budget(), 3).max_ms == pytest.approx(1000.0)
-    assert allowance.behind(1) and not allowance.behind(3)
+    assert allowance.is_late(1) and not allowance.is_late(3)
     assert not allowance.exhausted()
     now[0] = 112.5
     assert allowance.exhausted()

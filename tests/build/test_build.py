@@ -352,7 +352,7 @@ def test_progress_is_seen_on_the_terminal_of_an_install_that_pip_keeps_quiet(tmp
 
 @needs_ninja
 @needs_compiler
-def test_compile_commands_are_the_compilers_own(stand_in, tmp_path):
+def test_compile_commands_are_those_of_the_compiler(stand_in, tmp_path):
     stand_in()
     database = tmp_path / "out" / compile_commands.NAME
     entries = {Path(entry["file"]).name: entry for entry in json.loads(database.read_text())}

@@ -206,7 +206,7 @@ uint8_t stored_value(int row, int col) {
   return static_cast<uint8_t>((stored & 0x7f) == 0x7f ? 0x42 : stored);
 }
 
-// Q K^T over a 16-byte vector of columns: Q's pairs stand where KvQuery::narrow() puts them.
+// Q K^T over a 16-byte vector of columns: Q's pairs are where KvQuery::narrow() puts them.
 template <class Format>
 void check_keys(int vector) {
   const int first = vector * kVectorCols;
@@ -288,7 +288,7 @@ void check_values(int first_key, int head_dim) {
   for (int count : met) check::that(count == kRows, "every element once", count);
 }
 
-// The vectors of a step of kHeadDim columns: the ring writes each to a place of its own, ldmatrix finds it, and eight
+// The vectors of a step of kHeadDim columns: the ring writes each to a separate place, ldmatrix finds it, and eight
 // lanes together, a phase of either, touch all banks once.
 template <int kHeadDim>
 void check_swizzle() {
@@ -303,7 +303,7 @@ void check_swizzle() {
         const int lane_row = lane / kLanes, row = pass * kPassRows + lane_row, vector = lane % kLanes;
         const int swizzled = vector ^ Swizzle::key(lane_row) ^ Swizzle::key(pass * kPassRows);  // KvRing::copy()
         const int place = row * kVectors + Swizzle::next(swizzled, 0);
-        check::that(content[place] < 0, "a place of its own", kHeadDim, row, vector);
+        check::that(content[place] < 0, "a separate place", kHeadDim, row, vector);
         content[place] = row * kVectors + vector;
         banks.insert(place % 8);
       }
@@ -348,7 +348,7 @@ float from_bits(uint32_t bits) {
   return value;
 }
 
-// 8-bit values times the power that K takes are exact in fp16; what is left for queries is at most 1, up to 2^7.
+// 8-bit values times the power that K takes are exact in fp16; the rest, for queries, is at most 1, up to 2^7.
 void check_key_power() {
   for (uint32_t exponent = 0; exponent < 256; ++exponent) {
     for (uint32_t mantissa : {0u, 1u, 0x400000u, 0x7fffffu}) {

@@ -89,7 +89,7 @@ def quantized_rows(rows, descale, stored):
 @pytest.mark.parametrize("page_size", (0, 16))
 @pytest.mark.parametrize("rotary_dim", (0, 32))
 def test_append(device, stored, shape, page_size, rotary_dim):
-    """New rows are quantised bit for bit as by `flash_attn.eight_bit`, behind rotary; the rest stays as it is."""
+    """New rows are quantised bit for bit as by `flash_attn.eight_bit`, after rotary; other rows are unchanged."""
     case = KvCase(
         lengths=(40, 0, 91, -1), seqlen_q=3, seqlen_new=3, dtype="float16", causal=True, page_size=page_size,
         rotary_dim=rotary_dim,
@@ -141,7 +141,7 @@ def given_of(problem, descale, i, length):
 
 
 @pytest.mark.parametrize("shape", ("tensor", "batch", "page"))
-def test_rows_that_are_codes_already_are_copied(device, shape):
+def test_8_bit_rows_are_copied(device, shape):
     case = KvCase(lengths=(40, 0), seqlen_q=2, seqlen_new=2, dtype="float16", causal=True)
     problem, *descales = eight_bit_problem(case, device, E4M3, shape)
     problem.k, problem.v = ((x * 30).to(E4M3) for x in (problem.k, problem.v))

@@ -21,7 +21,7 @@ MOST = 800
 
 @pytest.fixture(params=("wgmma", "wgmma:1", "mma_sync"))
 def family(request, device, monkeypatch):
-    """Forced where it serves the call."""
+    """Forced where it supports the call."""
     if device == "cpu" and request.param != "wgmma":
         pytest.skip("the CPU backend has no families")
     monkeypatch.setenv("FLASH_ATTN_FAMILY", request.param)

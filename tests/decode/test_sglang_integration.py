@@ -172,7 +172,7 @@ REJECTED = ("qv", "score_mod", "mask_mod", "sfq", "rel_bias")
 
 
 @pytest.mark.parametrize("name", REJECTED)
-def test_what_is_not_served_is_named(device, name):
+def test_unsupported_arguments_are_named(device, name):
     batch = make_batch(device)
     one = {name: torch.zeros(1, device=device)}
     with pytest.raises(NotImplementedError, match=f"^{name}: expected None, got Tensor"):
@@ -181,7 +181,7 @@ def test_what_is_not_served_is_named(device, name):
         sglang.flash_attn_varlen_func(batch.q, batch.q, batch.q, batch.cu_q, batch.cu_q, **one)
 
 
-def test_numbers_and_dtypes_that_are_not_served(device):
+def test_unsupported_numbers_and_dtypes(device):
     batch = make_batch(device)
     with pytest.raises(NotImplementedError, match="^attention_chunk: expected None, got int"):
         call(batch, attention_chunk=64)

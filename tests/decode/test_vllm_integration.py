@@ -121,12 +121,12 @@ REJECTED = ("q_v", "output_scale", "mask_mod", "block_sparse_tensors", "dynamic_
 
 
 @pytest.mark.parametrize("name", REJECTED)
-def test_what_is_not_served_is_named(device, name):
+def test_unsupported_arguments_are_named(device, name):
     with pytest.raises(NotImplementedError, match=f"^{name}: expected None, got Tensor"):
         call(make_batch(device), **{name: torch.zeros(1, device=device)})
 
 
-def test_other_calls_that_are_not_served(device):
+def test_other_unsupported_calls(device):
     batch = make_batch(device)
     with pytest.raises(NotImplementedError, match="^cp_world_size: expected None, got int"):
         call(batch, cp_world_size=2)
@@ -153,7 +153,7 @@ def test_eight_bits(device, options, wide_queries):
     torch.testing.assert_close(lse.cpu(), expected_lse, atol=1e-2, rtol=1e-3)
 
 
-def test_8_bit_tensors_that_are_not_served(device):
+def test_unsupported_8_bit_tensors(device):
     quantized, descales, _ = make_8_bit_batch(device)
     for name, options, expected in (
         ("k", {"k": quantized.k.view(torch.float8_e5m2)}, "the dtype of q .float8_e4m3fn., got float8_e5m2"),

@@ -56,7 +56,7 @@ def test_tiles_fit_and_the_first_of_a_group_is_in_use(kernel):
         ("bwd_mma_sync", (96, 64, 64, 8, 4, 2, 2, 1), "warps: expected whole 16 x 16 tiles"),
         ("bwd_wgmma", (128, 128, 128, 2, 0), "block_m: a row of dS^T"),
         ("bwd_wgmma", (96, 64, 128, 2, 0), "head_dim: columns are whole swizzle atoms"),
-        ("bwd_wgmma", (128, 64, 64, 2, 0), "block_n: two passes have a tile of their own"),
+        ("bwd_wgmma", (128, 64, 64, 2, 0), "block_n: two passes have another tile"),
     ],
 )
 def test_impossible_tiles_are_refused_with_a_reason(kernel, row, reason):
