@@ -85,7 +85,7 @@ def test_version_and_build():
     assert flash_attn.__version__ == "2.8.3"
     build = flash_attn.__build__
     keys = {"release", "archs", "head_dims", "dtypes", "cuda", "torch", "commit", "backends"}
-    assert set(build) == keys and build["release"] == "0.1.0"
+    assert set(build) == keys
     extension = backends.cuda_extension()
     assert build["backends"] == (["cpu"] if extension is None else ["cuda", "cpu"])
     assert flash_attn_interface.flash_attn_gpu is (extension or backends.get("cpu"))

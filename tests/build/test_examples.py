@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -97,6 +98,21 @@ def test_quick_start():
             assert cell["outputs"] == []
             exec("".join(cell["source"]), names)
     assert names["length"].tolist() == [5, 5]
+
+
+def test_snippets_of_the_readme(device, monkeypatch):
+    """One after the other, with a small model of transformers as the model."""
+    transformers = pytest.importorskip("transformers")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: device == "cuda")
+    config = transformers.LlamaConfig(vocab_size=32, hidden_size=64, intermediate_size=64, num_hidden_layers=1,
+                                      num_attention_heads=4)  # fmt: skip
+    model = transformers.LlamaForCausalLM(config).to(device, torch.bfloat16)
+    names = {"model": model, "tokens": torch.arange(24, device=device).view(2, 12)}
+    text = (EXAMPLES.parent / "README.md").read_text(encoding="utf-8")
+    snippets = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    for snippet in snippets:
+        exec(snippet, names)
+    assert len(snippets) == 4 and names["out"].shape == (2, 1, 16, 128) and names["loss"].isfinite()
 
 
 @pytest.mark.parametrize("model", ("gpt-oss", "llama"))
