@@ -97,30 +97,6 @@ def test_results_of_the_builds_are_compared():
     assert compare_builds.prepare([BUILD, BUILD], dropped, "fwd", inputs, CPU)[1] is None
 
 
-def test_rows_below_the_limit_are_measured_again(monkeypatch, capsys):
-    """What was chance is then none, what was not stays."""
-    times = {"d32 full h4/2 b2 s40": [1.02, 1.0], "d32 causal h4/2 b2 s40": [1.05, 1.05]}
-    asked = []
-
-    def measure(found, row, mode, timers, device, budget):
-        asked.append((row.label, budget.min_ms))
-        slow = times[row.label][len([label for label, _ in asked if label == row.label]) - 1]
-        count = 10 if len(asked) <= 2 else 30
-        return {"old": [1.0] * count, "new": [slow] * count}, {"difference": 0.0, "equal_bits": True}
-
-    monkeypatch.setattr(compare_builds, "measure", measure)
-    monkeypatch.setattr(compare_builds, "select", lambda *_: [small_row(), small_row(causal=True)])
-    options = compare_builds.parse(["--device", "cpu", "--groups", "cells", "--mode", "fwd"])
-    entries = compare_builds.measure_rows([], options, CPU, {})
-    assert [label for label, _ in asked] == list(times) * 2 and asked[2][1] > asked[0][1]
-    assert [entry["below"] for entry in entries] == [False, True]
-    assert [entry["ratio"] for entry in entries] == [1.0, pytest.approx(1 / 1.05)]
-    assert entries[0]["first_ratio"] == pytest.approx(1 / 1.02)
-    (score,) = compare_builds.scores(entries)
-    assert score["below"] == ["d32 causal h4/2 b2 s40"] == [score["worst_label"]]
-    assert score["mean"] == pytest.approx(1.05**-0.5) and (score["rows"], score["equal_bits"]) == (2, 2)
-
-
 # ---- a run -----------------------------------------------------------------------------------------------------------
 
 

@@ -96,29 +96,6 @@ def test_impossible_designs_are_refused_with_a_reason_before_nvcc(change, reason
         kernel_library.forward(design, None, None, None, None)
 
 
-SASS = """
-        /*0000*/                   MOV R1, c[0x0][0x28] ;      /* 0x1 */
-        /*0010*/                   HMMA.16816.F32.BF16 R4, R8, R12, R4 ;
-        /*0020*/              @!P0 BRA 0x50 ;
-        /*0030*/                   FADD R4, R8, R12 ;
-        /*0040*/               @P1 BRA 0x10 ;
-        /*0050*/                   LDSM.16.M88.4 R4, [R2] ;
-        /*0060*/                   HMMA.16816.F32.BF16 R4, R8, R12, R4 ;
-        /*0070*/                   HMMA.16816.F32.BF16 R4, R8, R12, R4 ;
-        /*0080*/              @!P0 BRA 0x50 ;
-        /*0090*/                   HMMA.16816.F32.BF16 R4, R8, R12, R4 ;
-        /*00a0*/               @P2 BRA 0x0 ;
-        /*00b0*/                   BRA 0xb0;
-"""
-
-
-def test_the_inner_loop_is_the_shortest_with_all_mma():
-    assert kernel_library.inner_loop(SASS, "HMMA", 1) == {"all": 4, "HMMA": 1}
-    assert kernel_library.inner_loop(SASS, "HMMA", 2) == {"all": 4, "HMMA": 2, "LDSM": 1}
-    assert kernel_library.inner_loop(SASS, "HMMA", 3) == {"all": 11, "HMMA": 4, "LDSM": 1}
-    assert kernel_library.inner_loop(SASS, "HGMMA", 1) is None and kernel_library.inner_loop("", "HMMA", 1) is None
-
-
 @needs_gxx
 def test_hopper_designs_are_refused_by_the_rules_of_the_shipped_plan():
     masked = sm90_designs.shipped(128, "kMasked", ("causal",))

@@ -47,23 +47,6 @@ def test_tiles_fit_and_the_first_of_a_group_is_in_use(kernel):
 
 
 @needs_gxx
-@pytest.mark.parametrize(
-    "kernel, row, reason",
-    [
-        ("fwd_mma_sync", (64, 96, 64, 4, 2), "block_m: expected whole 16-row bands"),
-        ("fwd_mma_sync", (128, 128, 256, 4, 2), "shared memory: 2 CTAs of"),
-        ("fwd_mma_sync", (32, 128, 64, 8, 5), "registers: fewer than 64 per thread"),
-        ("bwd_mma_sync", (96, 64, 64, 8, 4, 2, 2, 1), "warps: expected whole 16 x 16 tiles"),
-        ("bwd_wgmma", (128, 128, 128, 2, 0), "block_m: a row of dS^T"),
-        ("bwd_wgmma", (96, 64, 128, 2, 0), "head_dim: columns are whole swizzle atoms"),
-        ("bwd_wgmma", (128, 64, 64, 2, 0), "block_n: two passes have another tile"),
-    ],
-)
-def test_impossible_tiles_are_refused_with_a_reason(kernel, row, reason):
-    assert any(problem.startswith(reason) for problem in TileDesign(kernel, row[0], row).problems())
-
-
-@needs_gxx
 def test_the_list_is_printed_without_nvcc(capsys, monkeypatch):
     monkeypatch.setattr(study, "Compiler", lambda *_: pytest.fail("it looked for nvcc"))
     asked = ["--list", "--kernels", "bwd_wgmma", "--head-dims", "96", "192"]
