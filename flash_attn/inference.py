@@ -63,8 +63,8 @@ def flash_attn_with_kvcache(
     cache that are not among the keys are never read; written are rows cache_seqlens[i] to cache_seqlens[i] + seqlen_new
     alone. The call does not wait for the GPU.
 
-    A sequence with cache_seqlens[i] = -1 is an inactive request: nothing is read or written for it, its out is 0, its LSE
-    +inf, and its row of block_table may hold anything. On the GPU the same holds for a sequence that does not fit into
+    A sequence with cache_seqlens[i] = -1 is an inactive request: nothing is read or written for it, its out is 0, its
+    LSE +inf, and its row of block_table may hold anything. On the GPU the same holds for a sequence that does not fit into
     the cache or needs a page, cache row or rotary angle that does not exist; where the host sees that (an int, CPU
     tensors), it is an error.
 
