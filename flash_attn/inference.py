@@ -64,9 +64,9 @@ def flash_attn_with_kvcache(
     alone. The call does not wait for the GPU.
 
     A sequence with cache_seqlens[i] = -1 is an inactive request: nothing is read or written for it, its out is 0, its
-    LSE +inf, and its row of block_table may hold anything. On the GPU the same holds for a sequence that does not fit into
-    the cache or needs a page, cache row or rotary angle that does not exist; where the host sees that (an int, CPU
-    tensors), it is an error.
+    LSE +inf, and its row of block_table may hold anything. On the GPU the same holds for a sequence that does not
+    fit into the cache or needs a page, cache row or rotary angle that does not exist; where the host sees that (an
+    int, CPU tensors), it is an error.
 
     Arguments:
         q: (batch, seqlen_q, nheads, head_dim), float16 or bfloat16, on the CPU also float32 and float64. Head dims up

@@ -285,8 +285,8 @@ def flash_attn_with_kvcache(
 
     Keys of sequence i: cache_seqlens[i] cached ones, then the seqlen_new rows of k; seqlen_k is their sum. Other rows
     of the cache are neither read nor written. A sequence with cache_seqlens[i] = -1 is an inactive request: its out is
-    0, its LSE -inf. The call does not wait for the GPU; there a sequence that does not fit into the cache, or needs a page
-    that does not exist, is such a request, which on the CPU is an error.
+    0, its LSE -inf. The call does not wait for the GPU; there a sequence that does not fit into the cache, or needs a
+    page that does not exist, is such a request, which on the CPU is an error.
 
     Arguments:
         q: (batch, seqlen_q, nheads, head_dim), or (total_q, nheads, head_dim) with cu_seqlens_q; float16, bfloat16 or
