@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 LAB = Path(__file__).resolve().parents[1]
-sys.path += [str(LAB), str(LAB.parent)]
+ROOT = LAB.parents[1]
+sys.path[:] = [str(ROOT / "tools"), *sys.path, str(LAB), str(LAB.parent)]
 
 import ablate
 import plan_headers
@@ -20,6 +23,7 @@ import study
 import sweep
 import tile_designs
 from tile_designs import KERNELS, TileDesign
+from toolchain import find_toolkit
 
 needs_gxx = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
 HEAD_DIMS = (32, 64, 96, 128, 192, 256)
@@ -57,6 +61,38 @@ def test_the_list_is_printed_without_nvcc(capsys, monkeypatch):
     assert capsys.readouterr().out.splitlines() == lines[1:]
     with pytest.raises(SystemExit, match="expected names of --list, got nothing"):
         sweep.main(["--list", "--without", "nothing"])
+
+
+COMPILE = """
+import ctypes, json, sys
+from pathlib import Path
+lab, folder, kernel, head_dim = sys.argv[1:]
+sys.path.insert(0, lab)
+import kernel_library, tile_designs
+entries = {group.head_dim: entries for group, entries in tile_designs.groups([kernel]).items()}
+design = entries[int(head_dim)][0].design
+compiler = kernel_library.Compiler(folder=Path(folder))
+print(json.dumps(compiler.compile(design)))
+ctypes.CDLL(str(compiler.library(design)))["lab_backward" if kernel.startswith("bwd") else "lab_forward"]
+"""
+
+
+@pytest.mark.skipif("CI" not in os.environ, reason="nvcc takes 20 seconds a kernel: in CI only")
+@pytest.mark.skipif("FLASH_ATTN_KERNEL_ARCHIVE" in os.environ, reason="an install from an archive needs no CUTLASS")
+@pytest.mark.skipif(
+    find_toolkit(sys.path) is None or shutil.which("g++") is None, reason="nvcc or g++ is not installed"
+)
+@pytest.mark.parametrize(
+    "kernel, head_dim",
+    [("fwd_mma_sync", 32), ("fwd_wgmma", 64), ("bwd_mma_sync", 32), ("bwd_wgmma", 64), ("bwd_wgmma", 192)],
+)
+def test_launchers_compile_and_link(kernel, head_dim, tmp_path):
+    """Each launcher has headers of the kernels that another one does not."""
+    command = [sys.executable, "-c", COMPILE, str(LAB), str(tmp_path), kernel, str(head_dim)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    facts = json.loads(done.stdout)
+    assert facts["threads"] >= 128 and facts["smem_bytes"] > 0 and not facts["spills"] and not facts["serialized"]
 
 
 def exact(torch, attention, scale=1.0):
