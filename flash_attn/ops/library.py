@@ -1,4 +1,4 @@
-"""The operators behind the public functions, in a namespace of our own, and the way the functions reach them.
+"""The operators that the public functions call, in a separate namespace, and the calls of them.
 
 `flash_attn_core::fwd` and `::bwd` carry all attention with autograd; `::kvcache_fwd`, `::kvcache_append_fwd` and
 `::kvcache_plan` the KV cache. The names `flash_attn::_flash_attn_*` are a public surface that clients register anew,
@@ -88,7 +88,7 @@ def update_kvcache_plan(args: KvCachePlanArgs) -> None:
 
 
 def save_for_backward(ctx: Any, args: AttentionArgs, output: Any) -> None:
-    """Save what `input_gradients` needs of a forward in the ctx of an autograd.Function."""
+    """Save the tensors of a forward that `input_gradients` needs in the ctx of an autograd.Function."""
     out, lse, _, rng_state, *_ = output
     tensors, ctx.options = saved_for_backward(args, out, lse, rng_state)
     ctx.save_for_backward(*context.all_savable(tensors))
