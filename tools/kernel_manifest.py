@@ -45,7 +45,7 @@ class KernelFile:
 
     @property
     def parameters(self) -> str:
-        """What the function takes ahead of the stream."""
+        """The parameters of the function before the stream."""
         params = SM90_PARAMETERS.get(self.direction) if self.family == "sm90" else None
         params = f"Flash_{params or PARAMETERS[self.direction]}_params"
         plan = f", const plan::{PLANS[self.direction]}&" if self.direction in PLANS else ""
@@ -131,7 +131,7 @@ def build_info(selected: list[KernelFile], archs: list[str], cuda: str) -> dict:
 
 
 def own_includes(path: Path, source_dir: Path) -> list[Path]:
-    """The files of `source_dir` that `path` includes, as the compiler finds them: beside it, in source_dir."""
+    """The files of `source_dir` that `path` includes, as the compiler finds them: next to it, in source_dir."""
     found = []
     for name in INCLUDE.findall(path.read_text(encoding="utf-8")):
         places = (folder / name for folder in (path.parent, source_dir))
