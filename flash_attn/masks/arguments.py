@@ -10,6 +10,7 @@ from .checks import dtype_name, require
 from .factors import MaskFactors
 
 DEVICES = ("cpu",)  # whose backends take all three
+MASK_DEVICES = ("cpu", "cuda")  # whose backends take a mask
 
 
 def mask_factors(
