@@ -1,6 +1,6 @@
 """Where the microseconds of a short call go that starts from cold caches: data, code, or the cache's own write-backs.
 
-python benchmarks/lab/cold.py                          batch 4, 8 heads: forward and backward, with SDPA's backends
+python benchmarks/lab/cold.py                          batch 4, 8 heads, forward and backward, beside SDPA's backends
 python benchmarks/lab/cold.py --device cpu --rounds 1  a trial: whether it runs
 
 Every call is timed alone by device events, in rounds of all states and implementations. States, by what ran before it:
@@ -20,8 +20,7 @@ import sys
 from contextlib import nullcontext
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parent)]  # absent under PYTHONSAFEPATH
+sys.path[:0] = map(str, Path(__file__).resolve().parents[:2])  # absent under PYTHONSAFEPATH
 
 import torch
 from environment import describe_device
@@ -32,7 +31,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from flash_attn import flash_attn_func
 
-LEAD_MS = 0.4  # the device sleeps while the host enqueues the call
+LEAD_CYCLES = int(0.4 * SLEEP_CYCLES_PER_MS)  # the device sleeps while the host enqueues the call
 STATES = ("warm", "zeros", "zeros_code", "reads", "reads_code")
 PEERS = {"sdpa_flash": SDPBackend.FLASH_ATTENTION, "sdpa_cudnn": SDPBackend.CUDNN_ATTENTION}
 
@@ -62,7 +61,7 @@ class CudaTimer:
             self.buffer.zero_() if state.startswith("zeros") else self.buffer.max()
         if state == "warm" or state.endswith("_code"):
             (call if state == "warm" else other)()
-        torch.cuda._sleep(int(LEAD_MS * SLEEP_CYCLES_PER_MS))
+        torch.cuda._sleep(LEAD_CYCLES)
 
     def record(self, call):
         start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -72,7 +71,7 @@ class CudaTimer:
         return start, stop
 
     def milliseconds(self, records):
-        torch.cuda.synchronize(self.device)
+        torch.cuda.synchronize()
         return [start.elapsed_time(stop) for start, stop in records]
 
 
