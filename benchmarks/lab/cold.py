@@ -1,6 +1,6 @@
 """Where the microseconds of a short call go that starts from cold caches: data, code, or the cache's own write-backs.
 
-python benchmarks/lab/cold.py                          batch 4, 8 heads, forward and backward, beside SDPA's backends
+python benchmarks/lab/cold.py                          batch 4, 8 heads, forward and backward, with SDPA's backends
 python benchmarks/lab/cold.py --device cpu --rounds 1  a trial: whether it runs
 
 Every call is timed alone by device events, in rounds of all states and implementations. States, by what ran before it:
