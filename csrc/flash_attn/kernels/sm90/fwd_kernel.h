@@ -135,7 +135,6 @@ __global__ void __launch_bounds__(Config::kThreads, 1) flash_fwd_kernel(const __
   static_assert(Config::kConsumerGroups * static_cast<int>(sizeof(FwdStorage<Config>)) ==
                     plan::sm90_fwd_smem_bytes(Config::kTile, Config::kVariant, Config::kDtype),
                 "plan and kernel agree on the shared memory");
-  if (threadIdx.x == 0) prefetch_tensor_maps(launch, launch.params.is_paged());
   // Splits could wait as late as other calls do, but without this branch ptxas spills at head dim 256.
   if (is_split_kv<Config>(launch)) wait_for_previous_kernel();
   extern __shared__ __align__(1024) char smem[];
@@ -148,6 +147,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1) flash_fwd_kernel(const __
     }
   }
   if (threadIdx.x == 0) {
+    prefetch_tensor_maps(launch, launch.params.is_paged());
     for (int consumer_group = 0; consumer_group < Config::kConsumerGroups; ++consumer_group)
       storages[consumer_group].init_barriers(launch.params.is_paged());
     Barrier::fence_init();
