@@ -164,7 +164,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
                 "plan and kernel agree on the shared memory");
   extern __shared__ __align__(1024) char smem[];
   FwdStorage<Config>& storage = *reinterpret_cast<FwdStorage<Config>*>(smem);
-  if (threadIdx.x < 32) {
+  if (threadIdx.x == 0) {
+    prefetch_tensor_maps(launch, false);
     storage.init_barriers(false);
     Barrier::fence_init();
   }
