@@ -1,6 +1,8 @@
 // TMA loads of tiles whose first rows may be fully masked, by one warp.
 #pragma once
 
+#include <type_traits>
+
 #include <cute/arch/copy_sm90_tma.hpp>
 
 #include "kernels/tma/clear_rows.h"
@@ -30,7 +32,12 @@ struct BwdTileLoader {
                                        int row, Masked masked, int head, cute::TMA::CacheHintSm90 hint,
                                        int first_col = 0) {
     constexpr int kAtoms = kCols / Config::kAtomCols;
-    const bool has_masked_rows = masks_rows(masked, row);
+    bool has_masked_rows;
+    if constexpr (std::is_same_v<Masked, MarkedRows>) {  // not overloads: they change how ptxas orders the load warp
+      has_masked_rows = masked.any();
+    } else {
+      has_masked_rows = masked > row;
+    }
     Barrier& tma_full = has_masked_rows ? pre_clear_full : full;
     if (is_elected) {
       tma_full.arrive_and_expect(kRows * kCols * static_cast<int>(sizeof(Element)));
@@ -39,7 +46,11 @@ struct BwdTileLoader {
     if (!has_masked_rows) return;
     tma_full.wait(pre_clear_phase);
     pre_clear_phase ^= 1;
-    clear_rows<kTileRows, kAtoms, Config::kAtomCols>(smem, masked_rows<kRows>(masked, row));
+    if constexpr (std::is_same_v<Masked, MarkedRows>) {
+      clear_rows<kTileRows, kAtoms, Config::kAtomCols>(smem, masked);
+    } else {
+      clear_rows<kTileRows, kAtoms, Config::kAtomCols>(smem, min(masked - row, kRows));
+    }
     if (is_elected) full.arrive();
   }
 };

@@ -244,18 +244,19 @@ struct FwdProducer {
 
   // Rows of a block of V that become zeros: the first so many, or those of keys that no query sees.
   using ClearedRows = std::conditional_t<Config::kListed, MarkedRows, int>;
-  __device__ __forceinline__ static bool clears_rows(int first) { return first > 0; }
-  __device__ __forceinline__ static bool clears_rows(const MarkedRows& rows) { return rows.any(); }
-  __device__ __forceinline__ static int within_block(int first) { return min(first, Config::kBlockN); }
-  __device__ __forceinline__ static MarkedRows within_block(const MarkedRows& rows) { return rows; }
 
   // Waits until all consumers have released the stage.
   template <int kAtoms, bool kClears = false>
   __device__ __forceinline__ void load_kv(const CUtensorMap& map, Barrier* full, Barrier* empty, Element* smem,
                                           PipelineState<Config::kKvStages>& state, int n_block, const TmaRows& rows,
-                                          int head, const ClearedRows& cleared = {}) {
+                                          int head, ClearedRows cleared = {}) {
     constexpr int kElements = Config::kBlockN * kAtoms * Config::kAtomCols;
-    const bool clears = kClears && clears_rows(cleared);
+    bool clears;
+    if constexpr (Config::kListed) {
+      clears = kClears && cleared.any();
+    } else {
+      clears = kClears && cleared > 0;
+    }
     Barrier& tma_full = clears ? storage.pre_clear_full : full[state.stage];
     empty[state.stage].wait(state.phase ^ 1);
     if (issues) {
@@ -266,7 +267,12 @@ struct FwdProducer {
     if (clears) {
       tma_full.wait(pre_clear_phase);
       pre_clear_phase ^= 1;
-      clear_rows<Config::kBlockN, kAtoms, Config::kAtomCols>(smem + state.stage * kElements, within_block(cleared));
+      if constexpr (Config::kListed) {
+        clear_rows<Config::kBlockN, kAtoms, Config::kAtomCols>(smem + state.stage * kElements, cleared);
+      } else {
+        clear_rows<Config::kBlockN, kAtoms, Config::kAtomCols>(smem + state.stage * kElements,
+                                                               min(cleared, Config::kBlockN));
+      }
       if (issues) full[state.stage].arrive();
     }
     state.advance();

@@ -31,18 +31,6 @@ struct MarkedRows {
   __device__ __forceinline__ bool any() const { return __any_sync(0xffffffffu, of_lane != 0u); }
 };
 
-// The masked rows of a tile of kRows rows from `row` on: those before `first`, or marked ones.
-__device__ __forceinline__ bool masks_rows(int first, int row) { return first > row; }
-__device__ __forceinline__ bool masks_rows(const MarkedRows& rows, int) { return rows.any(); }
-template <int kRows>
-__device__ __forceinline__ int masked_rows(int first, int row) {
-  return min(first - row, kRows);
-}
-template <int kRows>
-__device__ __forceinline__ MarkedRows masked_rows(const MarkedRows& rows, int) {
-  return rows;
-}
-
 // Zeroes the marked rows. By one warp, after its wait for the TMA copy.
 template <int kTileRows, int kAtoms, int kAtomCols, class Element>
 __device__ __forceinline__ void clear_rows(Element* tile, const MarkedRows& rows) {

@@ -115,7 +115,7 @@ struct BwdConsumer {
 // Launched as a dependent of softmax_d_kernel(), of whose results it needs softmax_d and the cleared workspace: the
 // statistics and reduce warps wait for them, and the load warp before it fetches from the semaphore. All that is older
 // is complete by then: Q, K, V and dO are loaded at once, and nobody reads dK and dV any more. Packed sequences have
-// their segments from the kernel before, which may be cached as it was before that.
+// their segments from the kernel before, which may be cached as it was before that; so have calls with lists theirs.
 template <class Config>
 __device__ __forceinline__ BwdStorage<Config>& begin_kernel(const BwdLaunch& launch, char* smem) {
   BwdStorage<Config>& storage = *reinterpret_cast<BwdStorage<Config>*>(smem);
@@ -125,7 +125,7 @@ __device__ __forceinline__ BwdStorage<Config>& begin_kernel(const BwdLaunch& lau
     }
     storage.init_barriers();
   }
-  if (launch.params.is_varlen()) wait_for_previous_kernel();
+  if (Config::kListed || launch.params.is_varlen()) wait_for_previous_kernel();
   __syncthreads();
   return storage;
 }

@@ -37,11 +37,16 @@ struct BwdLoader {
 
   // Loads rows [row, row + kRows) of kCols columns into a tile of kTileRows rows, one TMA box per swizzle atom. Fully
   // masked rows, those before `masked` or those it marks, become zeros: 0 * NaN from them would be NaN in the MMA.
-  template <int kRows, int kCols, int kTileRows = kRows, class Masked>
+  template <int kRows, int kCols, int kTileRows = kRows>
   __device__ __forceinline__ void load(const CUtensorMap& map, Barrier& full, Element* smem, const TmaRows& rows,
-                                       int row, Masked masked, int head, cute::TMA::CacheHintSm90 hint) {
+                                       int row, MaskedRows<Config> masked, int head, cute::TMA::CacheHintSm90 hint) {
     constexpr int kAtoms = kCols / Config::kAtomCols;
-    const bool has_masked_rows = masks_rows(masked, row);
+    bool has_masked_rows;
+    if constexpr (Config::kListed) {  // not overloads: they change how ptxas orders the load warp
+      has_masked_rows = masked.any();
+    } else {
+      has_masked_rows = masked > row;
+    }
     Barrier& tma_full = has_masked_rows ? storage.pre_clear_full : full;
     if (is_elected) {
       tma_full.arrive_and_expect(kRows * kCols * static_cast<int>(sizeof(Element)));
@@ -50,7 +55,11 @@ struct BwdLoader {
     if (!has_masked_rows) return;
     tma_full.wait(pre_clear_phase);
     pre_clear_phase ^= 1;
-    clear_rows<kTileRows, kAtoms, Config::kAtomCols>(smem, masked_rows<kRows>(masked, row));
+    if constexpr (Config::kListed) {
+      clear_rows<kTileRows, kAtoms, Config::kAtomCols>(smem, masked);
+    } else {
+      clear_rows<kTileRows, kAtoms, Config::kAtomCols>(smem, min(masked - row, kRows));
+    }
     if (is_elected) full.arrive();
   }
 
