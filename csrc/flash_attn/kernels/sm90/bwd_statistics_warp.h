@@ -39,7 +39,7 @@ __device__ __forceinline__ void load_statistics(const Launch& launch, Storage& s
   const Flash_bwd_params& params = launch.params;
   constexpr int kRows = Config::kBlockM / 32;  // of each lane
   const int lane = threadIdx.x % 32;
-  const BwdSteps<Config> order = bwd_steps<Config>(launch, tile);
+  const BwdSteps<Config> order = bwd_steps<Config>(params, launch.mask, tile);
   const int first_row = Config::kListed ? 0 : first_visible_row(mask_of<Config>(params, tile));
   BwdStep<Config> at = order.start();
   const int count = order.count();

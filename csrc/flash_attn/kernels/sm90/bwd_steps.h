@@ -9,12 +9,14 @@
 namespace flash {
 namespace sm90 {
 
-template <class Config, class Launch>
-__device__ __forceinline__ auto bwd_steps(const Launch& launch, const BwdWorkTile& tile) {
+// Of parameters as a warp refers to them: through the launch, plain kernels have other machine code.
+template <class Config>
+__device__ __forceinline__ auto bwd_steps(const Flash_bwd_params& params, const MaskParams& mask,
+                                          const BwdWorkTile& tile) {
   if constexpr (Config::kListed) {
-    return ListedQOrder(launch.params, launch.mask, tile, Config::kBlockN);
+    return ListedQOrder(params, mask, tile, Config::kBlockN);
   } else {
-    return q_block_order<Config>(launch.params, tile);
+    return q_block_order<Config>(params, tile);
   }
 }
 template <class Config>

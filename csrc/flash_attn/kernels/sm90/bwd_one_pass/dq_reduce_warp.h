@@ -26,7 +26,7 @@ struct DqReduceWarp {
   PipelineState<2> state;
 
   __device__ __forceinline__ void run(const BwdWorkTile& tile) {
-    const BwdSteps<Config> order = bwd_steps<Config>(launch, tile);
+    const BwdSteps<Config> order = bwd_steps<Config>(params, launch.mask, tile);
     const int count = order.count();
     BwdStep<Config> at = order.start();
     for (int i = 0; i < count; ++i) {

@@ -41,7 +41,7 @@ struct DqWarpgroup {
 
   __device__ __forceinline__ void run(const BwdWorkTile& tile) {
     if (Config::kDqInSmem && tile.n_block == 0) start_head(tile);
-    const BwdSteps<Config> order = bwd_steps<Config>(launch, tile);
+    const BwdSteps<Config> order = bwd_steps<Config>(params, launch.mask, tile);
     const int count = order.count();
     if (count == 0) return;
     for (int i = 0; i < Config::kKvParts; ++i) storage.k_full[kv_state.stage][i].wait(kv_state.phase);

@@ -134,7 +134,7 @@ struct BwdLoader {
     const TmaRows q_rows(is_varlen, tile.batch, tile.q_begin, tile.seqlen_q);
     const MaskOf<Config> visibility = mask_of<Config>(params, tile);
     const int first_row = first_visible_row(visibility);
-    const BwdSteps<Config> order = bwd_steps<Config>(launch, tile);
+    const BwdSteps<Config> order = bwd_steps<Config>(params, launch.mask, tile);
     const int count = order.count();
     if (count == 0) return;
     BwdStep<Config> at = order.start();

@@ -72,7 +72,7 @@ struct BwdMainloop {
         group(group_),
         thread(threadIdx.x % 128),
         visibility(mask_of<Config>(launch_.params, tile_)),
-        order(bwd_steps<Config>(launch_, tile_)),
+        order(bwd_steps<Config>(launch_.params, launch_.mask, tile_)),
         coords{AccumulatorCoords<4>(threadIdx.x % 128)},
         state(state_),
         kv_state(kv_state_),

@@ -74,7 +74,7 @@ struct DkvLoader : BwdTileLoader<Config> {
     const TmaRows q_rows(params.is_varlen(), tile.batch, tile.q_begin, tile.seqlen_q);
     const MaskOf<Config> visibility = mask_of<Config>(params, tile);
     const int first_row = first_visible_row(visibility), first_key = first_visible_key(visibility);
-    const BwdSteps<Config> order = bwd_steps<Config>(launch, tile);
+    const BwdSteps<Config> order = bwd_steps<Config>(params, launch.mask, tile);
     const int count = order.count();
     BwdStep<Config> at = order.start();
     MaskedRows<Config> masked_keys[Config::kKeyTiles];
@@ -164,7 +164,7 @@ struct DvConsumer : DkvConsumer<Config> {
   using Base::Base;
 
   __device__ __forceinline__ void run(const BwdWorkTile& tile) {
-    const BwdSteps<Config> order = bwd_steps<Config>(launch, tile);
+    const BwdSteps<Config> order = bwd_steps<Config>(params, launch.mask, tile);
     Gradient acc_dv;
     cute::clear(acc_dv);
     if (order.count() > 0) accumulate(tile, order, acc_dv);
@@ -258,7 +258,7 @@ struct DkConsumer : DkvConsumer<Config> {
   using Base::Base;
 
   __device__ __forceinline__ void run(const BwdWorkTile& tile) {
-    const BwdSteps<Config> order = bwd_steps<Config>(launch, tile);
+    const BwdSteps<Config> order = bwd_steps<Config>(params, launch.mask, tile);
     Gradient acc_dk;
     cute::clear(acc_dk);
     if (order.count() > 0) accumulate(order.count(), acc_dk);

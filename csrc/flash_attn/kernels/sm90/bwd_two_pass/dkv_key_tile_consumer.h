@@ -31,7 +31,7 @@ struct KeyTileConsumer : DkvConsumer<Config> {
   using Base::Base;
 
   __device__ __forceinline__ void run(const BwdWorkTile& tile) {
-    const BwdSteps<Config> order = bwd_steps<Config>(launch, tile);
+    const BwdSteps<Config> order = bwd_steps<Config>(params, launch.mask, tile);
     GradientK acc_dk;
     GradientV acc_dv;
     cute::clear(acc_dk);

@@ -23,11 +23,12 @@ namespace sm90 {
 
 // The n_blocks that a work tile's rows see, in descending order, or by list.
 template <class Config>
-__device__ __forceinline__ auto visited_n_blocks(const BwdTwoPassLaunch& launch, const WorkTile& tile) {
+__device__ __forceinline__ auto visited_n_blocks(const Flash_bwd_params& params, const MaskParams& mask,
+                                                 const WorkTile& tile) {
   if constexpr (Config::kListed) {
-    return block_list(launch.mask.lists, list_index(launch.params, launch.mask, tile, Config::kDqBlockM));
+    return block_list(mask.lists, list_index(params, mask, tile, Config::kDqBlockM));
   } else {
-    return block_range(mask_of<Config>(launch.params, tile), tile.row_begin, tile.row_end, Config::kDqBlockN);
+    return block_range(mask_of<Config>(params, tile), tile.row_begin, tile.row_end, Config::kDqBlockN);
   }
 }
 
@@ -78,7 +79,7 @@ struct DqLoader : BwdTileLoader<Config> {
   }
 
   __device__ __forceinline__ void run(const WorkTile& tile) {
-    const auto n_blocks = visited_n_blocks<Config>(launch, tile);
+    const auto n_blocks = visited_n_blocks<Config>(launch.params, launch.mask, tile);
     if (n_blocks.count() == 0) return;
     const bool is_varlen = launch.params.is_varlen();
     const TmaRows k_rows(is_varlen, tile.batch, tile.k_begin, tile.seqlen_k);
@@ -152,7 +153,7 @@ __device__ __forceinline__ void store_column_bits(const BwdTwoPassLaunch& launch
                                                   const WorkTile& tile, PipelineState<Config::kDqStages>& state) {
   static_assert(Config::kDqBlockN == 64, "a pair of columns for each lane");
   const Flash_bwd_params& params = launch.params;
-  const auto n_blocks = visited_n_blocks<Config>(launch, tile);
+  const auto n_blocks = visited_n_blocks<Config>(params, launch.mask, tile);
   const int lane = threadIdx.x % 32;
   DropoutMask mask;
   if (params.has_dropout) mask = DropoutMask(params, tile.batch, tile.head);
@@ -226,7 +227,7 @@ struct DqConsumer {
   __device__ __forceinline__ void run(const WorkTile& tile) {
     const int row_begin = tile.row_begin + group * Config::kBlockM;
     const DqRows rows = DqRows::load<Config>(launch, tile, row_begin, coords);
-    const auto n_blocks = visited_n_blocks<Config>(launch, tile);
+    const auto n_blocks = visited_n_blocks<Config>(params, launch.mask, tile);
     if constexpr (Config::kIsGeneral) {
       if (params.has_dropout) store_row_bits(tile, row_begin);
     }
