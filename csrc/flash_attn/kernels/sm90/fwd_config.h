@@ -73,7 +73,9 @@ struct FwdConfig {
   static constexpr bool kDescending = false;
   static constexpr bool kTransposedV = false;
   static constexpr bool kListed = plan::is_listed(kVariant);  // blocks in the order of a list
-  struct NoTripCount {};
+  struct NoTripCount {
+    static constexpr int kNoBlock = -1;
+  };
   using Order = std::conditional_t<kListed, BlockList, KvBlockOrder>;
   using TripCount = std::conditional_t<kListed, NoTripCount, WarpgroupTripCount<typename MaskOf<FwdConfig>::Bounds>>;
   template <class Mask>

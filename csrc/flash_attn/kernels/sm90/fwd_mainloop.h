@@ -185,18 +185,6 @@ struct FwdMainloop {
     }
   }
 
-  // The tile's first n_block; kNoBlock where it is known that it needs no mask.
-  __device__ __forceinline__ int first_block(const Work& work) {
-    if constexpr (Config::kListed) {
-      entry = entry_at(work, 0);
-      return entry.block();
-    } else if constexpr (kMaskFirstOnDemand) {
-      return work.steps.first_to_mask;
-    } else {
-      return work.order.block(0);
-    }
-  }
-
   // kListed. Shuffled, so that ptxas sees uniform branches.
   __device__ __forceinline__ BlockEntry entry_at(const Work& work, int i) const {
     return {__shfl_sync(0xffffffffu, work.order.at(i).bits, 0)};
@@ -211,14 +199,21 @@ struct FwdMainloop {
     softmax = decltype(softmax)();
     dropout.read_col_bits(storage, k_state.stage);
     release_k();
-    const int n_block = first_block(work), key = n_block * Config::kBlockN;
+    int n_block;  // kNoBlock where it is known that it needs no mask
+    if constexpr (Config::kListed) {
+      entry = entry_at(work, 0);
+      n_block = entry.block();
+    } else {
+      n_block = kMaskFirstOnDemand ? work.steps.first_to_mask : work.order.block(0);
+    }
+    const int key = n_block * Config::kBlockN;
     dropout.begin_tile(params, work.tile, row_begin(work) + coords.row(0));
     if constexpr (Config::kHasScoreMod) {
       slope_log2 = ScoreMod::head_slope_log2(params, work.tile.batch, work.tile.head);
       alibi_row = alibi_diagonal(params, work.tile.batch, mask_of<Config>(params, work.tile), row_begin(work));
     }
     auto scores = row_col_view(acc_s);
-    if (needs_mask(n_block)) modify_scores<true>(*this, scores, work, key);
+    if (!kMaskFirstOnDemand || n_block != Work::TripCount::kNoBlock) modify_scores<true>(*this, scores, work, key);
     if constexpr (Config::kHasScoreMod) {
       // Not set_row_max(): with it ptxas orders the softcap loop so that it takes 2.5 % longer.
       float correction[kRows];
@@ -229,14 +224,6 @@ struct FwdMainloop {
     softmax.exponentiate(scores, params.softmax_scale_log2);
     dropout.make_all_keep_masks();
     pack_p(work, key);
-  }
-
-  __device__ __forceinline__ static bool needs_mask(int n_block) {
-    if constexpr (kMaskFirstOnDemand) {
-      return n_block != Work::TripCount::kNoBlock;
-    } else {
-      return true;
-    }
   }
 
   // One KV block: S and P of step i (`n_block`), and O += P V of the previous block, which is the tile's first if
@@ -254,7 +241,12 @@ struct FwdMainloop {
     issue_pv<Config::kRandomBitsInPv>(clears);
     arrive_at_order_barrier();
     // 4. S is complete, with kExpAfterPvWait P V too. Softmax; K is released as soon as S needs no recomputation.
-    const int key = block_of_step(work, i, n_block) * Config::kBlockN;
+    int key;
+    if constexpr (Config::kListed) {
+      key = n_block * Config::kBlockN;
+    } else {
+      key = (Config::kMaskBoundsInRegs ? n_block : work.order.block(i)) * Config::kBlockN;
+    }
     wait_for<Config::kExpAfterPvWait && !kMasked ? 0 : 1>(acc_s);
     if constexpr (!Config::kRandomBitsInPv) dropout.read_col_bits(storage, k_state.stage);
     if constexpr (!SoftmaxStep::kMayRecomputeS) release_k();
@@ -272,14 +264,6 @@ struct FwdMainloop {
     if (rescale) rescale_o(correction);
     // 7. Pack P for the next step's P V.
     pack_p(work, key);
-  }
-
-  __device__ __forceinline__ static int block_of_step(const Work& work, int i, int n_block) {
-    if constexpr (Config::kMaskBoundsInRegs || Config::kListed) {
-      return n_block;
-    } else {
-      return work.order.block(i);
-    }
   }
 
   // Skipped blocks have to land before their stages can be released.
