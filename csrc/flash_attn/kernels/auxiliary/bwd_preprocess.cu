@@ -7,6 +7,7 @@
 #include <cuda_fp16.h>
 
 #include <atomic>
+#include <type_traits>
 
 #include "core/static_switch.h"
 #include "core/visible_range.h"
@@ -33,6 +34,9 @@ constexpr int kLargestBlocksPerSm = 2;
 #else
 constexpr int kLargestBlocksPerSm = 1;
 #endif
+// A mask takes more registers: the addresses of its seen bits.
+template <class Params>
+constexpr bool kHasMask = std::is_same_v<Params, Flash_bwd_mask_params>;
 constexpr int kVectorCols = 8;  // elements of one 16-byte load
 
 __device__ float2 to_floats(__half2 pair) { return __half22float2(pair); }
@@ -119,7 +123,7 @@ __device__ float block_sum(float value) {
 // Padding rows of a dense softmax_d are set to 0 here, so that it needs no fill; those of a packed one stay
 // uninitialised.
 template <class Pair, class Params>
-__global__ void __launch_bounds__(kMostThreads, kLargestBlocksPerSm)
+__global__ void __launch_bounds__(kMostThreads, kHasMask<Params> ? 1 : kLargestBlocksPerSm)
     softmax_d_kernel(const __grid_constant__ SoftmaxDLaunch<Params> launch) {
   const Params& params = launch.params;
   // The order matters. An earlier kernel of the stream may still use the memory of the workspace. And the next kernel,
