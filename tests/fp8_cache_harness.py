@@ -93,9 +93,11 @@ def check(problem, out, lse, k_descale, v_descale, queries=None, bound=WIDE_P, q
             alibi_slopes=slopes, sinks=problem.sinks,
         )  # fmt: skip
         lse_limit = of_lse(problem, out.device.type, expected.max_logit, q_descale, k_descale)
-        assert lse_error(lse[i : i + 1], expected.lse) <= lse_limit
+        error = lse_error(lse[i : i + 1], expected.lse)
+        assert error <= lse_limit, f"LSE of sequence {i}: {error}"
         if stop > first:
-            assert relative_rmse(out[i : i + 1], expected.out) <= bound
+            error = relative_rmse(out[i : i + 1], expected.out)
+            assert error <= bound, f"out of sequence {i}: {error}"
         else:
             assert (out[i] == 0).all()
 
