@@ -50,7 +50,9 @@ def eight_bit_problem(case, device, stored, shape):
     problem = make_problem(case, device)
     if problem.cos is not None:
         turns = torch.randint(4, problem.cos.shape, device=device)
-        problem.cos, problem.sin = (((t % 2 == 0) * (1 - t)).to(x.dtype) for t, x in ((turns, problem.cos), ((turns - 1) % 4, problem.sin)))
+        problem.cos, problem.sin = (
+            ((t % 2 == 0) * (1 - t)).to(x.dtype) for t, x in ((turns, problem.cos), ((turns - 1) % 4, problem.sin))
+        )
     descales = [SHAPES[shape](problem, device) for _ in "kv"]
     caches = [as_8_bit(cache, stored) for cache in (problem.k_cache, problem.v_cache)]
     return dataclasses.replace(problem, k_cache=caches[0], v_cache=caches[1]), *descales
