@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <limits>
 #include <random>
 #include <vector>
 
@@ -26,9 +27,13 @@ struct Problem {
   std::vector<uint8_t> block_map;
   MaskFactors factors;
 
-  static int bound(int length) {
+  // Of a kind of values: mostly within the sequence, or its limits and those of 32 bits alone.
+  static int bound(int length, bool extreme) {
+    constexpr int kMin = std::numeric_limits<int>::min(), kMax = std::numeric_limits<int>::max();
+    const int limits[] = {kMin, kMin + 1, -1, 0, 1, length - 1, length, length + 1, kMax - 1, kMax};
+    if (extreme) return limits[draw(0, 9)];
     switch (draw(0, 9)) {
-      case 0: return 0x7fffffff;
+      case 0: return kMax;
       case 1: return -draw(1, 5);
       case 2: return 0;
       default: return draw(0, length + 3);
@@ -38,8 +43,10 @@ struct Problem {
   static std::vector<int> intervals(int count, int length, int other) {
     std::vector<int> values(static_cast<size_t>(count) * length * 2);
     const bool constant = draw(0, 1);  // neighbours alike, as in documents
+    const bool extreme = draw(0, 3) == 0;
     for (size_t i = 0; i < values.size(); ++i) {
-      values[i] = constant && i >= static_cast<size_t>(2 * count) && draw(0, 40) ? values[i - 2 * count] : bound(other);
+      values[i] = constant && i >= static_cast<size_t>(2 * count) && draw(0, 40) ? values[i - 2 * count]
+                                                                                 : bound(other, extreme);
     }
     return values;
   }
@@ -69,7 +76,7 @@ struct Problem {
       factors.map_rows = (q + rows - 1) / rows;
       factors.map_cols = (k + keys - 1) / keys;
       block_map.resize(static_cast<size_t>(factors.map_rows) * factors.map_cols);
-      for (uint8_t& value : block_map) value = static_cast<uint8_t>(draw(0, 9) ? draw(0, 2) : draw(3, 255));
+      for (uint8_t& value : block_map) value = static_cast<uint8_t>(draw(0, 3) ? draw(0, 2) : draw(3, 255));
       factors.block_map = block_map.data();
     }
   }

@@ -154,9 +154,10 @@ struct MaskFactors {
     return word;
   }
 
-  // Bits of the kMaskWordKeys numbers from `first` on that are in [begin, end).
+  // Bits of the kMaskWordKeys numbers from `first` (>= 0) on that are in [begin, end). Clamped before the subtraction:
+  // of `begin <= first ? 0 : begin - first` nvcc makes max(begin - first, 0), which wraps around for INT_MIN.
   FLASH_HOST_DEVICE static constexpr uint32_t interval_word(int begin, int end, int first) {
-    const int low = begin <= first ? 0 : begin - first, high = end <= first ? 0 : end - first;  // no overflow
+    const int low = (begin > first ? begin : first) - first, high = (end > first ? end : first) - first;
     if (low >= kMaskWordKeys || high <= low) return 0u;
     const uint32_t below_high = high >= kMaskWordKeys ? ~0u : (1u << high) - 1u;
     return below_high & (~0u << low);
