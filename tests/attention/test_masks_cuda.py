@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, fields
 
 import pytest
 import torch
@@ -89,7 +90,10 @@ class Call:
     dtype: torch.dtype = torch.bfloat16
 
     def __str__(self):
-        return "-".join(f"{k}={v}" for k, v in vars(self).items() if v)[:70]
+        """What differs from the defaults, as pytest's -k takes it."""
+        values = ((f.name, getattr(self, f.name)) for f in fields(self)[2:] if getattr(self, f.name) != f.default)
+        options = (name if value is True else f"{name}_{value}" for name, value in values)
+        return re.sub(r"\W+", "_", "_".join((self.mask or "any", f"d{self.dim}", *options))).strip("_")
 
 
 CALLS = [
@@ -429,6 +433,11 @@ def test_errors(device):
     for size, message in (((96, 64), "multiples of 64 on CUDA, got (96, 64)"), ((64, 0), "positive ints, got (64, 0)")):
         blocks = good._replace(query_ranges=None, block_map=kinds, block_size=size)
         fails(f"mask: expected a block_size of {message}", mask=blocks)
+    lse, sums = torch.zeros(2, 4, 5, device=device), torch.zeros(2, 5, 4, 64, device=device)
+    refused(
+        backend.bwd, "accumulate_dkv: expected False with a mask on CUDA, got True", q, q, q, q, q, lse, None, sums,
+        sums, None, *rest[2:8], False, None, mask=good, accumulate_dkv=True,
+    )  # fmt: skip
     bias = torch.zeros(2, 4, 5, 5, device=device)
     fails("attn_bias: expected None on CUDA, got a tensor", attn_bias=bias)
     fails("rel_bias: expected None on CUDA, got a tensor", rel_bias=bias[0, :, 0])

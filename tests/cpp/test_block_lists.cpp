@@ -68,13 +68,13 @@ struct Classifier {
 };
 
 // What the scores of a strip of a tile and a block say. Keys beyond the sequence count as hidden ones.
-template <bool kOfKeys>
-BlockClass class_of_strip(const Problem& problem, const Visibility& window, const ListedTile<kOfKeys>& tile, int strip,
+BlockClass class_of_strip(const Problem& problem, const Visibility& window, const ListedTile& tile, int strip,
                           int index) {
+  const bool of_keys = tile.of_keys;
   const int own_begin = tile.begin + kMaskStrip * strip, other_begin = index * tile.block;
-  const int row_begin = kOfKeys ? other_begin : own_begin, key_begin = kOfKeys ? own_begin : other_begin;
-  const int row_end = row_begin + (kOfKeys ? tile.block : kMaskStrip);
-  const int key_end = key_begin + (kOfKeys ? kMaskStrip : tile.block);
+  const int row_begin = of_keys ? other_begin : own_begin, key_begin = of_keys ? own_begin : other_begin;
+  const int row_end = row_begin + (of_keys ? tile.block : kMaskStrip);
+  const int key_end = key_begin + (of_keys ? kMaskStrip : tile.block);
   bool some = false, every = true;
   for (int row = row_begin; row < std::min(row_end, problem.seqlen_q); ++row) {
     for (int key = key_begin; key < key_end; ++key) {
@@ -90,10 +90,9 @@ struct Totals {
   int hidden = 0, partial = 0, whole = 0;
 } totals;
 
-template <bool kOfKeys>
-void check_lists(const Problem& problem, const Visibility& window, int size, int block) {
+void check_lists(const Problem& problem, const Visibility& window, bool of_keys, int size, int block) {
   const Classifier classify(problem, window);
-  ListedTile<kOfKeys> tile{0, size, block, problem.seqlen_q, problem.seqlen_k};
+  ListedTile tile{of_keys, 0, size, block, problem.seqlen_q, problem.seqlen_k};
   for (; tile.exists(); tile.begin += size) {
     for (int index = 0; index < tile.blocks(); ++index) {
       bool visited = false, is_whole = false;
@@ -102,25 +101,25 @@ void check_lists(const Problem& problem, const Visibility& window, int size, int
       for (int strip = 0; strip < size / kMaskStrip; ++strip) {
         if (tile.begin + kMaskStrip * strip >= tile.own_end()) continue;  // never read
         const BlockClass expected = class_of_strip(problem, window, tile, strip, index), found = entry.strip(strip);
-        check::that(found == expected, "class of a strip", kOfKeys, tile.begin, strip, index, static_cast<int>(found),
+        check::that(found == expected, "class of a strip", of_keys, tile.begin, strip, index, static_cast<int>(found),
                     static_cast<int>(expected), problem.seqlen_q, problem.seqlen_k);
         some |= expected != BlockClass::kHidden;
         every &= expected == BlockClass::kWhole;
         ++(expected == BlockClass::kHidden ? totals.hidden : every ? totals.whole : totals.partial);
       }
-      check::that(entry.block() == index && visited == some, "visited blocks", kOfKeys, tile.begin, index, visited);
-      check::that(is_whole == every, "blocks that are whole for all strips", kOfKeys, tile.begin, index, is_whole);
+      check::that(entry.block() == index && visited == some, "visited blocks", of_keys, tile.begin, index, visited);
+      check::that(is_whole == every, "blocks that are whole for all strips", of_keys, tile.begin, index, is_whole);
     }
   }
   for (int row = 0; row < problem.seqlen_q; ++row) {
     bool some = false;
     for (int key = 0; key < problem.seqlen_k && !some; ++key) some = sees(problem, window, row, key);
-    check::that((classify.seen_rows[row / 32] >> (row % 32) & 1u) == some, "rows that see some key", kOfKeys, row);
+    check::that((classify.seen_rows[row / 32] >> (row % 32) & 1u) == some, "rows that see some key", of_keys, row);
   }
   for (int key = 0; key < problem.seqlen_k; ++key) {
     bool some = false;
     for (int row = 0; row < problem.seqlen_q && !some; ++row) some = sees(problem, window, row, key);
-    check::that((classify.seen_keys[key / 32] >> (key % 32) & 1u) == some, "keys that some row sees", kOfKeys, key);
+    check::that((classify.seen_keys[key / 32] >> (key % 32) & 1u) == some, "keys that some row sees", of_keys, key);
   }
 }
 
@@ -134,8 +133,8 @@ int main() {
     const Problem problem(draw(1, 260), draw(1, 330), i % 16);
     Visibility window{problem.seqlen_q, problem.seqlen_k, {}};
     if (i / 16 % 2 == 1) window.window = {draw(0, 1) ? kUnbounded : draw(0, 200), draw(0, 50)};
-    for (const auto& [tile, block] : kRowTiles) check_lists<false>(problem, window, tile, block);
-    for (const auto& [tile, block] : kKeyTiles) check_lists<true>(problem, window, tile, block);
+    for (const auto& [tile, block] : kRowTiles) check_lists(problem, window, false, tile, block);
+    for (const auto& [tile, block] : kKeyTiles) check_lists(problem, window, true, tile, block);
   }
   check::that(totals.hidden > 300 && totals.partial > 300 && totals.whole > 300, "classes of all kinds", totals.hidden,
               totals.partial, totals.whole);

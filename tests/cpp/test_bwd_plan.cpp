@@ -290,22 +290,23 @@ void check_masks() {
   for (int head_dim : {8, 32, 64, 96, 128, 160, 192, 256}) {
     for (int head_dim_v : {head_dim, 128}) {
       for (int64_t seqlen : {1, 100, 1000, 100000}) {
-        for (int options = 0; options < 32; ++options) {
+        for (int options = 0; options < 16; ++options) {
           BwdProblem problem = dense(3, seqlen, 8, head_dim);
           problem.head_dim_v = head_dim_v;
           problem.is_varlen = options & 1;
           problem.mask_matrices = options & 2 ? 6 : 1;
           problem.has_dropout = options & 4;
           problem.deterministic = options & 8;
-          problem.accumulates_dkv = options & 16;
-          const bool is_general = problem.has_dropout || problem.accumulates_dkv;
           for (const char* forced : {static_cast<const char*>(nullptr), "mma_sync"}) {
             const BwdPlan plan = plan_of(problem, kH100, forced);
             check::that(plan.family == Family::kWgmma && !plan.dq_in_smem, "kernel", head_dim, seqlen, options);
-            check::that(plan.variant == (is_general ? BwdVariant::kListedGeneral : BwdVariant::kListed), "variant",
-                        head_dim, flash::plan::variant_name(plan.variant));
+            check::that(plan.variant == BwdVariant::kListed, "variant", head_dim,
+                        flash::plan::variant_name(plan.variant));
             const bool has_pass = problem.deterministic || problem.max_head_dim() > 128;
             check::that(plan.dq_pass == has_pass && plan.has_dq_semaphores() == false, "dQ", head_dim, options);
+            check::that(plan.head_dim == plan.head_dim_v && flash::plan::has_listed_bwd(plan.head_dim, plan.head_dim) &&
+                            plan.head_dim >= problem.max_head_dim(),
+                        "head dim of the kernels", head_dim, plan.head_dim);
             check::that(plan.mask.matrices == problem.mask_matrices && plan.mask.of_keys &&
                             plan.mask.tile == plan.block_n && plan.mask.block == plan.block_m,
                         "lists of keys", plan.mask.tile, plan.mask.block);

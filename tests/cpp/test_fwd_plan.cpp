@@ -341,11 +341,16 @@ void check_masks() {
           problem.batch_invariant = options & 16;
           for (const char* forced : {static_cast<const char*>(nullptr), "mma_sync", "split_kv", "wgmma:8"}) {
             const FwdPlan plan = plan_of(problem, kH100, forced);
-            const bool is_general = options & 8;
             check::that(plan.family == Family::kWgmma && plan.num_splits == 1 && !plan.pdl, "kernel", head_dim, seqlen,
                         options, flash::plan::family_name(plan.family));
-            check::that(plan.variant == (is_general ? FwdVariant::kListedGeneral : FwdVariant::kListed), "variant",
-                        head_dim, flash::plan::variant_name(plan.variant));
+            check::that(plan.variant == FwdVariant::kListed, "variant", head_dim,
+                        flash::plan::variant_name(plan.variant));
+            const int wide = problem.max_head_dim();
+            check::that(plan.head_dim == (wide <= 64    ? 64
+                                          : wide <= 128 ? 128
+                                                        : 256) &&
+                            !plan.has_value_dim(),
+                        "head dim of the kernel", head_dim, plan.head_dim);
             const flash::plan::MaskPlan& mask = plan.mask;
             check::that(mask.matrices == problem.mask_matrices && !mask.of_keys, "matrices", mask.matrices);
             check::that(mask.tile == plan.block_m && mask.block == plan.block_n, "tiles of the kernel", mask.tile);
@@ -367,7 +372,7 @@ void check_masks() {
           problem.mask_matrices = 0;
           const FwdPlan plain = plan_of(problem, kH100);
           check::that(
-              !flash::plan::is_listed(plain.variant) && !plain.stages.has(Stage::kMaskPlan) && plain.mask.words() == 0,
+              plain.variant != FwdVariant::kListed && !plain.stages.has(Stage::kMaskPlan) && plain.mask.words() == 0,
               "no mask", head_dim, seqlen, options);
         }
       }

@@ -10,9 +10,8 @@ namespace {
 using namespace flash::plan;
 using namespace flash::plan::fwd_feature;
 
-constexpr const char* kVariantNames[kNumFwdVariants] = {"plain",  "short",    "dropout",       "score_mod",
-                                                        "masked", "one_wave", "softcap",       "alibi",
-                                                        "direct", "listed",   "listed_general"};
+constexpr const char* kVariantNames[kNumFwdVariants] = {"plain",    "short",   "dropout", "score_mod", "masked",
+                                                        "one_wave", "softcap", "alibi",   "direct",    "listed"};
 constexpr int kHeadDims[kNumSm90FwdHeadDims] = {64, 96, 128, 192, 256};
 
 struct NamedFeature {
@@ -79,7 +78,7 @@ void check_conflicts() {
   fails(kSpeculativeExp, FwdVariant::kSoftcap);
   fails(kNoMask, FwdVariant::kShort);
   fails(kAlignUnmasked, FwdVariant::kListed);
-  fails(kMaskBoundsInRegs, FwdVariant::kListedGeneral);
+  fails(kMaskBoundsInRegs, FwdVariant::kListed);
   fails(0, FwdVariant::kListed);  // blocks of 80 keys
   const auto fails_on = [](Sm90FwdTile other, uint32_t features) {
     check::that(fwd_policy_conflict(other, {other.head_dim, features, 1}, FwdVariant::kPlain) != nullptr,

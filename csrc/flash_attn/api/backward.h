@@ -161,6 +161,7 @@ struct BwdCall {
 inline void check_mask_options(const BwdCall& call) {
   const std::string& stage = call.gradients.kept.stage;
   if (!stage.empty()) checks::fail("dq_stage", "expected '' with a mask on CUDA, got '", stage, "'");
+  if (call.gradients.accumulate_dkv) checks::fail("accumulate_dkv", "expected False with a mask on CUDA, got True");
 }
 
 inline plan::BwdPlan plan_call(const BwdCall& call, Flash_bwd_params& params, const at::Tensor& q, const at::Tensor& k,

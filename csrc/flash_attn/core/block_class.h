@@ -63,7 +63,7 @@ struct Found {
   }
 };
 
-// What a row sees of a rectangle's keys.
+// What a row sees of a rectangle's keys by the factors of rows and the window: all but key_hidden.
 FLASH_HOST_DEVICE void words_of_row(const MaskFactors& factors, const Visibility& window, const Rectangle& at, int row,
                                     uint32_t (&words)[kStripWords]) {
   const int begin = window.key_begin(row), end = window.key_end(row) < at.key_end ? window.key_end(row) : at.key_end;
@@ -72,6 +72,11 @@ FLASH_HOST_DEVICE void words_of_row(const MaskFactors& factors, const Visibility
     const uint32_t in_window = MaskFactors::interval_word(begin, end, key);
     words[i] = in_window == 0u ? 0u : in_window & factors.row_word(row, key);
   }
+}
+
+// The keys of a rectangle that are hidden from a row, by key_hidden.
+FLASH_HOST_DEVICE void hide_keys(const MaskFactors& factors, const Rectangle& at, int row,
+                                 uint32_t (&words)[kStripWords]) {
   if (factors.key_hidden == nullptr) return;
   for (int key = at.key_begin; key < at.key_end; ++key) {
     const int bit = key - at.key_begin;
@@ -84,20 +89,21 @@ FLASH_HOST_DEVICE Found find_seen(const MaskFactors& factors, const Visibility& 
   for (int row = at.row_begin; row < at.row_end; ++row) {
     uint32_t words[kStripWords];
     words_of_row(factors, window, at, row, words);
+    hide_keys(factors, at, row, words);
     found.add(row - at.row_begin, words);
   }
   return found;
 }
 
-// A work tile of `tile` rows and its blocks of `block` keys, or with kOfKeys of keys and its blocks of rows.
-template <bool kOfKeys>
+// A work tile of `tile` rows and its blocks of `block` keys, or with of_keys of keys and its blocks of rows.
 struct ListedTile {
+  bool of_keys;
   int begin;  // first row or key of the tile
   int tile, block;
   int seqlen_q, seqlen_k;
 
-  FLASH_HOST_DEVICE int own_end() const { return kOfKeys ? seqlen_k : seqlen_q; }
-  FLASH_HOST_DEVICE int other_end() const { return kOfKeys ? seqlen_q : seqlen_k; }
+  FLASH_HOST_DEVICE int own_end() const { return of_keys ? seqlen_k : seqlen_q; }
+  FLASH_HOST_DEVICE int other_end() const { return of_keys ? seqlen_q : seqlen_k; }
   FLASH_HOST_DEVICE bool exists() const { return begin < own_end(); }
   FLASH_HOST_DEVICE int blocks() const { return (other_end() + block - 1) / block; }
 
@@ -106,7 +112,7 @@ struct ListedTile {
     const auto least = [](int a, int b) { return a < b ? a : b; };
     const int own = begin + kMaskStrip * strip, other = index * block + kMaskStrip * part;
     const int own_last = least(own + kMaskStrip, own_end()), other_last = least(other + kMaskStrip, other_end());
-    return kOfKeys ? Rectangle{other, other_last, own, own_last} : Rectangle{own, own_last, other, other_last};
+    return of_keys ? Rectangle{other, other_last, own, own_last} : Rectangle{own, own_last, other, other_last};
   }
 
   // The entry of a block: visited where a strip sees some of it, and is_whole where all strips see all of it. Strips

@@ -12,9 +12,9 @@ namespace plan {
 
 // kDropout: of the mma.sync family, which has score modifiers in all of its kernels; origins too. kGeneral: of the
 // wgmma family, dropout and score modifiers. kAccumulate: dK and dV are added to fp32 tensors, in the mma.sync family
-// with or without dropout, in the wgmma family by plain calls; there kGeneral adds for the others. kListed,
-// kListedGeneral: of the wgmma family, plain calls with a mask as data, and all others with one.
-enum class BwdVariant { kPlain, kDropout, kAccumulate, kGeneral, kListed, kListedGeneral };
+// with or without dropout, in the wgmma family by plain calls; there kGeneral adds for the others. kListed:
+// of the wgmma family, all calls with a mask as data.
+enum class BwdVariant { kPlain, kDropout, kAccumulate, kGeneral, kListed };
 
 constexpr const char* variant_name(BwdVariant variant) {
   switch (variant) {
@@ -23,14 +23,13 @@ constexpr const char* variant_name(BwdVariant variant) {
     case BwdVariant::kAccumulate: return "accumulate";
     case BwdVariant::kGeneral: return "general";
     case BwdVariant::kListed: return "listed";
-    case BwdVariant::kListedGeneral: return "listed_general";
   }
   return "";
 }
 
-// With dropout or score modifiers, or sums of dK and dV together with a mask.
-constexpr bool is_general(BwdVariant variant) {
-  return variant == BwdVariant::kGeneral || variant == BwdVariant::kListedGeneral;
+// Whether its wgmma kernels have room for the random bits of dropout.
+constexpr bool may_drop(BwdVariant variant) {
+  return variant == BwdVariant::kGeneral || variant == BwdVariant::kListed;
 }
 
 struct BwdPlan {
@@ -61,7 +60,7 @@ struct BwdPlan {
   bool dq_is_dynamic = false;
   bool dq_overlaps = false;  // its kernel may begin on multiprocessors that have no n_block left
   int dq_threads = 0, dq_smem_bytes = 0;
-  MaskPlan mask;                 // of kListed and kListedGeneral
+  MaskPlan mask;                 // of kListed
   MaskPlan dq_mask;              // of dQ's separate kernel
   int64_t softmax_d_rows = 0;    // of one head
   int64_t softmax_d_blocks = 0;  // CTAs of its kernel for each head (and sequence of a dense batch)
@@ -143,24 +142,12 @@ inline void set_dq_pass(BwdPlan& plan, const BwdProblem& problem, const Device& 
   plan.dq_grid = persistent_grid(plan.dq_tiles, device, plan.dq_is_dynamic);
   plan.dq_overlaps = !device.has_margin;
   plan.dq_threads = plan.threads;
-  plan.dq_smem_bytes = sm90_dq_smem_bytes(tile, is_general(plan.variant), problem.dtype);
+  plan.dq_smem_bytes = sm90_dq_smem_bytes(tile, may_drop(plan.variant), problem.dtype);
   if (problem.has_mask()) plan.dq_mask = plan_mask(problem, false, kSm90DqBlockM, kSm90DqBlockN);
 }
 
-// The tile of a call with a mask. Lists do not tell in which order their tiles would add to dQ: in deterministic mode
-// it has a separate kernel, with dropout and score modifiers that of the least head dim for which there is one.
-constexpr Sm90BwdTile sm90_listed_bwd_tile(const BwdProblem& problem, bool may_drop) {
-  const Sm90BwdTile tile = sm90_bwd_tile(problem.head_dim, problem.head_dim_v, may_drop);
-  if (!problem.deterministic || has_dq_pass(tile)) return tile;
-  constexpr Sm90BwdTile kGeneral = sm90_bwd_tile(kSm90TwoPassTile.head_dim + 1, kSm90TwoPassTile.head_dim + 1, true);
-  static_assert(has_dq_pass(kGeneral));
-  return may_drop ? kGeneral : kSm90TwoPassTile;
-}
-
 constexpr BwdVariant wgmma_bwd_variant(const BwdProblem& problem) {
-  if (problem.has_mask()) {
-    return problem.is_plain() && !problem.accumulates_dkv ? BwdVariant::kListed : BwdVariant::kListedGeneral;
-  }
+  if (problem.has_mask()) return BwdVariant::kListed;
   if (!problem.is_plain()) return BwdVariant::kGeneral;
   return problem.accumulates_dkv ? BwdVariant::kAccumulate : BwdVariant::kPlain;
 }
@@ -169,20 +156,21 @@ inline BwdPlan plan_bwd_wgmma(const BwdProblem& problem, const Device& device) {
   BwdPlan plan;
   plan.family = Family::kWgmma;
   plan.variant = wgmma_bwd_variant(problem);
-  const bool may_drop = is_general(plan.variant);
+  const bool has_random_bits = may_drop(plan.variant);
   const bool dq_in_smem = prefers_dq_in_smem(problem, device);
-  const Sm90BwdTile tile = dq_in_smem                 ? kSm90SharedDqTile
-                           : problem.has_mask()       ? sm90_listed_bwd_tile(problem, may_drop)
-                           : prefers_dq_pass(problem) ? kSm90TwoPassTile
-                                                      : sm90_bwd_tile(problem.head_dim, problem.head_dim_v, may_drop);
+  const Sm90BwdTile tile = dq_in_smem           ? kSm90SharedDqTile
+                           : problem.has_mask() ? sm90_listed_bwd_tile(problem.max_head_dim(), problem.deterministic)
+                           : prefers_dq_pass(problem)
+                               ? kSm90TwoPassTile
+                               : sm90_bwd_tile(problem.head_dim, problem.head_dim_v, has_random_bits);
   plan.head_dim = tile.head_dim;
   plan.head_dim_v = tile.value_dim();
   plan.block_m = tile.block_m;
   plan.block_n = tile.block_n;
   plan.stages = tile.stages;
   plan.threads = sm90_bwd_threads(tile);
-  plan.smem_bytes = has_dq_pass(tile) ? sm90_dkv_smem_bytes(tile, may_drop, problem.dtype)
-                                      : sm90_bwd_smem_bytes(tile, may_drop, dq_in_smem, problem.dtype);
+  plan.smem_bytes = has_dq_pass(tile) ? sm90_dkv_smem_bytes(tile, has_random_bits, problem.dtype)
+                                      : sm90_bwd_smem_bytes(tile, has_random_bits, dq_in_smem, problem.dtype);
   if (dq_in_smem) {
     set_dq_in_smem(plan, problem, device);
     return plan;
@@ -207,7 +195,8 @@ inline BwdPlan plan_bwd_wgmma(const BwdProblem& problem, const Device& device) {
 // vectors.
 inline bool wgmma_supports(const BwdProblem& problem, const Device& device) {
   if (!problem.fits_tensor_maps || problem.seqlen_q == 0 || problem.seqlen_k == 0) return false;
-  const Sm90BwdTile tile = sm90_bwd_tile(problem.head_dim, problem.head_dim_v);
+  const Sm90BwdTile tile = problem.has_mask() ? sm90_listed_bwd_tile(problem.max_head_dim(), problem.deterministic)
+                                              : sm90_bwd_tile(problem.head_dim, problem.head_dim_v);
   if (problem.has_mask() && device.capability != kWgmmaCapability) return false;
   return has_wgmma_kernels(device, tile.head_dim) &&
          (problem.head_dim == problem.head_dim_v || problem.head_dim_v % 8 == 0);

@@ -104,7 +104,7 @@ struct FwdPlan {
   bool is_dynamic = false;  // work tiles are handed out by a semaphore
   bool pdl = false;         // programmatic dependent launch
   int page_box_rows = 0;    // rows of a TMA box within a page; 0: rows are copied one by one
-  MaskPlan mask;            // of kListed and kListedGeneral
+  MaskPlan mask;            // of kListed
   int64_t workspace_bytes = 0;
 
   // ---- the whole call (plan/call_plan.h) ----
@@ -146,9 +146,7 @@ constexpr bool runs_direct(const FwdProblem& problem, const Device& device, cons
 
 inline FwdVariant sm90_variant(const FwdProblem& problem, const Device& device, const FamilyChoice& choice,
                                int head_dim) {
-  if (problem.has_mask()) {
-    return problem.has_dropout || problem.has_score_mod() ? FwdVariant::kListedGeneral : FwdVariant::kListed;
-  }
+  if (problem.has_mask()) return FwdVariant::kListed;
   if (problem.has_score_mod()) return score_mod_variant(problem);
   if (problem.has_dropout) return FwdVariant::kDropout;
   if (choice.num_splits > 1 || choice.is_one_wave) {

@@ -63,7 +63,7 @@ struct FwdPolicy {
   constexpr bool has(fwd_feature::Feature feature) const { return (features & feature) != 0; }
 };
 
-constexpr int kNumFwdVariants = 11;
+constexpr int kNumFwdVariants = 10;
 constexpr int kNumSm90FwdHeadDims = kNumHeadDims - kSm90FirstHeadDim;
 
 namespace fwd_policy_table {
@@ -150,18 +150,10 @@ constexpr FwdPolicy kRows[kNumFwdVariants][kNumSm90FwdHeadDims] = {
     // kListed
     {
         {64, kSpeculativeAfterPv | kIntFlags, 1},
-        {96, kIntFlags, 1},
+        {96, 0, 0},
         {128, kEarlyStored | kSpeculativeExp | kSpeculativeOnMasked | kIntFlags, 1},
-        {192, kExpBeforePvWait | kSpeculativeExp | kIntFlags, 1},
+        {192, 0, 0},
         {256, kExpBeforePvWait | kSpeculativeExp | kIntFlags, 1},
-    },
-    // kListedGeneral
-    {
-        {64, 0, 1},
-        {96, 0, 1},
-        {128, 0, 1},
-        {192, kExpBeforePvWait, 1},
-        {256, kExpBeforePvWait, 1},
     },
 };
 
@@ -221,7 +213,7 @@ constexpr const FwdMeasurement* fwd_measurement(fwd_feature::Feature feature, Fw
   return nullptr;
 }
 
-// Blocks that a warpgroup of is_listed() may skip one after the other: it still holds V of the last one that it
+// Blocks that a warpgroup of kListed may skip one after the other: it still holds V of the last one that it
 // computed, and with kIssueNextQkEarly the last of the tile until the next Q lands. Further hidden ones are computed.
 constexpr int sm90_most_listed_skips(const Sm90FwdTile& tile, const FwdPolicy& policy) {
   return tile.kv_stages - policy.has(fwd_feature::kIssueNextQkEarly);
@@ -243,7 +235,7 @@ constexpr const char* fwd_policy_conflict(const Sm90FwdTile& tile, const FwdPoli
   }
   // A warpgroup that skips fully masked blocks still holds the previous V stage, and with kIssueNextQkEarly the last
   // one until the next Q lands.
-  if (is_listed(variant)) {
+  if (variant == FwdVariant::kListed) {
     if (tile.block_n % kMaskStrip != 0) return "lists have whole strips of keys";
     if (policy.has(kMaskBoundsInRegs) || policy.has(kAlignUnmasked)) return "lists have no bounds and no rotation";
     if (sm90_most_listed_skips(tile, policy) < 1) return "a K/V ring this shallow skips no block";

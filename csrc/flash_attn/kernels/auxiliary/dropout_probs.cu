@@ -1,5 +1,5 @@
 // S_dmask: P of a finished forward with the dropout mask in its sign. A diagnostic output: a plain fp32 kernel for
-// every head dim and feature, so that the forward kernels need not write P. Calls with a mask as data have another one.
+// every head dim and feature, so that the forward kernels need not write P.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
@@ -64,17 +64,14 @@ __device__ const Element* key_row(const Flash_fwd_params& params, const WorkTile
   return at.valid ? base + at.page * params.k_strides.batch + at.row * params.k_strides.row : nullptr;
 }
 
-// The mask as data of a tile's sequence and head.
-struct NoFactors {
-  __device__ bool sees(int, int) const { return true; }
-};
-__device__ NoFactors factors_of(const Flash_fwd_params&, const WorkTile&) { return {}; }
+// The mask as data of a tile's sequence and head; without one all is seen.
 __device__ MaskFactors factors_of(const Flash_fwd_split_params& params, const WorkTile& tile) {
   return params.mask.factors.of(tile.batch, tile.head, params.seqlen_q, params.seqlen_k, tile.q_begin, tile.k_begin);
 }
 
-template <class Element, class Params>
-__global__ void __launch_bounds__(kThreads) dropout_probs_kernel(const __grid_constant__ Params params) {
+template <class Element>
+__global__ void __launch_bounds__(kThreads)
+    dropout_probs_kernel(const __grid_constant__ Flash_fwd_split_params params) {
   __shared__ float q_tile[kTile][kTile + 1];  // (row, d)
   __shared__ float k_tile[kTile][kTile + 1];  // (col, d)
   const int col_tiles = params.p_cols / kTile, row_tiles = params.p_rows / kTile;
@@ -104,7 +101,7 @@ __global__ void __launch_bounds__(kThreads) dropout_probs_kernel(const __grid_co
   const ScoreMod score_mod(params, tile.batch, tile.head);
   const DropoutMask mask(params, tile.batch, tile.head);
   const Visibility visibility{tile.seqlen_q, tile.seqlen_k, params.window};
-  const auto factors = factors_of(params, tile);
+  const MaskFactors factors = factors_of(params, tile);
   const float* lse = params.softmax_lse_ptr + lse_offset(tile, params);
   const int col = col0 + lane;
   for (int i = 0; i < kRowsPerThread; ++i) {
@@ -124,21 +121,18 @@ __global__ void __launch_bounds__(kThreads) dropout_probs_kernel(const __grid_co
   }
 }
 
-template <class Element, class Params>
-cudaError_t run(const Params& params, cudaStream_t stream) {
+template <class Element>
+cudaError_t run(const Flash_fwd_split_params& params, cudaStream_t stream) {
   static std::atomic<uint64_t> configured_devices{0};
   const int64_t tiles = static_cast<int64_t>(params.p_rows / kTile) * (params.p_cols / kTile);
-  return launch(dropout_probs_kernel<Element, Params>, tiles * params.b * params.h, kThreads, 0, params, params.device,
-                stream, configured_devices);
+  return launch(dropout_probs_kernel<Element>, tiles * params.b * params.h, kThreads, 0, params, params.device, stream,
+                configured_devices);
 }
 
 }  // namespace
 
 cudaError_t run_dropout_probs(const Flash_fwd_split_params& params, Dtype dtype, cudaStream_t stream) {
-  return FP16_SWITCH(dtype, [&] {
-    if (params.mask.factors.given()) return run<NativeOf<kDtype>>(params, stream);
-    return run<NativeOf<kDtype>>(static_cast<const Flash_fwd_params&>(params), stream);
-  });
+  return FP16_SWITCH(dtype, [&] { return run<NativeOf<kDtype>>(params, stream); });
 }
 
 }  // namespace flash

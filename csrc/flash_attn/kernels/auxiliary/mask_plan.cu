@@ -84,9 +84,26 @@ __global__ void __launch_bounds__(kThreads) mask_bounds_kernel(const __grid_cons
   }
 }
 
-// find_seen() by a warp whose lanes have the same rectangle, 32 rows at a time.
+// Bit i of lane j becomes bit j of lane i.
+__device__ uint32_t transpose_bits(uint32_t word) {
+  const int lane = threadIdx.x % 32;
+  uint32_t mask = 0xffffu;  // bits whose number lacks that of `distance`
+  for (int distance = 16; distance > 0; distance /= 2, mask ^= mask << distance) {
+    const uint32_t other = __shfl_xor_sync(0xffffffffu, word, distance);
+    word = lane & distance ? (word & ~mask) | (other >> distance & mask) : (word & mask) | (other & mask) << distance;
+  }
+  return word;
+}
+
+// find_seen() by a warp whose lanes have the same rectangle: a row a lane, 32 rows at a time, and of key_hidden two
+// keys.
 __device__ Found find_together(const MaskFactors& factors, const Visibility& window, const Rectangle& at) {
   const int lane = threadIdx.x % 32;
+  Intervals hidden[kStripWords];
+  for (int i = 0; i < kStripWords; ++i) {
+    const int key = at.key_begin + 32 * i + lane;
+    if (factors.key_hidden != nullptr && key < at.key_end) hidden[i] = factors.hidden_rows_of(key);
+  }
   Found found;
   for (int first = at.row_begin; first < at.row_end; first += 32) {
     const int row = first + lane;
@@ -95,11 +112,27 @@ __device__ Found find_together(const MaskFactors& factors, const Visibility& win
     if (valid) words_of_row(factors, window, at, row, words);
     uint32_t some = 0u;
     for (int i = 0; i < kStripWords; ++i) {
+      if (factors.key_hidden != nullptr) {
+        words[i] &= ~transpose_bits(MaskFactors::interval_word(hidden[i].begin[0], hidden[i].end[0], first) |
+                                    MaskFactors::interval_word(hidden[i].begin[1], hidden[i].end[1], first));
+      }
       found.any[i] |= __reduce_or_sync(0xffffffffu, words[i]);
       found.all[i] &= __reduce_and_sync(0xffffffffu, valid ? words[i] : ~0u);
       some |= words[i];
     }
     found.rows[(first - at.row_begin) / 32] = __ballot_sync(0xffffffffu, some != 0u);
+  }
+  return found;
+}
+
+// The same by one thread without key_hidden: with several rows at a time, since each waits for its loads.
+__device__ Found find_alone(const MaskFactors& factors, const Visibility& window, const Rectangle& at) {
+  Found found;
+#pragma unroll 4
+  for (int row = at.row_begin; row < at.row_end; ++row) {
+    uint32_t words[kStripWords];
+    words_of_row(factors, window, at, row, words);
+    found.add(row - at.row_begin, words);
   }
   return found;
 }
@@ -138,19 +171,21 @@ struct Classifier {
     if ((bits & ~*static_cast<const volatile uint32_t*>(word)) != 0u) atomicOr(word, bits);
   }
 
-  // By all lanes of a warp, each for its own rectangle: alone, or where each score is a comparison of its own together,
-  // one lane after the other.
+  // By all lanes of a warp, each for its own rectangle. Those whose scores have to be read: by all lanes together, one
+  // after the other, or each alone where there are many of them: lanes next to each other read neighbouring words.
   __device__ BlockClass operator()(const Rectangle& at) const {
+    constexpr int kMostTogether = 8;
     BlockClass result = at.empty() ? BlockClass::kHidden : by_bounds(at);
     if (result == BlockClass::kWhole) mark_seen(at, Found::whole(at));
-    if (sequence.factors.key_hidden == nullptr) {
+    const uint32_t partial = __ballot_sync(0xffffffffu, result == BlockClass::kPartial);
+    if (sequence.factors.key_hidden == nullptr && __popc(partial) > kMostTogether) {
       if (result != BlockClass::kPartial) return result;
-      const Found found = find_seen(sequence.factors, window, at);
+      const Found found = find_alone(sequence.factors, window, at);
       mark_seen(at, found);
       return found.class_of(at);
     }
     const int lane = threadIdx.x % 32;
-    for (uint32_t left = __ballot_sync(0xffffffffu, result == BlockClass::kPartial); left != 0u; left &= left - 1) {
+    for (uint32_t left = partial; left != 0u; left &= left - 1) {
       const int source = __ffs(left) - 1;
       Rectangle common;
       common.row_begin = __shfl_sync(0xffffffffu, at.row_begin, source);
@@ -188,18 +223,18 @@ __device__ int block_prefix(int value, int& sum, int* warp_sums) {
 }
 
 // A thread block for each work tile of each mask matrix.
-template <bool kOfKeys>
 __global__ void __launch_bounds__(kThreads) mask_lists_kernel(const __grid_constant__ MaskPlanParams params) {
   __shared__ int warp_sums[kWarps];
   const Flash_fwd_params& call = params.call;
   const BlockLists& lists = params.mask.lists;
   const int matrix = blockIdx.x / lists.tiles, tile = blockIdx.x - matrix * lists.tiles;
-  const int* const segments = kOfKeys ? call.varlen.segments_k : call.varlen.segments_q;
+  const int* const segments = params.of_keys ? call.varlen.segments_k : call.varlen.segments_q;
   const int segment = call.is_varlen() ? find_segment(segments, call.b, tile, params.tile) : 0;
   const MaskSequence sequence = mask_sequence(params, matrix, segment);
-  const int first = kOfKeys ? sequence.k_begin : sequence.q_begin;
+  const int first = params.of_keys ? sequence.k_begin : sequence.q_begin;
   const int index = call.is_varlen() ? tile - varlen_first_slot(first, segment, params.tile) : tile;
-  const ListedTile<kOfKeys> own{index * params.tile, params.tile, params.block, sequence.seqlen_q, sequence.seqlen_k};
+  const ListedTile own{params.of_keys, index * params.tile, params.tile,
+                       params.block,   sequence.seqlen_q,   sequence.seqlen_k};
   const Classifier classify{params, matrix, sequence, sequence.window(call)};
   const int blocks = own.exists() ? min(own.blocks(), lists.capacity) : 0;
   uint32_t* const entries = lists.entries + static_cast<int64_t>(blockIdx.x) * lists.capacity;
@@ -231,8 +266,7 @@ cudaError_t run_mask_plan(const MaskPlanParams& params, cudaStream_t stream) {
                                     params, params.call.device, stream, configured_devices);
   if (status != cudaSuccess) return status;
   const int64_t tiles = static_cast<int64_t>(params.matrices) * params.mask.lists.tiles;
-  return launch(params.of_keys ? mask_lists_kernel<true> : mask_lists_kernel<false>, tiles, kThreads, 0, params,
-                params.call.device, stream, configured_devices);
+  return launch(mask_lists_kernel, tiles, kThreads, 0, params, params.call.device, stream, configured_devices);
 }
 
 }  // namespace flash

@@ -48,8 +48,7 @@ cudaError_t run_flash_bwd_variant(const Flash_bwd_params& params, const plan::Bw
     case plan::BwdVariant::kDropout: return run(std::integral_constant<BwdVariant, BwdVariant::kDropout>());
     case plan::BwdVariant::kAccumulate: return run(std::integral_constant<BwdVariant, BwdVariant::kAccumulate>());
     case plan::BwdVariant::kGeneral:
-    case plan::BwdVariant::kListed:
-    case plan::BwdVariant::kListedGeneral: break;
+    case plan::BwdVariant::kListed: break;
   }
   return cudaErrorInvalidValue;  // a variant of the wgmma family
 }

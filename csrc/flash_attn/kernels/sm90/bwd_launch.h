@@ -14,9 +14,6 @@ cudaError_t run_mha_bwd(const Flash_bwd_mask_params& params, const plan::BwdPlan
   } else {
     if constexpr (kHeadDim == plan::kSm90TwoPassTile.head_dim) {
       using Plain = BwdTwoPassConfig<kDtype, kHeadDim, BwdVariant::kPlain, kHeadDim>;
-      using Listed = BwdTwoPassConfig<kDtype, kHeadDim, BwdVariant::kListed, kHeadDim>;
-      const bool is_listed = plan.variant == plan::BwdVariant::kListed;
-      if (plan.dq_pass && is_listed) return run_flash_bwd_two_pass<Listed, Listed>(params, plan, stream);
       if (plan.dq_pass) return run_flash_bwd_two_pass<Plain, Plain>(params, plan, stream);
     }
     return run_mha_bwd_one_pass<kDtype, kHeadDim>(params, plan, stream);

@@ -60,7 +60,7 @@ __device__ __forceinline__ void load_statistics(const Launch& launch, Storage& s
     storage.q_empty[state.stage].wait(state.phase ^ 1);
 #pragma unroll
     for (int j = 0; j < kRows; ++j) storage.lse_log2[state.stage][32 * j + lane] = lse_log2[j];
-    if constexpr (Config::kIsGeneral) {
+    if constexpr (Config::kMayDrop) {
       if (params.has_dropout) store_dropout_bits<Config>(params, storage, tile, at, state.stage);
     }
     storage.q_full[state.stage].arrive();

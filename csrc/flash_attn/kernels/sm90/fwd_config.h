@@ -72,7 +72,7 @@ struct FwdConfig {
   // KV blocks in ascending order, unmasked ones first; P V reads V, not V^T.
   static constexpr bool kDescending = false;
   static constexpr bool kTransposedV = false;
-  static constexpr bool kListed = plan::is_listed(kVariant);  // blocks in the order of a list
+  static constexpr bool kListed = kVariant == FwdVariant::kListed;  // blocks in the order of a list
   struct NoTripCount {
     static constexpr int kNoBlock = -1;
   };

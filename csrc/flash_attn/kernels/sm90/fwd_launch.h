@@ -130,8 +130,6 @@ cudaError_t run_mha_fwd(const Flash_fwd_split_params& params, const plan::FwdPla
       case FwdVariant::kAlibi: return run_variant<kDtype, kHeadDim, FwdVariant::kAlibi>(params, plan, stream);
       case FwdVariant::kDirect: return run_variant<kDtype, kHeadDim, FwdVariant::kDirect>(params, plan, stream);
       case FwdVariant::kListed: return run_variant<kDtype, kHeadDim, FwdVariant::kListed>(params, plan, stream);
-      case FwdVariant::kListedGeneral:
-        return run_variant<kDtype, kHeadDim, FwdVariant::kListedGeneral>(params, plan, stream);
     }
     return cudaErrorInvalidValue;
   }

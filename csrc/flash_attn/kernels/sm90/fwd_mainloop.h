@@ -166,12 +166,18 @@ struct FwdMainloop {
   }
 
   // tOrP = P in 16 bits, with dropout.
+  template <bool kMasked>
   __device__ __forceinline__ void pack_p(const Work& work, int key) {
     using namespace cute;
     auto scores = row_col_view(acc_s);
-    if (Config::kHasScoreMod && Config::kModifiers == Modifiers::kAny && params.has_dropout) {
+    constexpr bool kMayDrop = Config::kListed ? kMasked : Config::kHasScoreMod && Config::kModifiers == Modifiers::kAny;
+    if (kMayDrop && params.has_dropout) {
       const DropoutMask mask(params, work.tile.batch, work.tile.head);
-      apply_dropout(mask, scores, coords, row_begin(work), key);
+      if constexpr (Config::kListed) {
+        apply_dropout_rolled(mask, scores, coords, row_begin(work), key);
+      } else {
+        apply_dropout(mask, scores, coords, row_begin(work), key);
+      }
     }
     auto pairs = recast<uint32_t>(tOrP);
 #pragma unroll
@@ -223,7 +229,7 @@ struct FwdMainloop {
     }
     softmax.exponentiate(scores, params.softmax_scale_log2);
     dropout.make_all_keep_masks();
-    pack_p(work, key);
+    pack_p<true>(work, key);
   }
 
   // One KV block: S and P of step i (`n_block`), and O += P V of the previous block, which is the tile's first if
@@ -263,7 +269,7 @@ struct FwdMainloop {
     if constexpr (!Config::kRandomBitsInPv) dropout.make_all_keep_masks();  // ptxas spreads it among the exponentials
     if (rescale) rescale_o(correction);
     // 7. Pack P for the next step's P V.
-    pack_p(work, key);
+    pack_p<kMasked>(work, key);
   }
 
   // Skipped blocks have to land before their stages can be released.
@@ -316,13 +322,18 @@ struct FwdMainloop {
     }
   }
 
+  // Steps of kListed without mask, dropout and score modifiers, all of which masked steps have as run-time options.
+  __device__ __forceinline__ int unmasked_end(const Work& work) const {
+    return params.has_score_mod || params.has_dropout ? 0 : work.order.whole;
+  }
+
   // The same by list: blocks that are whole for all warpgroups, then partial ones.
   __device__ __forceinline__ int run_listed(const Work& work, int q_stage) {
     const int count = work.order.count();
     clears_next = true;
     int i = 1;
-    for (; i < work.order.whole; ++i) {
-      step<false>(work, i, Config::kHasScoreMod ? entry_at(work, i).block() : 0, q_stage, clears_next);
+    for (const int end = unmasked_end(work); i < end; ++i) {
+      step<false>(work, i, 0, q_stage, clears_next);  // of any keys
       clears_next = false;
     }
     int num_skipped = 0;

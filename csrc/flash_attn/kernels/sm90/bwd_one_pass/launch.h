@@ -120,7 +120,6 @@ cudaError_t run_mha_bwd_one_pass(const Flash_bwd_mask_params& params, const plan
     case plan::BwdVariant::kGeneral: return run(std::integral_constant<BwdVariant, BwdVariant::kGeneral>());
     case plan::BwdVariant::kAccumulate: return run(std::integral_constant<BwdVariant, BwdVariant::kAccumulate>());
     case plan::BwdVariant::kListed: return run(std::integral_constant<BwdVariant, BwdVariant::kListed>());
-    case plan::BwdVariant::kListedGeneral: return run(std::integral_constant<BwdVariant, BwdVariant::kListedGeneral>());
     case plan::BwdVariant::kDropout: break;
   }
   return cudaErrorInvalidValue;  // a variant of the mma.sync family

@@ -178,7 +178,22 @@ struct BwdMainloop {
     auto scores = transposed_row_col_view(acc_s);  // ((2, M / 8), 2)
     auto dp = transposed_row_col_view(acc_dp);
     const RowValues softmax_d{storage.softmax_d[stage], coords};
-    if constexpr (!Config::kIsGeneral) {
+    const SmemRandomBits<Coords> bits{storage.dropout_row_bits[stage], storage.dropout_col_bits[stage] + 32 * group,
+                                      coords};
+    if constexpr (Config::kListed) {
+      const int diagonal = alibi_diagonal(params, tile.batch, visibility, tile_coords.row_begin);
+      if (params.has_score_mod) {
+        ScoreMod(params, tile.batch, at.head).apply(scores, coords, diagonal, tile_coords.key_begin);
+      }
+      if (!is_unmasked) mask_scores<Config::kBlockM, 64>(scores, coords, mask_at(at), tile_coords);
+      exponentiate_scores(scores, params.softmax_scale_log2, lse_log2);
+      if (params.has_dropout) mark_dropped(params, coords, bits, scores);
+      const EarlyRowValues softmax_d_of_rows(softmax_d);
+      if constexpr (kStartsDv) start_dkv(convert_p(acc_s), storage.dout[stage], acc_dv);
+      wait_for<kStartsDv>(acc_dp);
+      const RowValues lse_rows{storage.lse_log2[stage], coords};
+      differentiate_marked(params, visibility, tile_coords, coords, lse_rows, softmax_d_of_rows, scores, dp);
+    } else if constexpr (!Config::kIsGeneral) {
       if (!is_unmasked) mask_scores<Config::kBlockM, 64>(scores, coords, mask_at(at), tile_coords);
       exponentiate_scores(scores, params.softmax_scale_log2, lse_log2);
       const EarlyRowValues softmax_d_of_rows(softmax_d);
@@ -187,11 +202,18 @@ struct BwdMainloop {
       differentiate_scores(scores, dp, softmax_d_of_rows);
     } else {
       wait_for<0>(acc_dp);
-      const SmemRandomBits<Coords> bits{storage.dropout_row_bits[stage], storage.dropout_col_bits[stage] + 32 * group,
-                                        coords};
       differentiate_general<Config::kBlockM, 64, true>(params, mask_at(at), tile_coords, coords, bits, lse_log2,
                                                        softmax_d, scores, dp);
       if constexpr (kStartsDv) start_dkv(convert<Element>(acc_s), storage.dout[stage], acc_dv);
+    }
+  }
+
+  // P as the operand of dV: without dropped elements.
+  __device__ __forceinline__ static auto convert_p(const AccSdP& acc_p) {
+    if constexpr (Config::kListed) {
+      return convert_relu<Element>(acc_p);
+    } else {
+      return convert<Element>(acc_p);
     }
   }
 
@@ -283,7 +305,7 @@ struct BwdMainloop {
       const bool is_unmasked =
           Config::kListed ? is_whole(at) : at.m_block >= unmasked.begin && at.m_block < unmasked.end;
       differentiate<false>(at, is_unmasked, RowValues{storage.lse_log2[state.stage], coords}, acc_s, acc_dp);
-      const auto p = convert<Element>(acc_s), ds = convert<Element>(acc_dp);
+      const auto p = convert_p(acc_s), ds = convert<Element>(acc_dp);
       arrive_at_order_barrier<Config>(group);
       store_ds(ds, i == 0);
       // wgmma with A in registers blocks the warp while earlier ones run, so everything else has been issued before.

@@ -98,18 +98,18 @@ cudaError_t run_mha_bwd_two_pass(const Flash_bwd_mask_params& params, const plan
   using Plain = BwdTwoPassConfig<kDtype, kHeadDim, BwdVariant::kPlain, kHeadDimV>;
   using General = BwdTwoPassConfig<kDtype, kHeadDim, BwdVariant::kGeneral, kHeadDimV>;
   using Accumulate = BwdTwoPassConfig<kDtype, kHeadDim, BwdVariant::kAccumulate, kHeadDimV>;
-  using Listed = BwdTwoPassConfig<kDtype, kHeadDim, BwdVariant::kListed, kHeadDimV>;
-  using ListedGeneral = BwdTwoPassConfig<kDtype, kHeadDim, BwdVariant::kListedGeneral, kHeadDimV>;
+  if constexpr (plan::has_listed_bwd(kHeadDim, kHeadDimV)) {
+    using Listed = BwdTwoPassConfig<kDtype, kHeadDim, BwdVariant::kListed, kHeadDimV>;
+    if (plan.variant == plan::BwdVariant::kListed) return run_flash_bwd_two_pass<Listed, Listed>(params, plan, stream);
+  }
   switch (plan.variant) {
     case plan::BwdVariant::kPlain: return run_flash_bwd_two_pass<Plain, Plain>(params, plan, stream);
     case plan::BwdVariant::kGeneral: return run_flash_bwd_two_pass<General, General>(params, plan, stream);
     case plan::BwdVariant::kAccumulate: return run_flash_bwd_two_pass<Accumulate, Plain>(params, plan, stream);
-    case plan::BwdVariant::kListed: return run_flash_bwd_two_pass<Listed, Listed>(params, plan, stream);
-    case plan::BwdVariant::kListedGeneral:
-      return run_flash_bwd_two_pass<ListedGeneral, ListedGeneral>(params, plan, stream);
+    case plan::BwdVariant::kListed:
     case plan::BwdVariant::kDropout: break;
   }
-  return cudaErrorInvalidValue;  // a variant of the mma.sync family
+  return cudaErrorInvalidValue;  // a variant of the mma.sync family, or of another head dim
 }
 
 }  // namespace sm90
