@@ -23,7 +23,8 @@ positions    aligned to the bottom right corner: query i of sq is at position i 
 masked rows  a fully masked row (a query that sees no key) has output 0, gradients 0 and LSE +inf (with sinks: LSE the
              sink).
 gradients    of out and softmax_lse with respect to q, k, v and sinks; alibi_slopes or a number as a tensor that
-             requires one is rejected. Not twice differentiable, no forward mode. torch.vmap loops over the samples.
+             requires one is rejected. Second derivatives and forward mode take PyTorch operations in blocks of queries
+             (docs/derivatives.md). torch.vmap loops over the samples.
 
 Bad arguments raise RuntimeError, TypeError or NotImplementedError: the message names the argument, what was expected
 and what it was; nothing is computed then.
@@ -218,7 +219,13 @@ def _attention(
         if args.return_max_logit:
             results = (*results, *max_logit)
         if ctx is not _EAGER and ctx is not None:
-            library.save_for_backward(ctx, args, output)
+            is_as_given = (
+                args.q is inputs[0]
+                and (args.k is None or args.k is inputs[1])
+                and (args.v is None or args.v is inputs[2])
+                and args.sinks is sinks
+            )
+            library.save_for_backward(ctx, args, output, () if is_as_given else (*inputs, sinks))
             ctx.num_inputs, ctx.returns_lse = len(inputs), return_softmax
             ctx.head_dims = (*[inputs[0].shape[-1]] * 2, inputs[-1].shape[-1]) if padded else None
             ctx.surplus_columns = output[0].shape[-1] - inputs[-1].shape[-1] if padded else 0
@@ -378,7 +385,7 @@ _RESULT_DOC = """
             (batch, nheads, seqlen_q, seqlen_k) rounded up to multiples of 128. For tests.
         max_logit (return_max_logit): (nheads,), the largest visible logit of each head, without the sink, or -inf.
 
-    Gradients: of out and softmax_lse with respect to q, k, v and sinks, once. A row that sees no key has out 0.
+    Gradients: of out and softmax_lse with respect to q, k, v and sinks, twice. A row that sees no key has out 0.
     Raises RuntimeError, TypeError, ValueError or NotImplementedError, which name the argument; nothing is computed
     then.
 """

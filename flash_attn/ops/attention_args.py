@@ -174,10 +174,27 @@ class AttentionBackwardArgs(NamedTuple):
 
     def differentiable(self) -> tuple[Optional[Tensor], ...]:
         """The values of BACKWARD_INPUTS."""
-        return self.dout, self.dlse, self.q, self.k, self.v
+        return self.dout, self.dlse, self.q, self.k, self.v, self.sinks
+
+    def forward_args(self) -> AttentionArgs:
+        """Those of the forward, which returned out and lse."""
+        given = {name: getattr(self, name) for name in AttentionArgs._fields if name in self._fields}
+        return AttentionArgs(
+            **given, seqused_k=None, leftpad_k=None, block_table=None, return_softmax=False, return_max_logit=False
+        )
 
 
-BACKWARD_INPUTS = ("dout", "dlse", "q", "k", "v")  # the fields that may ask for a gradient; none gets one
+# The fields that have gradients in a second backward; out and lse are results of the others.
+BACKWARD_INPUTS = ("dout", "dlse", "q", "k", "v", "sinks")
+
+
+class Tangents(NamedTuple):
+    """Directions of ATTENTION_INPUTS, like them and in their packing; None is zero."""
+
+    tq: Optional[Tensor]
+    tk: Optional[Tensor]
+    tv: Optional[Tensor]
+    tsinks: Optional[Tensor]
 
 
 def saved_for_backward(
@@ -317,7 +334,9 @@ def _parameter(record: type[Any], name: str, written: Mapping[str, str]) -> str:
     return f"{kind} {name}{default}"
 
 
-def attention_gradients(values: Sequence[Any], record: type[Any] = AttentionArgs) -> tuple[Any, ...]:
-    """A gradient for every field of a record: values, one for each of ATTENTION_INPUTS, and None elsewhere."""
-    given = dict(zip(ATTENTION_INPUTS, values))
+def attention_gradients(
+    values: Sequence[Any], record: type[Any] = AttentionArgs, others: Optional[Mapping[str, Any]] = None
+) -> tuple[Any, ...]:
+    """A gradient for every field of a record: values, one for each of ATTENTION_INPUTS, others, and None elsewhere."""
+    given = {**dict(zip(ATTENTION_INPUTS, values)), **(others or {})}
     return tuple(given.get(name) for name in record._fields)

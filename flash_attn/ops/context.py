@@ -23,12 +23,15 @@ _dispatch_modes = torch._C._len_torch_dispatch_stack
 _function_modes = torch._C._len_torch_function_stack
 
 
-def survey(names: Iterable[str], tensors: Iterable[Tensor | None]) -> tuple[bool, bool]:
+def survey(
+    names: Iterable[str], tensors: Iterable[Tensor | None], carries_tangents: bool = False
+) -> tuple[bool, bool]:
     """(needs_dispatch, differentiating) of a call with these tensors, of which some may be None.
 
     needs_dispatch: something other than eager execution on plain tensors must see the operator: torch.compile,
     torch.jit.trace, a tensor subclass, a mode. differentiating: gradients are recorded.
-    Raises NotImplementedError for a tensor with a forward-mode tangent, which no operator here carries on.
+    Raises NotImplementedError for a tensor with a forward-mode tangent, which no operator carries on, and no call but
+    one that carries_tangents.
     """
     plain, requires_grad = True, False
     for x in tensors:
@@ -44,7 +47,7 @@ def survey(names: Iterable[str], tensors: Iterable[Tensor | None]) -> tuple[bool
         or _dispatch_modes() > 0
         or (_function_modes() > 0 and _a_mode_watches())
     )
-    if forward_ad._current_level >= 0:
+    if forward_ad._current_level >= 0 and (needs_dispatch or not carries_tangents):
         reject_tangents(names, tensors)
     return needs_dispatch, requires_grad and torch.is_grad_enabled()
 
@@ -59,6 +62,11 @@ def is_watched() -> bool:
         or forward_ad._current_level >= 0
         or (_function_modes() > 0 and _a_mode_watches())
     )
+
+
+def transforms() -> bool:
+    """Whether a torch.func transform or forward mode is on, which go by the rules of an autograd.Function."""
+    return transformed() or forward_ad._current_level >= 0
 
 
 def records_gradients(*tensors: Tensor | None) -> bool:
@@ -76,7 +84,10 @@ def decomposes() -> bool:
     return _is_compiling() or is_tracing() or transformed() or forward_ad._current_level >= 0
 
 
-_NO_JVP = "flash_attn has no forward-mode derivative (torch.func.jvp, torch.autograd.forward_ad)"
+_NO_JVP = (
+    "forward-mode differentiation (torch.func.jvp, torch.autograd.forward_ad) has no rule here: eager attention has "
+    "one, and flash_attn_jvp, in compiled code too"
+)
 
 
 def reject_tangents(names: Iterable[str], tensors: Iterable[Tensor | None]) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_attn.ops import calls, context, outputs
+from flash_attn.ops import calls, context, normalize, outputs
 from flash_attn.ops.attention_args import (
     ATTENTION_INPUTS,
     BACKWARD_INPUTS,
@@ -22,6 +22,7 @@ from flash_attn.ops.attention_args import (
     AttentionBackwardArgs,
     KvCacheArgs,
     KvCachePlanArgs,
+    Tangents,
     attention_gradients,
     saved_for_backward,
     schema,
@@ -29,17 +30,18 @@ from flash_attn.ops.attention_args import (
 
 _NAMESPACE = "flash_attn_core"
 _library = torch.library.Library(_NAMESPACE, "DEF")
+_SAVED = 10  # tensors of saved_for_backward()
 _forward_op: Any = None  # set by _register_attention, as is the next
 _backward_op: Any = None
 
 
 def attention(args: AttentionArgs) -> Any:
     """`calls.forward` for a call that no autograd.Function records: as the operator, which is differentiable, where
-    someone watches it, sample by sample within torch.func."""
-    needs_dispatch, differentiating = context.survey(ATTENTION_INPUTS, args.differentiable())
+    someone watches it, by its rules within torch.func and forward mode."""
+    needs_dispatch, differentiating = context.survey(ATTENTION_INPUTS, args.differentiable(), carries_tangents=True)
     if needs_dispatch:
         return _forward_op(*args)
-    if context.transformed():
+    if context.transforms():
         return _TransformedAttention.apply(*args)
     return _forward_op(*args) if differentiating else calls.forward(args)
 
@@ -86,13 +88,19 @@ def update_kvcache_plan(args: KvCachePlanArgs) -> None:
         calls.kvcache_plan(args)
 
 
-def save_for_backward(ctx: Any, args: AttentionArgs, output: Any) -> None:
-    """Save what `input_gradients` needs of a forward in the ctx of an autograd.Function."""
+def save_for_backward(ctx: Any, args: AttentionArgs, output: Any, originals: Sequence[Tensor | None] = ()) -> Any:
+    """Save what `input_gradients` needs of a forward in the ctx of an autograd.Function, and return the tensors.
+
+    originals: the inputs and sinks that the function was given, where args has padded or converted ones: a second
+    derivative is theirs.
+    """
     out, lse, _, rng_state, *_ = output
     tensors, ctx.options = saved_for_backward(args, out, lse, rng_state)
-    ctx.save_for_backward(*context.all_savable(tensors))
+    saved = context.all_savable((*tensors, *originals) if originals else tensors)
+    ctx.save_for_backward(*saved)
     ctx.forward_only = args.forward_only()
     ctx.set_materialize_grads(False)
+    return saved
 
 
 def input_gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
@@ -104,25 +112,42 @@ def input_gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
         )
     if dout is None and dlse is None:
         return (None,) * len(ATTENTION_INPUTS)
-    args = AttentionBackwardArgs(dout, dlse, *ctx.saved_tensors, *ctx.options)  # type: ignore[arg-type]  # None: next
+    tensors = ctx.saved_tensors
+    args = AttentionBackwardArgs(dout, dlse, *tensors[:_SAVED], *ctx.options)  # type: ignore[arg-type]  # None: next
     if dout is None:
         args = args._replace(dout=torch.zeros_like(args.out))
-    grads = iter(attention_backward(args))
-    return tuple(None if x is None else next(grads) for x in (args.q, args.k, args.v, args.sinks))
+    if len(tensors) > _SAVED and torch.is_grad_enabled():
+        args = _of_originals(args, tensors[_SAVED:])
+    return by_input(args, attention_backward(args))
+
+
+def by_input(args: AttentionArgs | AttentionBackwardArgs, grads: Sequence[Any]) -> tuple[Any, ...]:
+    """One for each of ATTENTION_INPUTS, of which those that are not given have None, from those of the others."""
+    rest = iter(grads)
+    return tuple(None if x is None else next(rest) for x in (args.q, args.k, args.v, args.sinks))
+
+
+def _of_originals(args: AttentionBackwardArgs, originals: Sequence[Tensor | None]) -> AttentionBackwardArgs:
+    """The same call with q, k, v and sinks as differentiable functions of the originals."""
+    *inputs, sinks = originals
+    names = (*("q", "k", "v")[: len(inputs)], "sinks")
+    pairs = {name: (x, getattr(args, name)) for name, x in zip(names, (*inputs, sinks)) if x is not None}
+    return args._replace(**{name: normalize.like(x, used) for name, (x, used) in pairs.items()})
 
 
 def attention_backward(args: AttentionBackwardArgs) -> Any:
-    if context.survey(BACKWARD_INPUTS, args.differentiable())[0]:
+    """The gradients of those of q, k, v and sinks that are given."""
+    if context.survey(BACKWARD_INPUTS, args.differentiable(), carries_tangents=True)[0]:
         return _backward_op(*args)
-    if torch.is_grad_enabled():
+    if torch.is_grad_enabled() or context.transforms():
         return _AttentionBackward.apply(*args)
     context.reject_batched_gradients(args.dout, args.dlse)
     return calls.backward(args)
 
 
-def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-    save_for_backward(ctx, AttentionArgs(*inputs), output)
+def _setup_context(ctx: Any, inputs: Any, output: Any) -> Any:
     ctx.mark_non_differentiable(*output[2:])
+    return save_for_backward(ctx, AttentionArgs(*inputs), output)
 
 
 def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: Any) -> Any:
@@ -130,15 +155,28 @@ def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: Any) -> An
 
 
 class _TransformedAttention(torch.autograd.Function):
-    """For torch.func, which needs setup_context; that costs eager calls 15 us of argument binding."""
+    """For torch.func and forward mode: they need setup_context, which costs eager calls 15 us of argument binding."""
 
     @staticmethod
     def forward(*args: Any) -> Any:
         return calls.forward(AttentionArgs(*args))
 
-    setup_context = staticmethod(_setup_context)
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_forward(*_setup_context(ctx, inputs, output))
+        ctx.constants = len(output) - 2
+
     backward = staticmethod(_backward)
-    jvp = staticmethod(context.no_jvp)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        given = dict(zip(AttentionArgs._fields, tangents))
+        directions = Tangents(*(given[name] for name in ATTENTION_INPUTS))
+        if ctx.forward_only is not None:
+            raise NotImplementedError(f"{ctx.forward_only}: expected None in forward mode, got a tensor: no tangents")
+        # mypy: no dout
+        args = AttentionBackwardArgs(None, None, *ctx.saved_tensors, *ctx.options)  # type: ignore[arg-type]
+        return *derived().tangents(directions, args), *[None] * ctx.constants
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
@@ -152,9 +190,7 @@ class _TransformedAttention(torch.autograd.Function):
 
 
 class _AttentionBackward(torch.autograd.Function):
-    """The backward under create_graph: gradients that cannot be differentiated once more."""
-
-    jvp = staticmethod(context.no_jvp)
+    """The backward where it is differentiated once more."""
 
     @staticmethod
     def forward(*args: Any) -> Any:
@@ -162,19 +198,59 @@ class _AttentionBackward(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        pass
+        ctx.save_for_forward(*save_values(ctx, inputs))
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        _reject_double_backward(ctx, *grads)
+        return _second_backward(ctx, *grads)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        return derived().tangents_of_gradients(AttentionBackwardArgs(*saved_values(ctx)), tangents)
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
         return context.by_sample(_AttentionBackward, info, in_dims, args)
 
 
-def _reject_double_backward(ctx: Any, *grads: Any) -> None:
-    raise RuntimeError("flash_attn: expected one backward, got a second: attention's gradients are not differentiable")
+def save_values(ctx: Any, values: Sequence[Any]) -> Any:
+    """Save arguments of any types in the ctx of an autograd.Function for `saved_values`; returns the tensors."""
+    ctx.values = [None if isinstance(x, Tensor) else x for x in values]
+    ctx.places = [i for i, x in enumerate(values) if isinstance(x, Tensor)]
+    tensors = context.all_savable([values[i] for i in ctx.places])
+    ctx.save_for_backward(*tensors)
+    ctx.set_materialize_grads(False)
+    return tensors
+
+
+def saved_values(ctx: Any) -> list[Any]:
+    values = list(ctx.values)
+    for i, x in zip(ctx.places, ctx.saved_tensors):
+        values[i] = x
+    return values
+
+
+def _second_setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+    save_values(ctx, inputs)
+
+
+def _second_backward(ctx: Any, *grads: Any) -> Any:
+    if len(grads) == 1 and isinstance(grads[0], (list, tuple)):  # of an operator with a list of results
+        (grads,) = grads
+    if all(x is None for x in grads):
+        return (None,) * len(AttentionBackwardArgs._fields)
+    args = AttentionBackwardArgs(*saved_values(ctx))
+    directions = Tangents(*by_input(args, grads))
+    t_out, t_lse, *inputs = derived().second_derivatives(directions, args)
+    found = {"dout": t_out, "dlse": None if args.dlse is None else t_lse}
+    return attention_gradients(by_input(args, inputs), AttentionBackwardArgs, found)
+
+
+def derived() -> Any:
+    """The rules of derivatives, which are made of the operators here and loaded with the first one."""
+    from flash_attn.derivatives import rules
+
+    return rules
 
 
 def takes(record: type[Any], function: Callable[..., Any]) -> Callable[..., Any]:
@@ -224,7 +300,7 @@ def _register_attention() -> None:
         takes(AttentionBackwardArgs, calls.backward_fake),
     )  # fmt: skip
     register_autograd("fwd", _backward, _setup_context)
-    register_autograd("bwd", _reject_double_backward)
+    register_autograd("bwd", _second_backward, _second_setup_context)
 
 
 def _register_writing(

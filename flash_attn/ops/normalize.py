@@ -92,6 +92,12 @@ def pad(x: Tensor, columns: int) -> Tensor:
     return torch.nn.functional.pad(x, (0, columns))
 
 
+def like(x: Tensor, used: Tensor) -> Tensor:
+    """x in the dtype and with the zero columns of `used`, which was made of it; differentiable."""
+    x, missing = x.to(used.dtype), used.shape[-1] - x.shape[-1]
+    return pad(x, missing) if missing else x
+
+
 def _with_options(args: AttentionArgs, options: Options) -> AttentionArgs:
     is_quantized = options.quant is not NO_QUANT
     fields = options.quant.fields(args.q) if is_quantized else {}
