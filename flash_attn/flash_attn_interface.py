@@ -224,7 +224,7 @@ def _attention(
                 and (args.k is None or args.k is inputs[1])
                 and (args.v is None or args.v is inputs[2])
                 and args.sinks is sinks
-            )
+            ) or _is_compiling()
             library.save_for_backward(ctx, args, output, () if is_as_given else (*inputs, sinks))
             ctx.num_inputs, ctx.returns_lse = len(inputs), return_softmax
             ctx.head_dims = (*[inputs[0].shape[-1]] * 2, inputs[-1].shape[-1]) if padded else None

@@ -74,9 +74,8 @@ class Block:
 
     def _heads(self, x: Tensor, axis: int) -> Tensor:
         """The heads along an axis as those of this block: (..., h_k, group, ...)."""
-        return x.unflatten(axis, (-1, self.heads_per_kv)).narrow(
-            axis, self.kv_heads.start, self.kv_heads.stop - self.kv_heads.start
-        )
+        heads: Tensor = x.unflatten(axis, (-1, self.heads_per_kv))
+        return heads.narrow(axis, self.kv_heads.start, self.kv_heads.stop - self.kv_heads.start)
 
     def query_part(self, x: Tensor) -> Tensor:
         """Of (b, sq, h, d) or packed: a view (b, h_k, group, rows, d)."""
@@ -111,7 +110,8 @@ class Block:
 
     def unfold(self, x: Tensor) -> Tensor:
         """(b, h_k, group * rows, n) as (b, h_k, group, rows, n)."""
-        return x.unflatten(2, (self.heads_per_kv, -1))
+        rows: Tensor = x.unflatten(2, (self.heads_per_kv, -1))
+        return rows
 
 
 def _blocks(args: _Args, q: Tensor, k: Tensor, rule: ScoreRule) -> Iterator[Block]:
@@ -236,10 +236,12 @@ def _dropout_factors(call: Call, block: Block) -> Tensor | None:
         return None
     p, group, heads = call.args.dropout_p, block.heads_per_kv, block.kv_heads
     batches = range(block.group.first + block.batches.start, block.group.first + block.batches.stop)
-    streams = dropout_streams(*call.seed, batches, range(heads.start * group, heads.stop * group), call.q.device)
+    seed, offset = call.seed
+    streams = dropout_streams(seed, offset, batches, range(heads.start * group, heads.stop * group), call.q.device)
     bounds = (block.rows.start, block.rows.stop, block.keys.start, block.keys.stop)
     keep = keep_mask(streams, *bounds, dropout_threshold(p))
-    return keep.unflatten(1, (-1, group)).flatten(2, 3).to(block.dtype) * keep_scale(p)
+    kept: Tensor = keep.unflatten(1, (-1, group))
+    return kept.flatten(2, 3).to(block.dtype) * keep_scale(p)
 
 
 @contextmanager

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from flash_attn._types import WindowSize
@@ -56,8 +55,8 @@ def flash_attn_jvp(
     arguments.check_tensors(_NAMES[:3], (q, k, v))
     sequences = DENSE
     if cu_seqlens_q is not None or cu_seqlens_k is not None:
-        longest = [len(x) if most is None else most for x, most in ((q, max_seqlen_q), (k, max_seqlen_k))]
-        sequences = Sequences(cu_seqlens_q, cu_seqlens_k, *longest)
+        most_q, most_k = (len(x) if most is None else most for x, most in ((q, max_seqlen_q), (k, max_seqlen_k)))
+        sequences = Sequences(cu_seqlens_q, cu_seqlens_k, most_q, most_k)
     inputs = (q, k, v)
     try:
         for name, x in zip(_NAMES, inputs):

@@ -1,6 +1,6 @@
 """The rules of tangents and second derivatives: autograd functions for eager calls, operators for compiled ones.
 
-A tangent is the derivative J t of attention, `bwd` is J^T g. The product H t of the Hessian of <g, attention> is at once
+A tangent is the derivative J t of attention, `bwd` is J^T g. The product H t with the Hessian of <g, attention> is also
 the gradient of <g, J t> for the inputs, so that three functions have every second derivative:
 
     backward of the backward         J t for dout, H t for the inputs
@@ -24,6 +24,7 @@ from flash_attn.ops.attention_args import (
     AttentionArgs,
     AttentionBackwardArgs,
     Tangents,
+    attention_gradients,
     saved_for_backward,
 )
 
@@ -65,7 +66,7 @@ def attention_with_tangents(args: AttentionArgs, directions: Tangents) -> tuple[
 
 def tangents(directions: Tangents, args: AttentionBackwardArgs) -> Any:
     """(t_out, t_lse) of a forward that has run; dout and dlse are not read."""
-    return _Tangents.apply(*directions, *args._replace(dout=args.out, dlse=None))
+    return _Tangents.apply(*directions, *args)
 
 
 def second_derivatives(directions: Tangents, args: AttentionBackwardArgs) -> Any:
@@ -131,7 +132,7 @@ class _Tangents(torch.autograd.Function):
         grads = [None] * 2 * _COUNT
         if dout is not None or dlse is not None:
             grads = _gradients(_with_gradients(args, dout, dlse), directions, ctx.needs_input_grad)
-        rest = library.attention_gradients(grads[_COUNT:], AttentionBackwardArgs)
+        rest = attention_gradients(grads[_COUNT:], AttentionBackwardArgs)
         return *grads[:_COUNT], *rest
 
     @staticmethod
@@ -202,7 +203,7 @@ def _jvp_backward(ctx: Any, dout: Any, dlse: Any, dt_out: Any, dt_lse: Any, _: A
         grads = _gradients(_with_gradients(args, dt_out, dt_lse), directions, ctx.needs_input_grad)
         of_directions = grads[:_COUNT]
         parts.append(tuple(grads[_COUNT:]))
-    return *of_directions, *library.attention_gradients(_total(parts) if parts else [])
+    return *of_directions, *attention_gradients(_total(parts) if parts else [])
 
 
 def _hvp(*values: Any) -> list[Tensor]:

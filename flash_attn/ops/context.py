@@ -23,9 +23,7 @@ _dispatch_modes = torch._C._len_torch_dispatch_stack
 _function_modes = torch._C._len_torch_function_stack
 
 
-def survey(
-    names: Iterable[str], tensors: Iterable[Tensor | None], carries_tangents: bool = False
-) -> tuple[bool, bool]:
+def survey(names: Iterable[str], tensors: Iterable[Tensor | None], carries_tangents: bool = False) -> tuple[bool, bool]:
     """(needs_dispatch, differentiating) of a call with these tensors, of which some may be None.
 
     needs_dispatch: something other than eager execution on plain tensors must see the operator: torch.compile,
@@ -81,7 +79,7 @@ def _a_mode_watches() -> bool:
 
 def decomposes() -> bool:
     """Whether a function with a PyTorch composition beside its kernel must use it, so that each operation is seen."""
-    return _is_compiling() or is_tracing() or transformed() or forward_ad._current_level >= 0
+    return _is_compiling() or is_tracing() or transforms()
 
 
 _NO_JVP = (
@@ -109,8 +107,11 @@ def no_jvp(ctx: Any, *tangents: Any) -> Any:
 
 
 def reject_forward_mode(operator: str) -> None:
-    """Raise NotImplementedError within forward-mode differentiation: an operator's implementation sees no tangents."""
-    if forward_ad._current_level >= 0:
+    """Raise NotImplementedError within forward-mode differentiation: an operator's implementation sees no tangents.
+
+    Not within an autograd.Function, which has a rule for them or raises.
+    """
+    if forward_ad._current_level >= 0 and torch._C._is_fwd_grad_enabled():
         raise NotImplementedError(f"{operator}: expected a call outside of forward-mode differentiation: {_NO_JVP}")
 
 

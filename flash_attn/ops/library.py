@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from flash_attn.ops import calls, context, normalize, outputs
 from flash_attn.ops.attention_args import (
@@ -105,20 +106,27 @@ def save_for_backward(ctx: Any, args: AttentionArgs, output: Any, originals: Seq
 
 def input_gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
     """The gradients of ATTENTION_INPUTS, None for those that are not given."""
-    if ctx.forward_only is not None:
-        expected = "at least 16 bits" if ctx.forward_only == "k" else "None"
-        raise NotImplementedError(
-            f"{ctx.forward_only}: expected {expected} in training, got a tensor: it has no backward"
-        )
+    _reject_forward_only(ctx, "training", "backward")
     if dout is None and dlse is None:
         return (None,) * len(ATTENTION_INPUTS)
     tensors = ctx.saved_tensors
-    args = AttentionBackwardArgs(dout, dlse, *tensors[:_SAVED], *ctx.options)  # type: ignore[arg-type]  # None: next
+    originals: Any = ()
+    if len(tensors) > _SAVED:
+        tensors, originals = tensors[:_SAVED], tensors[_SAVED:]
+    args = AttentionBackwardArgs(dout, dlse, *tensors, *ctx.options)  # type: ignore[arg-type]  # None: next
     if dout is None:
         args = args._replace(dout=torch.zeros_like(args.out))
-    if len(tensors) > _SAVED and torch.is_grad_enabled():
-        args = _of_originals(args, tensors[_SAVED:])
+    if originals and torch.is_grad_enabled():
+        args = _of_originals(args, originals)
     return by_input(args, attention_backward(args))
+
+
+def _reject_forward_only(ctx: Any, where: str, missing: str) -> None:
+    if ctx.forward_only is not None:
+        expected = "at least 16 bits" if ctx.forward_only == "k" else "None"
+        raise NotImplementedError(
+            f"{ctx.forward_only}: expected {expected} in {where}, got a tensor: it has no {missing}"
+        )
 
 
 def by_input(args: AttentionArgs | AttentionBackwardArgs, grads: Sequence[Any]) -> tuple[Any, ...]:
@@ -130,16 +138,16 @@ def by_input(args: AttentionArgs | AttentionBackwardArgs, grads: Sequence[Any]) 
 def _of_originals(args: AttentionBackwardArgs, originals: Sequence[Tensor | None]) -> AttentionBackwardArgs:
     """The same call with q, k, v and sinks as differentiable functions of the originals."""
     *inputs, sinks = originals
-    names = (*("q", "k", "v")[: len(inputs)], "sinks")
-    pairs = {name: (x, getattr(args, name)) for name, x in zip(names, (*inputs, sinks)) if x is not None}
-    return args._replace(**{name: normalize.like(x, used) for name, (x, used) in pairs.items()})
+    given = {**dict(zip(("q", "k", "v"), inputs)), "sinks": sinks}
+    found: dict[str, Any] = {name: normalize.like(x, getattr(args, name)) for name, x in given.items() if x is not None}
+    return args._replace(**found)
 
 
 def attention_backward(args: AttentionBackwardArgs) -> Any:
     """The gradients of those of q, k, v and sinks that are given."""
     if context.survey(BACKWARD_INPUTS, args.differentiable(), carries_tangents=True)[0]:
         return _backward_op(*args)
-    if torch.is_grad_enabled() or context.transforms():
+    if torch.is_grad_enabled() or forward_ad._current_level >= 0:
         return _AttentionBackward.apply(*args)
     context.reject_batched_gradients(args.dout, args.dlse)
     return calls.backward(args)
@@ -172,10 +180,9 @@ class _TransformedAttention(torch.autograd.Function):
     def jvp(ctx: Any, *tangents: Any) -> Any:
         given = dict(zip(AttentionArgs._fields, tangents))
         directions = Tangents(*(given[name] for name in ATTENTION_INPUTS))
-        if ctx.forward_only is not None:
-            raise NotImplementedError(f"{ctx.forward_only}: expected None in forward mode, got a tensor: no tangents")
-        # mypy: no dout
-        args = AttentionBackwardArgs(None, None, *ctx.saved_tensors, *ctx.options)  # type: ignore[arg-type]
+        _reject_forward_only(ctx, "forward mode", "tangent")
+        _, _, _, out, *_ = saved = ctx.saved_tensors
+        args = AttentionBackwardArgs(out, None, *saved, *ctx.options)
         return *derived().tangents(directions, args), *[None] * ctx.constants
 
     @staticmethod
@@ -276,10 +283,18 @@ def register(
     fake: Callable[..., Any],
     tags: Sequence[torch.Tag] = (),
 ) -> Any:
-    """The functional operator `name` over the fields of a record. function, fake: of these fields by position."""
+    """The functional operator `name` over the fields of a record. function, fake: of these fields by position.
+
+    Within forward mode a call raises: torch.compile and torch.library carry no tangents and say nothing.
+    """
+
+    def checked(*args: Any) -> Any:
+        context.reject_forward_mode(f"{_NAMESPACE}::{name}")
+        return function(*args)
+
     # The compliant tag lets compilers trust the fake.
     _library.define(name + schema(record, returns), tags=(*tags, torch.Tag.pt2_compliant_tag))
-    _library.impl(name, function, "CompositeExplicitAutograd")
+    _library.impl(name, checked, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{_NAMESPACE}::{name}", fake, lib=_library)
     return getattr(getattr(torch.ops, _NAMESPACE), name).default
 

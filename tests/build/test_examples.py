@@ -22,7 +22,7 @@ import demo
 import train_char_lm
 import train_context_parallel
 
-SMALL_ONES = ("nanogpt", "fp8_cache", "graph_decode")
+SMALL_ONES = ("nanogpt", "fp8_cache", "graph_decode", "second_order")
 SMALL = train_char_lm.Config(layers=2, heads=4, kv_heads=2, head_dim=16, window=12, context=48, steps=12, warmup=3)
 
 
