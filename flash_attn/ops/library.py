@@ -106,7 +106,8 @@ def save_for_backward(ctx: Any, args: AttentionArgs, output: Any, originals: Seq
 
 def input_gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
     """The gradients of ATTENTION_INPUTS, None for those that are not given."""
-    _reject_forward_only(ctx, "training", "backward")
+    if ctx.forward_only is not None:
+        _reject_forward_only(ctx.forward_only, "training", "backward")
     if dout is None and dlse is None:
         return (None,) * len(ATTENTION_INPUTS)
     tensors = ctx.saved_tensors
@@ -121,12 +122,9 @@ def input_gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
     return by_input(args, attention_backward(args))
 
 
-def _reject_forward_only(ctx: Any, where: str, missing: str) -> None:
-    if ctx.forward_only is not None:
-        expected = "at least 16 bits" if ctx.forward_only == "k" else "None"
-        raise NotImplementedError(
-            f"{ctx.forward_only}: expected {expected} in {where}, got a tensor: it has no {missing}"
-        )
+def _reject_forward_only(name: str, where: str, missing: str) -> None:
+    expected = "at least 16 bits" if name == "k" else "None"
+    raise NotImplementedError(f"{name}: expected {expected} in {where}, got a tensor: it has no {missing}")
 
 
 def by_input(args: AttentionArgs | AttentionBackwardArgs, grads: Sequence[Any]) -> tuple[Any, ...]:
@@ -180,7 +178,8 @@ class _TransformedAttention(torch.autograd.Function):
     def jvp(ctx: Any, *tangents: Any) -> Any:
         given = dict(zip(AttentionArgs._fields, tangents))
         directions = Tangents(*(given[name] for name in ATTENTION_INPUTS))
-        _reject_forward_only(ctx, "forward mode", "tangent")
+        if ctx.forward_only is not None:
+            _reject_forward_only(ctx.forward_only, "forward mode", "tangent")
         _, _, _, out, *_ = saved = ctx.saved_tensors
         args = AttentionBackwardArgs(out, None, *saved, *ctx.options)
         return *derived().tangents(directions, args), *[None] * ctx.constants

@@ -229,11 +229,12 @@ def qkv(device, rows=6, keys=7):
 
 @pytest.mark.parametrize("missing", ("q", "k", "v", "kv", "qk", "qkv"))
 def test_a_tangent_that_is_not_given_is_zero(device, missing):
-    """As None, as a tensor without a tangent, as zeros, expanded or not."""
+    """As None, as a tensor without a tangent, as zeros; those given are expanded."""
     inputs = dict(zip("qkv", qkv(device)))
-    given = {name: torch.randn_like(x) for name, x in inputs.items() if name not in missing}
-    zeros = {name: torch.zeros_like(inputs[name][..., :1]).expand_as(inputs[name]) for name in missing}
-    expected = flash_attn_jvp(*inputs.values(), **{f"t{name}": x for name, x in {**zeros, **given}.items()})
+    given = {name: torch.randn_like(x[:, :1]).expand_as(x) for name, x in inputs.items() if name not in missing}
+    zeros = {name: torch.zeros_like(inputs[name]) for name in missing}
+    copies = {name: x.contiguous() for name, x in {**zeros, **given}.items()}
+    expected = flash_attn_jvp(*inputs.values(), **{f"t{name}": x for name, x in copies.items()})
     actual = flash_attn_jvp(*inputs.values(), **{f"t{name}": x for name, x in given.items()})
     for x, y in zip(actual, expected):
         torch.testing.assert_close(x, y)
