@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from flash_attn._docstrings import documented
 from flash_attn._types import WindowSize
 from flash_attn.derivatives import rules
 from flash_attn.eight_bit import EIGHT_BIT, named
@@ -15,6 +16,7 @@ from flash_attn.ops.attention_args import DENSE, PLAIN, Sequences, Tangents
 _NAMES = ("q", "k", "v", "sinks")
 
 
+@documented()
 def flash_attn_jvp(
     q: Tensor,
     k: Tensor,
@@ -40,17 +42,32 @@ def flash_attn_jvp(
     """Attention and its derivative in the direction (tq, tk, tv, tsinks): torch.func.jvp of it, for compiled code too.
 
     Arguments:
-        q, k, v: as in `flash_attn_func`; with cu_seqlens_q and cu_seqlens_k packed, as in `flash_attn_varlen_func`.
-        tq, tk, tv, tsinks: tangents, of the shape and dtype of q, k, v and sinks, any strides; None is zero and costs
-            no products.
-        max_seqlen_q, max_seqlen_k: as there, or None. The lengths of packed sequences are read on the host.
-        dropout_p to sinks: as in `flash_attn_func`. Dropout has one mask for out and t_out.
+        q: (batch, seqlen_q, nheads, head_dim), float16 or bfloat16, on the CPU also float32 and float64; packed
+            (total_q, nheads, head_dim).
+        k: (batch, seqlen_k, nheads_k, head_dim) of q's dtype; packed (total_k, nheads_k, head_dim).
+        v: (batch, seqlen_k, nheads_k, head_dim_v) of q's dtype; packed (total_k, nheads_k, head_dim_v).
+        tq, tk, tv: tangents of the shape and dtype of q, k and v, any strides; None is zero and costs no products.
 
-    Returns (out, lse, t_out, t_lse): out and lse as those functions return them, and their derivatives, like them.
-        A row that sees no key has t_out 0, and t_lse 0 (with sinks: the tangent of the sink).
+    Keyword arguments:
+        cu_seqlens_q, cu_seqlens_k: int32 or int64 (batch + 1,), of packed sequences; None: a batch. They are read on
+            the host.
+        max_seqlen_q, max_seqlen_k: int or tensor of one element: upper bounds of the lengths, or None.
+        <dropout>
+            One mask for out and t_out.
+        <scores>
+        <alibi>
+        <deterministic>
+        sinks: (nheads,) float32 or half precision, a further logit in the softmax of every row, without a value.
+        tsinks: tangent of sinks, like it, or None.
+
+    Returns:
+        out: (batch, seqlen_q, nheads, head_dim_v), packed (total_q, nheads, head_dim_v), contiguous.
+        lse: (batch, nheads, seqlen_q), packed (nheads, total_q), float32 (float64 for float64 q), natural logarithm,
+            +inf in a row that sees no key.
+        t_out, t_lse: their derivatives, like them. 0 in a row that sees no key; with sinks its t_lse is the sink's.
 
     Gradients: of all four with respect to q, k, v, sinks and the tangents, once.
-    Raises RuntimeError, TypeError or NotImplementedError, which name the argument; nothing is computed then.
+    <errors>
     """
     arguments.check_tensors(_NAMES[:3], (q, k, v))
     sequences = DENSE
