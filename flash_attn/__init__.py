@@ -4,7 +4,7 @@ import pkgutil as _pkgutil
 
 # flash-attn-4 installs the package flash_attn.cute: folders of that name elsewhere on sys.path come after our own.
 __path__ = _pkgutil.extend_path(__path__, __name__)
-__version__ = "2.8.3"  # the API level that clients test for; our own release stands in __build__
+__version__ = "2.8.3"  # the API level that clients test for; __build__ has our own release
 
 from flash_attn import fp8
 from flash_attn._build import build_info as _build_info

@@ -284,9 +284,9 @@ def flash_attn_with_kvcache(
     """Exact attention of new queries over a KV cache, which first receives the new k and v in place. No backward.
 
     Keys of sequence i: cache_seqlens[i] cached ones, then the seqlen_new rows of k; seqlen_k is their sum. Other rows
-    of the cache are neither read nor written. A sequence with cache_seqlens[i] = -1 is a padding request: its out is 0,
-    its LSE -inf. The call does not wait for the GPU; there a sequence that does not fit into the cache, or needs a page
-    that does not exist, is such a request, which on the CPU is an error.
+    of the cache are neither read nor written. A sequence with cache_seqlens[i] = -1 is an inactive request: its out is
+    0, its LSE -inf. The call does not wait for the GPU; there a sequence that does not fit into the cache, or needs a
+    page that does not exist, is such a request, which on the CPU is an error.
 
     Arguments:
         q: (batch, seqlen_q, nheads, head_dim), or (total_q, nheads, head_dim) with cu_seqlens_q; float16, bfloat16 or
@@ -296,7 +296,7 @@ def flash_attn_with_kvcache(
         v_cache: like k_cache; without new keys its head dim may be another.
         k: (batch, seqlen_new, nheads_k, head_dim). Written to rows cache_seqlens[i] onwards of k_cache.
         v: like k.
-        qv, cu_seqlens_k_new, rotary_seqlens: None: not served, tensors raise NotImplementedError.
+        qv, cu_seqlens_k_new, rotary_seqlens: None: not supported, tensors raise NotImplementedError.
         rotary_cos: (seqlen_rotary, rotary_dim / 2). Rotates k, and q, by their positions before use: from
             cache_seqlens[i] onwards (all queries by cache_seqlens[i] if neither causal nor a window is asked).
         rotary_sin: like rotary_cos.
@@ -407,7 +407,7 @@ def get_scheduler_metadata(
 ) -> Tensor:
     """An empty int32 tensor on the device of cache_seqlens: nothing has to be scheduled before a call here.
 
-    Pass it as scheduler_metadata, or do not. What does plan: `flash_attn.KvCachePlan`.
+    Passing it as scheduler_metadata has no effect. `flash_attn.KvCachePlan` plans calls.
 
     The arguments are checked and have no other effect.
 

@@ -135,7 +135,7 @@ def hopper(device):
 
     capability = torch.cuda.get_device_capability()
     if capability != (9, 0):
-        pytest.skip(f"the wgmma family serves compute capability 9.0 only, this GPU has {capability}")
+        pytest.skip(f"the wgmma family supports compute capability 9.0 only, this GPU has {capability}")
     if "90" not in flash_attn.__build__["archs"]:
         pytest.skip(f"the wgmma family is not in this build, which has {flash_attn.__build__['archs']}")
     return device

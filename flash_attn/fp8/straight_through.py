@@ -27,7 +27,7 @@ from flash_attn.ops.attention_args import (
 from flash_attn.ops.triton.dispatch import once_differentiable
 
 _NAMES = ("q", "k", "v")
-# Of the forward's arguments, what the backward needs; by name alone, which torch.compile traces.
+# The arguments of the forward that the backward needs, by name alone, which torch.compile traces.
 _TENSORS = (*_NAMES, "cu_seqlens_q", "cu_seqlens_k", "alibi_slopes", "sinks")
 _OPTIONS = AttentionBackwardArgs._fields[AttentionBackwardArgs._fields.index("max_seqlen_q") :]
 
@@ -183,8 +183,8 @@ class _StraightThrough(torch.autograd.Function):
         ctx: Any, args: AttentionArgs, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """args: all but these tensors."""
-        codes, descales = zip(*(quantize(x, "head", power_of_two=True) for x in (q, k, v)))
-        args = args._replace(sinks=sinks, **dict(zip(_NAMES, codes)))
+        quantized, descales = zip(*(quantize(x, "head", power_of_two=True) for x in (q, k, v)))
+        args = args._replace(sinks=sinks, **dict(zip(_NAMES, quantized)))
         out, lse, _, rng_state, *_ = library.attention(
             args._replace(**{f"{name}_descale": descale for name, descale in zip(_NAMES, descales)})
         )

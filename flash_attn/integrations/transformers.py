@@ -6,7 +6,7 @@
 
 Beyond "flash_attention_2": sinks of gpt-oss, which transformers sends to another package under every name with "flash"
 in it; V of another head dim (MLA) without padding; one wait for the GPU in a forward instead of one in each layer;
-padding in inference without copies; packed rows of a batch. docs/integrations.md says what holds.
+padding in inference without copies; packed rows of a batch. docs/integrations.md has the rules.
 
 transformers_cp.py has another one, for sequences whose tokens lie on several ranks.
 """
@@ -81,7 +81,7 @@ def padding_mask(
     """
     reject_other_masks(mask_function, use_vmap)
     columns: int | Tensor = kv_length
-    if "allow_is_bidirectional_skip" not in options:  # causal: columns behind the last query hold no tokens yet
+    if "allow_is_bidirectional_skip" not in options:  # causal: columns after the last query hold no tokens yet
         columns = q_offset + q_length - kv_offset
         if isinstance(columns, Tensor) and q_length > 1 and not token_layout.is_traced():
             columns = int(columns)
@@ -96,7 +96,7 @@ def padding_mask(
         if attention_mask is None:
             return torch.ones(batch_size, kept, dtype=torch.bool, device=device)  # type: ignore[arg-type]  # known: an int
         return attention_mask[:, :kept]
-    # One shape for all steps of a static cache, so that compiled code and graphs serve them all.
+    # One shape for all steps of a static cache, so that compiled code and graphs run them all.
     filled = torch.arange(kv_length, device=device) < columns
     if attention_mask is None:
         return filled.expand(batch_size, -1)
@@ -211,7 +211,7 @@ def read_arguments(
     s_aux: Tensor | None,
     options: dict[str, Any],
 ) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any], dict[str, Any]]:
-    """((q, k, v), score, training) for the functions of flash_attn, of what a model gives; q (batch, tokens, ...)."""
+    """((q, k, v), score, training) for flash_attn's functions, from a model's arguments; q (batch, tokens, ...)."""
     for name in _UNSUPPORTED:
         given = options.get(name)
         if given is not None and given is not False:

@@ -103,7 +103,7 @@ class MHA(nn.Module):
         fused_bias_fc: bool, without effect: the projections are `nn.Linear`.
         use_flash_attn: bool. Attention by `flash_attn` instead of its definition.
         return_residual: bool. Return (out, input).
-        checkpointing: bool. Compute the attention anew in the backward instead of keeping what it needs.
+        checkpointing: bool. Compute the attention anew in the backward instead of saving its inputs.
         dwconv: bool, has to be False.
         device, dtype: of the parameters.
 

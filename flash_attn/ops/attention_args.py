@@ -1,8 +1,8 @@
-"""The arguments of the operators as typed records, from which all that depends on their order derives.
+"""The arguments of the operators as typed records, the only place that knows their order.
 
 Each record names the parameters of an operator in the order of its schema and is a tuple of them, so that an operator
-takes one as it is: op(*args). The schema, what the forward saves for the backward and the positions of the gradients
-follow from the fields; nothing else counts positions.
+takes one as it is: op(*args). The schema, the tensors saved for the backward and the positions of the gradients follow
+from the fields; nothing else counts positions.
 Annotations stay objects (no postponed evaluation): the schemas are made of them.
 """
 
@@ -32,7 +32,7 @@ DENSE = Sequences(None, None, 0, 0)
 
 
 class Options(NamedTuple):
-    """What FlashAttention-2's functions have no argument for, as the caller gave it; sinks alone travel as a tensor."""
+    """Options that FlashAttention-2 does not have, as the caller gave them; sinks are passed separately."""
 
     sinks_name: str = "sinks"  # the caller's
     return_max_logit: bool = False
@@ -124,11 +124,11 @@ class AttentionArgs(NamedTuple):
         return Descales(self.q_descale, self.k_descale, self.v_descale, self.v_per_channel)
 
     def scaling(self) -> dict[str, Any]:
-        """What calls with 8-bit tensors have beside the others, as the backends take it by name."""
+        """The arguments of calls with 8-bit tensors alone, which the backends take by name."""
         return {name: getattr(self, name) for name in SCALING}
 
     def without_scaling(self, q: Tensor, k: Optional[Tensor], v: Optional[Tensor]) -> "AttentionArgs":
-        """The same call of operands that descales have been applied to."""
+        """The same call with operands to which the descales have been applied."""
         return self._replace(
             q=q, k=k, v=v, q_descale=None, k_descale=None, v_descale=None, v_per_channel=False, out_dtype=None,
             fast_exp=False,
@@ -137,14 +137,14 @@ class AttentionArgs(NamedTuple):
 
 # Options of scores that FlashAttention-2 does not have: both records have them, and the backends take them by name.
 NAMED_OPTIONS = ("sinks",)
-# What calls with 8-bit tensors have beside the others, also taken by name.
+# The arguments of calls with 8-bit tensors alone, also taken by name.
 SCALING = ("q_descale", "k_descale", "v_descale", "v_per_channel", "out_dtype")
 ATTENTION_INPUTS = ("q", "k", "v", "sinks")  # the fields that have gradients
 FORWARD_ONLY = ("seqused_k", "leftpad_k", "block_table")
 
 
 class AttentionBackwardArgs(NamedTuple):
-    """Of the backward, `flash_attn_core::bwd`: gradients of the results, what the forward saved, its options."""
+    """Of the backward, `flash_attn_core::bwd`: gradients of the results, tensors saved by the forward, its options."""
 
     dout: Tensor
     dlse: Optional[Tensor]
@@ -229,8 +229,8 @@ class KvCacheArgs(NamedTuple):
     alibi_slopes: Optional[Tensor]
     out: Optional[Tensor]
     plan: Optional[Tensor]
-    k_token_descale: Optional[Tensor]  # in place of k_descale: of each row, written with new ones; what an operator
-    v_token_descale: Optional[Tensor]  # writes has no default, for torch.library counts on its position
+    k_token_descale: Optional[Tensor]  # in place of k_descale: of each row, written with new ones; a tensor that an
+    v_token_descale: Optional[Tensor]  # operator writes has no default, because torch.library counts on its position
     softmax_scale: float
     causal: bool
     window_left: int
@@ -269,7 +269,7 @@ class KvCacheArgs(NamedTuple):
         )
 
     def scaling(self) -> dict[str, Any]:
-        """What calls with 8-bit tensors have beside the others, as the backends take it by name."""
+        """The arguments of calls with 8-bit tensors alone, which the backends take by name."""
         return {name: getattr(self, name) for name in (*SCALING, "k_token_descale", "v_token_descale")}
 
     def differentiable(self) -> tuple[Optional[Tensor], ...]:
@@ -299,11 +299,11 @@ class KvCachePlanArgs(NamedTuple):
     window_right: int
     num_splits: int
     batch_invariant: bool
-    eight_bit: bool = False  # of a cache of codes
+    eight_bit: bool = False  # of an 8-bit cache
     sm_margin: int = 0
 
     def sizes(self) -> tuple[Any, ...]:
-        """What all backends schedule by, but for the tensors."""
+        """The sizes and options that all backends schedule by."""
         return self[self._fields.index("batch") : self._fields.index("eight_bit")]
 
 

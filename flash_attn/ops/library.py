@@ -1,4 +1,4 @@
-"""The operators behind the public functions, in a namespace of our own, and the way the functions reach them.
+"""The operators that the public functions call, in a separate namespace, and the calls of them.
 
 `flash_attn_core::fwd` and `::bwd` carry all attention with autograd; `::kvcache_fwd`, `::kvcache_append_fwd` and
 `::kvcache_plan` the KV cache. The names `flash_attn::_flash_attn_*` are a public surface that clients register anew,
@@ -90,7 +90,7 @@ def update_kvcache_plan(args: KvCachePlanArgs) -> None:
 
 
 def save_for_backward(ctx: Any, args: AttentionArgs, output: Any, originals: Sequence[Tensor | None] = ()) -> Any:
-    """Save what `input_gradients` needs of a forward in the ctx of an autograd.Function, and return the tensors.
+    """Save the tensors of a forward that `input_gradients` needs in the ctx of an autograd.Function; returns them.
 
     originals: the inputs and sinks that the function was given, where args has padded or converted ones: a second
     derivative is theirs.

@@ -1,6 +1,6 @@
 """The records of the operators' arguments: schemas, what the forward saves and the places of gradients follow.
 
-A record of the names of its own fields stands in for tensors: each value then shows where it came from.
+Field names replace tensors: each value then shows where it came from.
 """
 
 import ast

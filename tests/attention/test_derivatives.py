@@ -23,6 +23,7 @@ from flash_attn import (
     flash_attn_varlen_qkvpacked_func,
 )
 from flash_attn.derivatives import blocks
+from flash_attn.dropout import keep_scale
 from flash_attn.fp8 import flash_attn_straight_through_func
 from flash_attn.ops import arguments, normalize
 from flash_attn.ops.attention_args import AttentionArgs, Tangents, saved_for_backward
@@ -93,7 +94,7 @@ class Problem:
         p = self.options.get("dropout_p", 0.0)
         if p:
             dmask = self.call(*self.inputs)[2]
-            options.update(keep=~torch.signbit(dmask), rp_dropout=1 / (1 - p))
+            options.update(keep=~torch.signbit(dmask), rp_dropout=keep_scale(p))
 
         def plain(q, k, v, sinks=None):
             if self.cu is None:

@@ -118,7 +118,7 @@ def test_generate(device, way):
 
 
 def test_padded_batches_are_torchs(device, way):
-    """A padding mask is none that these kernels serve: torch computes it, as before."""
+    """These kernels do not support padding masks: torch computes them, as before."""
     model = make_model(device, torch.bfloat16).eval()
     tokens = torch.randint(64, (2, 30), device=device)
     mask = torch.ones_like(tokens)

@@ -313,7 +313,7 @@ def test_compiled_code_of_two_threads(device):
     assert found == [True, False, True, False, True]
 
 
-def test_tasks_have_their_own(device):
+def test_tasks_have_separate_scopes(device):
     inputs = [x.detach() for x in make(device)]
 
     async def inside():

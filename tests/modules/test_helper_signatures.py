@@ -1,4 +1,4 @@
-"""Names and signatures of the helpers beside attention: those of flash_attn 2.8.3, which clients call by position."""
+"""Names and signatures of the helpers around attention: those of flash_attn 2.8.3, which clients call by position."""
 
 import importlib
 import inspect

@@ -107,7 +107,7 @@ def test_logits(device, name, side):
 def test_training(device, name, side):
     """Some steps of AdamW: the gradients of each at the parameters that eager attention leads to in float32.
 
-    Steps of its own would part from these: AdamW makes much of the rounding of gradients near 0.
+    Separate steps would diverge: AdamW makes much of the rounding of gradients near 0.
     """
     ids = ids_of(device)
     mask = mask_of(ids, side)
@@ -150,7 +150,7 @@ def test_gradients(device, name):
 
 
 def test_what_the_kernels_get(device, monkeypatch):
-    """V of its own head dim, K/V heads that are not repeated, sinks that require grad."""
+    """V of another head dim, K/V heads that are not repeated, sinks that require grad."""
     seen = []
 
     def spy(q, k, v, **options):
@@ -218,7 +218,7 @@ def test_logits_of_every_step(device, name, cache):
 @pytest.mark.parametrize("name", ("gpt_oss", "llama", "mistral"))
 @pytest.mark.parametrize("whole_mask", (False, True))
 def test_static_cache_beyond_its_tokens(device, name, whole_mask):
-    """No key behind the tokens of a static cache is seen, with a mask of the tokens or one of the whole cache."""
+    """No key after the tokens of a static cache is seen, with a mask of the tokens or one of the whole cache."""
     prompt, length = WINDOW - 3, 2 * WINDOW
     ids = ids_of(device, seqlen=length)
     mask = torch.ones_like(ids)
@@ -267,7 +267,7 @@ def test_a_compiled_step(device, name):
 @pytest.mark.parametrize("batch", (1, 2))
 @pytest.mark.parametrize("use_cache", (False, True))
 def test_packed_by_position_ids(device, name, batch, use_cache):
-    """Sequences packed in rows are sequences alone. (Eager attention packs neither gpt_oss nor beside a cache.)"""
+    """Sequences packed in rows are sequences alone. (Eager attention packs neither gpt_oss nor with a cache.)"""
     ids, lengths = ids_of(device, batch), (5, 12, 3)
     positions = torch.cat([torch.arange(n, device=device) for n in lengths]).expand(batch, -1)
 
@@ -408,7 +408,7 @@ def test_cross_attention(device):
 
 
 def test_float32_norms(device):
-    """Queries and keys that norms left in float32 beside half precision values."""
+    """Queries and keys that norms left in float32, with half precision values."""
     (q, k, v), out = call(device)
     mixed, _ = ours.attention(Layer(), q.double(), k.double(), v, None)
     assert mixed.dtype == v.dtype and torch.equal(mixed, out)
