@@ -22,12 +22,14 @@ from flash_attn.flash_attn_interface import (
 )
 from flash_attn.inference import flash_attn_combine, flash_attn_with_kvcache
 from flash_attn.kvcache_plan import KvCachePlan
+from flash_attn.masks import AttentionMask
 from flash_attn.utils.after_import import import_after as _import_after
 
 __build__ = _build_info()
 _import_after("torch.utils.flop_counter", "flash_attn.ops.flops")  # which registers formulas there
 
 __all__ = [
+    "AttentionMask",
     "KvCachePlan",
     "dropout_mask",
     "explain",

@@ -21,7 +21,7 @@ from flash_attn.inference import flash_attn_with_kvcache
 from flash_attn.kvcache_plan import KvCachePlan
 from flash_attn.observation import EXPLAINED_BY
 from flash_attn.ops import calls, context
-from flash_attn.ops.attention_args import AttentionArgs, AttentionBackwardArgs, KvCacheArgs, saved_for_backward
+from flash_attn.ops.attention_args import AttentionArgs, KvCacheArgs, backward_args, saved_for_backward
 
 _FUNCTIONS = [
     interface.flash_attn_func,
@@ -196,8 +196,7 @@ class _Explaining(TorchDispatchMode):
         if differentiates and args.forward_only() is None:
             out, lse, _, rng_state, *_ = calls.forward_fake(args)
             tensors, options = saved_for_backward(args, out, lse, rng_state)
-            saved: tuple[Any, ...] = *tensors, *options
-            plans["backward"] = _plan(calls.backward, AttentionBackwardArgs(out, None, *saved))
+            plans["backward"] = _plan(calls.backward, backward_args(out, None, tensors, options))
         return plans
 
     def _kvcache(self, args: KvCacheArgs) -> dict[str, Any]:

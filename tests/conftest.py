@@ -129,6 +129,16 @@ def device(request) -> str:
 
 
 @pytest.fixture
+def masked_device(device) -> str:
+    """The device, where its backend takes mask, attn_bias and rel_bias."""
+    from flash_attn.masks.arguments import DEVICES
+
+    if device not in DEVICES:
+        pytest.skip(f"the kernels of {device} take no mask, attn_bias and rel_bias yet")
+    return device
+
+
+@pytest.fixture
 def hopper(device):
     """The device, where the kernels are of two families; skips where there is one only."""
     import flash_attn

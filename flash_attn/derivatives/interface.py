@@ -11,9 +11,7 @@ from flash_attn._types import WindowSize
 from flash_attn.derivatives import rules
 from flash_attn.eight_bit import EIGHT_BIT, named
 from flash_attn.ops import arguments, normalize
-from flash_attn.ops.attention_args import DENSE, PLAIN, Sequences, Tangents
-
-_NAMES = ("q", "k", "v", "sinks")
+from flash_attn.ops.attention_args import DENSE, PLAIN, TANGENT_INPUTS, Sequences, Tangents
 
 
 @documented()
@@ -69,21 +67,21 @@ def flash_attn_jvp(
     Gradients: of all four with respect to q, k, v, sinks and the tangents, once.
     <errors>
     """
-    arguments.check_tensors(_NAMES[:3], (q, k, v))
+    arguments.check_tensors(normalize.NAMES[2], (q, k, v))
     sequences = DENSE
     if cu_seqlens_q is not None or cu_seqlens_k is not None:
         most_q, most_k = (len(x) if most is None else most for x, most in ((q, max_seqlen_q), (k, max_seqlen_k)))
         sequences = Sequences(cu_seqlens_q, cu_seqlens_k, most_q, most_k)
     inputs = (q, k, v)
     try:
-        for name, x in zip(_NAMES, inputs):
+        for name, x in zip(TANGENT_INPUTS, inputs):
             if x.dtype in EIGHT_BIT:
                 raise NotImplementedError(f"{name}: expected at least 16 bits with tangents, got {named(x.dtype)}")
         args = normalize.attention(
             inputs, sequences, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
             False, sinks, PLAIN,
         )  # fmt: skip
-        given = zip(_NAMES, (*inputs, sinks), args.differentiable(), (tq, tk, tv, tsinks))
+        given = zip(TANGENT_INPUTS, (*inputs, sinks), args.differentiable(), (tq, tk, tv, tsinks))
         directions = Tangents(*(_direction(*values) for values in given))
         out, lse, t_out, t_lse = rules.attention_with_tangents(args, directions)
     except (RuntimeError, TypeError) as error:

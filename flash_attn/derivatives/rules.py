@@ -21,10 +21,12 @@ from flash_attn.ops import calls, context, library
 from flash_attn.ops.attention_args import (
     ATTENTION_INPUTS,
     BACKWARD_INPUTS,
+    TANGENT_INPUTS,
     AttentionArgs,
     AttentionBackwardArgs,
     Tangents,
     attention_gradients,
+    backward_args,
     saved_for_backward,
 )
 
@@ -51,17 +53,15 @@ def forward_with_tangents(
 
 def attention_with_tangents(args: AttentionArgs, directions: Tangents) -> tuple[Tensor, ...]:
     """(out, lse, t_out, t_lse), differentiable once more."""
-    names = (*ATTENTION_INPUTS, *Tangents._fields)
-    needs_dispatch, differentiating = context.survey(names, (*args.differentiable(), *directions))
+    names, inputs = (*TANGENT_INPUTS, *Tangents._fields), args.differentiable()[: len(TANGENT_INPUTS)]
+    needs_dispatch, differentiating = context.survey(names, (*inputs, *directions))
     if needs_dispatch:
         return tuple(_jvp_op(*directions, *args)[:4])
     if not (differentiating or context.transforms()):
         return forward_with_tangents(args, directions)[:4]
     # Two nodes: gradients of out keep no tangents.
     out, lse, _, rng_state, *_ = library.attention(args)
-    tensors, options = saved_for_backward(args, out, lse, rng_state)
-    saved: tuple[Any, ...] = *tensors, *options
-    return out, lse, *tangents(directions, AttentionBackwardArgs(out, None, *saved))
+    return out, lse, *tangents(directions, backward_args(out, None, *saved_for_backward(args, out, lse, rng_state)))
 
 
 def tangents(directions: Tangents, args: AttentionBackwardArgs) -> Any:
@@ -85,8 +85,8 @@ def tangents_of_gradients(args: AttentionBackwardArgs, given: Sequence[Any]) -> 
     parts = []
     if along["dout"] is not None or along["dlse"] is not None:
         parts.append(library.attention_backward(_with_gradients(args, along["dout"], along["dlse"])))
-    directions = Tangents(*(along[name] for name in ATTENTION_INPUTS))
-    if any(x is not None for x in directions):
+    directions = Tangents(*(along[name] for name in TANGENT_INPUTS))
+    if any(along[name] is not None for name in ATTENTION_INPUTS):  # those of biases too, for an error
         parts.append(second_derivatives(directions, args)[2:])
     return tuple(_total(parts))
 
@@ -188,8 +188,8 @@ def _jvp_fake(*values: Any) -> tuple[Tensor, ...]:
 def _jvp_setup_context(ctx: Any, inputs: Any, output: Any) -> None:
     args = AttentionArgs(*inputs[_COUNT:])
     out, lse, _, _, rng_state = output
-    tensors, options = saved_for_backward(args, out, lse, rng_state)
-    library.save_values(ctx, (*inputs[:_COUNT], out, None, *tensors, *options))
+    call = backward_args(out, None, *saved_for_backward(args, out, lse, rng_state))
+    library.save_values(ctx, (*inputs[:_COUNT], *call))
     ctx.mark_non_differentiable(rng_state)
 
 

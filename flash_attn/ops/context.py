@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
+from torch.nn import Parameter
 from torch.utils._device import DeviceContext
 
 _is_compiling = torch.compiler.is_compiling
@@ -34,7 +35,7 @@ def survey(names: Iterable[str], tensors: Iterable[Tensor | None], carries_tange
     plain, requires_grad = True, False
     for x in tensors:
         if x is not None:
-            if type(x) is not Tensor:
+            if type(x) is not Tensor and type(x) is not Parameter:
                 plain = False
             if x.requires_grad:
                 requires_grad = True

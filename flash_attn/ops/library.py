@@ -19,19 +19,20 @@ from flash_attn.ops.attention_args import (
     ATTENTION_INPUTS,
     BACKWARD_INPUTS,
     KVCACHE_INPUTS,
+    TANGENT_INPUTS,
     AttentionArgs,
     AttentionBackwardArgs,
     KvCacheArgs,
     KvCachePlanArgs,
     Tangents,
     attention_gradients,
+    backward_args,
     saved_for_backward,
     schema,
 )
 
 _NAMESPACE = "flash_attn_core"
 _library = torch.library.Library(_NAMESPACE, "DEF")
-_SAVED = 10  # tensors of saved_for_backward()
 _forward_op: Any = None  # set by _register_attention, as is the next
 _backward_op: Any = None
 
@@ -97,6 +98,7 @@ def save_for_backward(ctx: Any, args: AttentionArgs, output: Any, originals: Seq
     """
     out, lse, _, rng_state, *_ = output
     tensors, ctx.options = saved_for_backward(args, out, lse, rng_state)
+    ctx.saved_count = len(tensors)
     saved = context.all_savable((*tensors, *originals) if originals else tensors)
     ctx.save_for_backward(*saved)
     ctx.forward_only = args.forward_only()
@@ -104,19 +106,19 @@ def save_for_backward(ctx: Any, args: AttentionArgs, output: Any, originals: Seq
     return saved
 
 
-def input_gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
-    """The gradients of ATTENTION_INPUTS, None for those that are not given."""
+def input_gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None, bias_grad: bool = True) -> Any:
+    """The gradients of ATTENTION_INPUTS, None for those that are not given. bias_grad: whether biases want theirs."""
     if ctx.forward_only is not None:
         _reject_forward_only(ctx.forward_only, "training", "backward")
     if dout is None and dlse is None:
         return (None,) * len(ATTENTION_INPUTS)
-    tensors = ctx.saved_tensors
-    originals: Any = ()
-    if len(tensors) > _SAVED:
-        tensors, originals = tensors[:_SAVED], tensors[_SAVED:]
-    args = AttentionBackwardArgs(dout, dlse, *tensors, *ctx.options)  # type: ignore[arg-type]  # None: next
+    tensors, count = ctx.saved_tensors, ctx.saved_count
+    args = backward_args(dout, dlse, tensors[:count], ctx.options)
     if dout is None:
         args = args._replace(dout=torch.zeros_like(args.out))
+    if not (bias_grad or args.attn_bias is args.rel_bias is None):
+        args = args._replace(bias_grad=False)
+    originals = tensors[count:]
     if originals and torch.is_grad_enabled():
         args = _of_originals(args, originals)
     return by_input(args, attention_backward(args))
@@ -127,10 +129,10 @@ def _reject_forward_only(name: str, where: str, missing: str) -> None:
     raise NotImplementedError(f"{name}: expected {expected} in {where}, got a tensor: it has no {missing}")
 
 
-def by_input(args: AttentionArgs | AttentionBackwardArgs, grads: Sequence[Any]) -> tuple[Any, ...]:
-    """One for each of ATTENTION_INPUTS, of which those that are not given have None, from those of the others."""
+def by_input(args: AttentionBackwardArgs, grads: Sequence[Any]) -> tuple[Any, ...]:
+    """One for each of ATTENTION_INPUTS, None for those that get no gradient, from those of the others."""
     rest = iter(grads)
-    return tuple(None if x is None else next(rest) for x in (args.q, args.k, args.v, args.sinks))
+    return tuple(None if x is None else next(rest) for x in args.learned())
 
 
 def _of_originals(args: AttentionBackwardArgs, originals: Sequence[Tensor | None]) -> AttentionBackwardArgs:
@@ -142,7 +144,7 @@ def _of_originals(args: AttentionBackwardArgs, originals: Sequence[Tensor | None
 
 
 def attention_backward(args: AttentionBackwardArgs) -> Any:
-    """The gradients of those of q, k, v and sinks that are given."""
+    """The gradients of those of `args.learned()` that are given."""
     if context.survey(BACKWARD_INPUTS, args.differentiable(), carries_tangents=True)[0]:
         return _backward_op(*args)
     if torch.is_grad_enabled() or forward_ad._current_level >= 0:
@@ -157,7 +159,9 @@ def _setup_context(ctx: Any, inputs: Any, output: Any) -> Any:
 
 
 def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: Any) -> Any:
-    return attention_gradients(input_gradients(ctx, dout, dlse))
+    wanted = dict(zip(AttentionArgs._fields, ctx.needs_input_grad))  # without trailing arguments that have defaults
+    bias_grad = any(wanted.get(name) for name in ("attn_bias", "rel_bias"))
+    return attention_gradients(input_gradients(ctx, dout, dlse, bias_grad))
 
 
 class _TransformedAttention(torch.autograd.Function):
@@ -177,11 +181,11 @@ class _TransformedAttention(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
         given = dict(zip(AttentionArgs._fields, tangents))
-        directions = Tangents(*(given[name] for name in ATTENTION_INPUTS))
+        directions = Tangents(*(given[name] for name in TANGENT_INPUTS))
         if ctx.forward_only is not None:
             _reject_forward_only(ctx.forward_only, "forward mode", "tangent")
         _, _, _, out, *_ = saved = ctx.saved_tensors
-        args = AttentionBackwardArgs(out, None, *saved, *ctx.options)
+        args = backward_args(out, None, saved, ctx.options)
         return *derived().tangents(directions, args), *[None] * ctx.constants
 
     @staticmethod
@@ -246,7 +250,7 @@ def _second_backward(ctx: Any, *grads: Any) -> Any:
     if all(x is None for x in grads):
         return (None,) * len(AttentionBackwardArgs._fields)
     args = AttentionBackwardArgs(*saved_values(ctx))
-    directions = Tangents(*by_input(args, grads))
+    directions = Tangents(*by_input(args, grads)[: len(TANGENT_INPUTS)])
     t_out, t_lse, *inputs = derived().second_derivatives(directions, args)
     found = {"dout": t_out, "dlse": None if args.dlse is None else t_lse}
     return attention_gradients(by_input(args, inputs), AttentionBackwardArgs, found)

@@ -14,6 +14,7 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flash_attn import (
+    AttentionMask,
     flash_attn_func,
     flash_attn_jvp,
     flash_attn_kvpacked_func,
@@ -25,8 +26,8 @@ from flash_attn import (
 from flash_attn.derivatives import blocks
 from flash_attn.dropout import keep_scale
 from flash_attn.fp8 import flash_attn_straight_through_func
-from flash_attn.ops import arguments, normalize
-from flash_attn.ops.attention_args import AttentionArgs, Tangents, saved_for_backward
+from flash_attn.ops import arguments, library, normalize
+from flash_attn.ops.attention_args import AttentionArgs, Tangents, backward_args, saved_for_backward
 
 DTYPE = {"cpu": torch.float64, "cuda": torch.float16}
 SEED = 3
@@ -306,6 +307,18 @@ def test_tangents_of_one_of_two_levels(device):
     assert torch.equal(torch.func.jvp(inner, (q,), (t,))[1], flash_attn_jvp(q, k, v, t)[2])
 
 
+def test_sinks_of_a_module_call_no_operator(device, monkeypatch):
+    """A Parameter is a plain tensor: no dispatch in a backward, no refusal in forward mode."""
+    q, k, v = qkv(device)
+    sinks = torch.nn.Parameter(torch.randn(2, device=device))
+    expected = flash_attn_jvp(q, k, v, q, sinks=sinks)[2]
+    tangent = torch.func.jvp(lambda q: flash_attn_func(q, k, v, sinks=sinks), (q,), (q,))[1]
+    assert torch.equal(tangent, expected)
+    monkeypatch.setattr(library, "_backward_op", None)
+    flash_attn_func(q, k, v, sinks=sinks).sum().backward()
+    assert sinks.grad is not None
+
+
 # ---- what is kept, what is passed on ----
 
 
@@ -459,9 +472,9 @@ def test_opcheck(device):
     core, args = torch.ops.flash_attn_core, AttentionArgs(q, k, v, *none, *score, False, False)
     torch.library.opcheck(core.jvp.default, (*directions, *args))
     out, lse, _, rng_state, *_ = core.fwd(*(x.detach() if isinstance(x, torch.Tensor) else x for x in args))
-    tensors, options = saved_for_backward(args, out, lse, rng_state)
+    call = backward_args(out, None, *saved_for_backward(args, out, lse, rng_state))
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")  # no third derivative
-    torch.library.opcheck(core.hvp.default, (*directions, out, None, *tensors, *options), test_utils=tests)
+    torch.library.opcheck(core.hvp.default, (*directions, *call), test_utils=tests)
 
 
 # ---- errors ----
@@ -517,3 +530,94 @@ def test_what_has_no_derivative_is_refused_by_name(device, name):
     call, message = refused_calls(device)[name]
     with pytest.raises((NotImplementedError, RuntimeError, TypeError), match=f"^{message}"):
         call()
+
+
+def masked_calls(device):
+    """q, and (function of q and the given, name, given) of calls with a mask or a bias."""
+    q, k, v = (torch.randn(1, 6, 2, 8, device=device, dtype=DTYPE[device]) for _ in "qkv")
+    seen, cu = torch.rand(6, 6, device=device) > 0.4, ints(device, 0, 6)
+    biases = {
+        "attn_bias": torch.randn(6, 6, device=device, dtype=q.dtype),
+        "rel_bias": torch.randn(2, 5, device=device),
+    }
+
+    def dense(name):
+        return lambda q, given: flash_attn_func(q, k, v, **{name: given})
+
+    def packed(q, given):
+        return flash_attn_varlen_func(q[0], k[0], v[0], cu, cu, 6, 6, mask=given)
+
+    documents, bits = AttentionMask.document_ids(cu.new_tensor([[0, 0, 0, 1, 1, 1]])), AttentionMask.from_tensor(seen)
+    masks = [(dense("mask"), "mask", mask) for mask in (seen, documents, bits)]
+    return q, [*masks, (packed, "mask", seen[None]), *((dense(name), name, bias) for name, bias in biases.items())]
+
+
+def with_dual(function, q, given):
+    with forward_ad.dual_level():
+        function(forward_ad.make_dual(q, q), given)
+
+
+SECOND = {
+    "tangent": lambda f, q, x: torch.func.jvp(lambda q: f(q, x), (q,), (q,)),
+    "dual": with_dual,
+    "hessian": lambda f, q, x: torch.func.hessian(lambda q: f(q, x).sum())(q),
+    "gradient of gradient": lambda f, q, x: torch.func.grad(lambda q: torch.func.grad(cubed(f, x))(q).sum())(q),
+    "create_graph": lambda f, q, x: differentiated(f(q, x), q).sum().backward(),
+    "incoming gradient": lambda f, q, x: torch.autograd.functional.jvp(lambda q: f(q, x), q, q),
+}
+OF_BIAS = {
+    "tangent of the bias": lambda f, q, x: torch.func.jvp(lambda x: f(q, x), (x,), (x,)),
+    "gradient of the bias": lambda f, q, x: differentiated(f(q, x), x).sum().backward(),
+    "bias after q": lambda f, q, x: torch.autograd.grad(differentiated(f(q, x), q).sum(), x),
+    "q after the bias": lambda f, q, x: torch.autograd.grad(differentiated(f(q, x), x).sum(), q),
+}
+
+
+def cubed(function, given):
+    return lambda q: (function(q, given) ** 3).sum()
+
+
+def differentiated(out, x):
+    return torch.autograd.grad((out**3).sum(), x, create_graph=True)[0]
+
+
+@pytest.mark.parametrize("what", (*SECOND, *OF_BIAS))
+def test_masks_and_biases_are_refused_by_name(masked_device, what):
+    """Whichever input is differentiated, in whichever order; none is left out of the scores."""
+    q, calls = masked_calls(masked_device)
+    q.requires_grad_(what not in ("tangent", "dual"))
+    for function, name, given in calls:
+        if what in OF_BIAS:
+            if name == "mask":
+                continue
+            given.requires_grad_()
+        message = f"^{name}: expected None with tangents or second derivatives, got one"
+        with pytest.raises(NotImplementedError, match=message):
+            {**SECOND, **OF_BIAS}[what](function, q, given)
+
+
+def test_create_graph_keeps_the_gradients_of_converted_calls(masked_device, monkeypatch):
+    """The originals of what was padded or converted are saved after the tensors of a mask and of biases."""
+    monkeypatch.setattr(normalize, "_padded", lambda q, k, v, head_dim: arguments.padded((q, k, v), head_dim))
+    shapes = (1, 5, 2, 12), (2,), (5, 5)
+    leaves = [torch.randn(x, device=masked_device, dtype=torch.bfloat16, requires_grad=True) for x in shapes]
+    q, sinks, attn_bias = leaves
+    out = flash_attn_func(q, q, q, sinks=sinks, attn_bias=attn_bias, mask=torch.ones_like(attn_bias).tril() > 0)
+    expected, actual = (
+        torch.autograd.grad(out.sum(), leaves, retain_graph=True, create_graph=x) for x in (False, True)
+    )
+    for x, y in zip(actual, expected):
+        assert torch.equal(x, y)
+
+
+def test_a_tangent_of_the_incoming_gradient_alone_sees_the_mask(masked_device):
+    """The backward is linear in it, so that its tangent is a backward."""
+    q, calls = masked_calls(masked_device)
+    q.requires_grad_()
+    for function, _, given in calls:
+        out = function(q, given)
+        dout, tangent = torch.randn_like(out), torch.randn_like(out)
+        (expected,) = torch.autograd.grad(out, q, tangent, retain_graph=True)
+        with forward_ad.dual_level():
+            (dq,) = torch.autograd.grad(out, q, forward_ad.make_dual(dout, tangent))
+            assert torch.equal(forward_ad.unpack_dual(dq).tangent, expected)
