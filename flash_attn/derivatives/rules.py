@@ -103,7 +103,7 @@ def _total(parts: Sequence[Any]) -> Any:
 def _gradients(args: AttentionBackwardArgs, directions: Tangents, needs_input_grad: Sequence[bool]) -> list[Any]:
     """Those of <dout, t_out> + <dlse, t_lse> for the directions, then for q, k, v and sinks."""
     needed = [None if x is None else needs for x, needs in zip(directions, needs_input_grad)]
-    grads: tuple[Any, ...] = (None,) * _COUNT
+    grads: list[Any] = [None] * _COUNT
     if any(needed):
         grads = library.by_input(args, library.attention_backward(args))
     of_directions = [grad if needs else None for grad, needs in zip(grads, needed)]
@@ -202,7 +202,7 @@ def _jvp_backward(ctx: Any, dout: Any, dlse: Any, dt_out: Any, dt_lse: Any, _: A
     if dt_out is not None or dt_lse is not None:
         grads = _gradients(_with_gradients(args, dt_out, dt_lse), directions, ctx.needs_input_grad)
         of_directions = grads[:_COUNT]
-        parts.append(tuple(grads[_COUNT:]))
+        parts.append(grads[_COUNT:])
     return *of_directions, *attention_gradients(_total(parts) if parts else [])
 
 

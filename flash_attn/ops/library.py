@@ -118,9 +118,8 @@ def input_gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None, bias_gra
         args = args._replace(dout=torch.zeros_like(args.out))
     if not (bias_grad or args.attn_bias is args.rel_bias is None):
         args = args._replace(bias_grad=False)
-    originals = tensors[count:]
-    if originals and torch.is_grad_enabled():
-        args = _of_originals(args, originals)
+    if len(tensors) > count and torch.is_grad_enabled():
+        args = _of_originals(args, tensors[count:])
     return by_input(args, attention_backward(args))
 
 
@@ -129,10 +128,10 @@ def _reject_forward_only(name: str, where: str, missing: str) -> None:
     raise NotImplementedError(f"{name}: expected {expected} in {where}, got a tensor: it has no {missing}")
 
 
-def by_input(args: AttentionBackwardArgs, grads: Sequence[Any]) -> tuple[Any, ...]:
+def by_input(args: AttentionBackwardArgs, grads: Sequence[Any]) -> list[Any]:
     """One for each of ATTENTION_INPUTS, None for those that get no gradient, from those of the others."""
     rest = iter(grads)
-    return tuple(None if x is None else next(rest) for x in args.learned())
+    return [None if x is None else next(rest) for x in args.learned()]
 
 
 def _of_originals(args: AttentionBackwardArgs, originals: Sequence[Tensor | None]) -> AttentionBackwardArgs:
