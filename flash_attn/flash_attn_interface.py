@@ -76,7 +76,7 @@ class _Attention(torch.autograd.Function):
     autograd sees no tensor within a record. With is_grad_enabled False nothing is recorded.
     """
 
-    num_inputs = 3
+    num_inputs, num_lengths = 3, 0
 
     @classmethod
     def apply(cls, *args: Any) -> Any:
@@ -103,9 +103,28 @@ class _Attention(torch.autograd.Function):
         if options.out is not None or context.is_watched():
             return cls.forward(None, *args)
         if records and torch.is_grad_enabled():
+            if normalize.converts(args[: cls.num_inputs], sinks):
+                return cls._apply_converted(args, sinks, biases)
             args = (*args, *biases) if biases else args
             return super().apply(*args)  # type: ignore[no-untyped-call]  # of torch
         return cls.forward(_EAGER, *args)
+
+    @classmethod
+    def _apply_converted(cls, args: tuple[Any, ...], sinks: Tensor | None, biases: tuple[Any, ...]) -> Any:
+        """`apply` to what kernels read. Autograd records how it is made of args: one of the two is kept, not both."""
+        inputs, rest = args[: cls.num_inputs], list(args[cls.num_inputs :])
+        operands = normalize.operands(inputs, cls.num_lengths > 0)
+        if sinks is not None:
+            rest[-2] = arguments.sinks(sinks)
+        head_dim = inputs[0].shape[-1]
+        if rest[cls.num_lengths + 1] is None:  # softmax_scale
+            rest[cls.num_lengths + 1] = head_dim**-0.5
+        result = super().apply(*operands, *rest, *biases)  # type: ignore[no-untyped-call]  # of torch
+        if operands[0].shape[-1] == head_dim:
+            return result
+        out, *others = result if isinstance(result, tuple) else (result,)
+        out = out[..., : inputs[-1].shape[-1]].contiguous()
+        return (out, *others) if others else out
 
     @staticmethod
     def backward(ctx: Any, dout: Any, *others: Any) -> Any:
@@ -156,6 +175,8 @@ class FlashAttnKVPackedFunc(_Attention):
 class FlashAttnVarlenFunc(_Attention):
     """q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k; block_table follows return_softmax."""
 
+    num_lengths = 4
+
     @staticmethod
     def forward(
         ctx: Any, q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: Any, max_seqlen_k: Any,
@@ -175,7 +196,7 @@ class FlashAttnVarlenFunc(_Attention):
 class FlashAttnVarlenQKVPackedFunc(_Attention):
     """qkv, cu_seqlens, max_seqlen."""
 
-    num_inputs = 1
+    num_inputs, num_lengths = 1, 2
 
     @staticmethod
     def forward(ctx: Any, qkv: Any, cu_seqlens: Any, max_seqlen: Any, *options: Any) -> Any:
@@ -185,7 +206,7 @@ class FlashAttnVarlenQKVPackedFunc(_Attention):
 class FlashAttnVarlenKVPackedFunc(_Attention):
     """q, kv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k."""
 
-    num_inputs = 2
+    num_inputs, num_lengths = 2, 4
 
     @staticmethod
     def forward(ctx: Any, q: Any, kv: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: Any, max_seqlen_k: Any,
@@ -235,13 +256,7 @@ def _attention(
         if args.return_max_logit:
             results = (*results, *max_logit)
         if ctx is not _EAGER and ctx is not None:
-            is_as_given = (
-                args.q is inputs[0]
-                and (args.k is None or args.k is inputs[1])
-                and (args.v is None or args.v is inputs[2])
-                and args.sinks is sinks
-            ) or _is_compiling()
-            library.save_for_backward(ctx, args, output, () if is_as_given else (*inputs, sinks))
+            library.save_for_backward(ctx, args, output)
             ctx.num_inputs, ctx.returns_lse, ctx.has_biases = len(inputs), return_softmax, bool(biases)
             ctx.head_dims = (*[inputs[0].shape[-1]] * 2, inputs[-1].shape[-1]) if padded else None
             ctx.surplus_columns = output[0].shape[-1] - inputs[-1].shape[-1] if padded else 0

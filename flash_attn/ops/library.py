@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from flash_attn.ops import calls, context, normalize, outputs
+from flash_attn.ops import calls, context, outputs
 from flash_attn.ops.attention_args import (
     ATTENTION_INPUTS,
     BACKWARD_INPUTS,
@@ -90,16 +90,11 @@ def update_kvcache_plan(args: KvCachePlanArgs) -> None:
         calls.kvcache_plan(args)
 
 
-def save_for_backward(ctx: Any, args: AttentionArgs, output: Any, originals: Sequence[Tensor | None] = ()) -> Any:
-    """Save the tensors of a forward that `input_gradients` needs in the ctx of an autograd.Function; returns them.
-
-    originals: the inputs and sinks that the function was given, where args has padded or converted ones: a second
-    derivative is theirs.
-    """
+def save_for_backward(ctx: Any, args: AttentionArgs, output: Any) -> Any:
+    """Save the tensors of a forward that `input_gradients` needs in the ctx of an autograd.Function; returns them."""
     out, lse, _, rng_state, *_ = output
     tensors, ctx.options = saved_for_backward(args, out, lse, rng_state)
-    ctx.saved_count = len(tensors)
-    saved = context.all_savable((*tensors, *originals) if originals else tensors)
+    saved = context.all_savable(tensors)
     ctx.save_for_backward(*saved)
     ctx.forward_only = args.forward_only()
     ctx.set_materialize_grads(False)
@@ -112,14 +107,11 @@ def input_gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None, bias_gra
         _reject_forward_only(ctx.forward_only, "training", "backward")
     if dout is None and dlse is None:
         return (None,) * len(ATTENTION_INPUTS)
-    tensors, count = ctx.saved_tensors, ctx.saved_count
-    args = backward_args(dout, dlse, tensors[:count], ctx.options)
+    args = backward_args(dout, dlse, ctx.saved_tensors, ctx.options)
     if dout is None:
         args = args._replace(dout=torch.zeros_like(args.out))
     if not (bias_grad or args.attn_bias is args.rel_bias is None):
         args = args._replace(bias_grad=False)
-    if len(tensors) > count and torch.is_grad_enabled():
-        args = _of_originals(args, tensors[count:])
     return by_input(args, attention_backward(args))
 
 
@@ -132,14 +124,6 @@ def by_input(args: AttentionBackwardArgs, grads: Sequence[Any]) -> list[Any]:
     """One for each of ATTENTION_INPUTS, None for those that get no gradient, from those of the others."""
     rest = iter(grads)
     return [None if x is None else next(rest) for x in args.learned()]
-
-
-def _of_originals(args: AttentionBackwardArgs, originals: Sequence[Tensor | None]) -> AttentionBackwardArgs:
-    """The same call with q, k, v and sinks as differentiable functions of the originals."""
-    *inputs, sinks = originals
-    given = {**dict(zip(("q", "k", "v"), inputs)), "sinks": sinks}
-    found: dict[str, Any] = {name: normalize.like(x, getattr(args, name)) for name, x in given.items() if x is not None}
-    return args._replace(**found)
 
 
 def attention_backward(args: AttentionBackwardArgs) -> Any:

@@ -26,7 +26,7 @@ from flash_attn import (
 from flash_attn.derivatives import blocks
 from flash_attn.dropout import keep_scale
 from flash_attn.fp8 import flash_attn_straight_through_func
-from flash_attn.ops import arguments, library, normalize
+from flash_attn.ops import library, normalize
 from flash_attn.ops.attention_args import AttentionArgs, Tangents, backward_args, saved_for_backward
 
 DTYPE = {"cpu": torch.float64, "cuda": torch.float16}
@@ -346,7 +346,7 @@ def test_gradients_beside_tangents(device):
 @pytest.mark.parametrize("what", ("autocast", "sinks", "head dim"))
 def test_second_derivatives_of_what_is_converted(device, what, monkeypatch):
     """The kernels get copies in another dtype or with more columns; the derivative is that of what was given."""
-    monkeypatch.setattr(normalize, "_padded", lambda q, k, v, head_dim: arguments.padded((q, k, v), head_dim))
+    monkeypatch.setattr(normalize, "_pads", lambda q: True)
     dtype = torch.float32 if what == "autocast" else torch.bfloat16
     q = torch.randn(1, 5, 2, 12 if what == "head dim" else 16, device=device, dtype=dtype, requires_grad=True)
     sinks = torch.randn(2, device=device, dtype=torch.bfloat16, requires_grad=True)
@@ -597,8 +597,8 @@ def test_masks_and_biases_are_refused_by_name(masked_device, what):
 
 
 def test_create_graph_keeps_the_gradients_of_converted_calls(masked_device, monkeypatch):
-    """The originals of what was padded or converted are saved after the tensors of a mask and of biases."""
-    monkeypatch.setattr(normalize, "_padded", lambda q, k, v, head_dim: arguments.padded((q, k, v), head_dim))
+    """Padded, with sinks of half precision, a mask and a bias: the gradients are those of a first derivative."""
+    monkeypatch.setattr(normalize, "_pads", lambda q: True)
     shapes = (1, 5, 2, 12), (2,), (5, 5)
     leaves = [torch.randn(x, device=masked_device, dtype=torch.bfloat16, requires_grad=True) for x in shapes]
     q, sinks, attn_bias = leaves
