@@ -104,23 +104,31 @@ class _Attention(torch.autograd.Function):
             return cls.forward(None, *args)
         if records and torch.is_grad_enabled():
             if normalize.converts(args[: cls.num_inputs], sinks):
-                return cls._apply_converted(args, sinks, biases)
+                return cls._apply_converted(args, sinks, options, biases)
             args = (*args, *biases) if biases else args
             return super().apply(*args)  # type: ignore[no-untyped-call]  # of torch
         return cls.forward(_EAGER, *args)
 
     @classmethod
-    def _apply_converted(cls, args: tuple[Any, ...], sinks: Tensor | None, biases: tuple[Any, ...]) -> Any:
-        """`apply` to what kernels read. Autograd records how it is made of args: one of the two is kept, not both."""
+    def _apply_converted(
+        cls, args: tuple[Any, ...], sinks: Tensor | None, options: Options, biases: tuple[Any, ...]
+    ) -> Any:
+        """`apply` to what kernels read, made of args by operations that autograd records, so that it saves no args."""
         inputs, rest = args[: cls.num_inputs], list(args[cls.num_inputs :])
-        operands = normalize.operands(inputs, cls.num_lengths > 0)
-        if sinks is not None:
-            rest[-2] = arguments.sinks(sinks)
-        head_dim = inputs[0].shape[-1]
-        if rest[cls.num_lengths + 1] is None:  # softmax_scale
-            rest[cls.num_lengths + 1] = head_dim**-0.5
+        try:
+            if options is not PLAIN:
+                normalize.check_score_tensors(options, inputs[0])  # before anything is launched
+            operands = normalize.operands(inputs, cls.num_lengths > 0)
+            if sinks is not None:
+                rest[-2] = arguments.sinks(sinks)
+        except (RuntimeError, TypeError) as error:
+            arguments.rename(error, normalize.callers_names(inputs, DENSE, options))
+            raise
+        is_padded = operands[0].shape != inputs[0].shape
+        if is_padded and rest[cls.num_lengths + 1] is None:  # softmax_scale
+            rest[cls.num_lengths + 1] = inputs[0].shape[-1] ** -0.5
         result = super().apply(*operands, *rest, *biases)  # type: ignore[no-untyped-call]  # of torch
-        if operands[0].shape[-1] == head_dim:
+        if not is_padded:
             return result
         out, *others = result if isinstance(result, tuple) else (result,)
         out = out[..., : inputs[-1].shape[-1]].contiguous()

@@ -130,10 +130,10 @@ def attention_backward(args: AttentionBackwardArgs) -> Any:
     """The gradients of those of `args.learned()` that are given."""
     if context.survey(BACKWARD_INPUTS, args.differentiable(), carries_tangents=True)[0]:
         return _backward_op(*args)
-    if torch.is_grad_enabled() or forward_ad._current_level >= 0:
-        return _AttentionBackward.apply(*args)
-    context.reject_batched_gradients(args.dout, args.dlse)
-    return calls.backward(args)
+    differentiated = torch.is_grad_enabled() or forward_ad._current_level >= 0
+    if not (differentiated and context.transformed()):
+        context.reject_batched_gradients(args.dout, args.dlse)
+    return _AttentionBackward.apply(*args) if differentiated else calls.backward(args)
 
 
 def _setup_context(ctx: Any, inputs: Any, output: Any) -> Any:
@@ -232,6 +232,8 @@ def _second_backward(ctx: Any, *grads: Any) -> Any:
         (grads,) = grads
     if all(x is None for x in grads):
         return (None,) * len(AttentionBackwardArgs._fields)
+    if not context.transformed():
+        context.reject_batched_gradients(*grads)
     args = AttentionBackwardArgs(*saved_values(ctx))
     directions = Tangents(*by_input(args, grads)[: len(TANGENT_INPUTS)])
     t_out, t_lse, *inputs = derived().second_derivatives(directions, args)

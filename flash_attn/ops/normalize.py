@@ -80,11 +80,11 @@ def attention(
         max_seqlen_q, max_seqlen_k = arguments.max_seqlens(inputs, sequences, wants_dmask)
     if options is not PLAIN:
         check_score_tensors(options, q)  # before anything is launched
-    if head_dim % 8 != 0:
-        inputs = _padded(inputs, head_dim)
+    if head_dim % 8 != 0 and _must_pad(inputs, head_dim):
+        inputs = arguments.padded(inputs, head_dim)
     k: Tensor | None
     v: Tensor | None
-    q, k, v = inputs if len(inputs) == 3 else (*inputs, None, None)[:3]  # type: ignore[assignment]
+    q, k, v = inputs if len(inputs) == 3 else (*inputs, None, None)[:3]
     given = (
         q, k, v, sequences.cu_seqlens_q, sequences.cu_seqlens_k, sequences.seqused_k, sequences.leftpad_k,
         sequences.block_table, alibi_slopes, sinks, max_seqlen_q, max_seqlen_k, dropout_p, scale, causal, left, right,
@@ -100,7 +100,7 @@ def converts(inputs: tuple[Tensor, ...], sinks: Tensor | None) -> bool:
     q = inputs[0]
     for x in inputs:
         if x.dtype is _FLOAT32:
-            if torch.is_autocast_enabled(q.device.type):
+            if arguments.autocasts(q):
                 return True
             break
     if sinks is not None and sinks.layout is _STRIDED and (sinks.dtype is not _FLOAT32 or not sinks.is_contiguous()):
@@ -109,20 +109,28 @@ def converts(inputs: tuple[Tensor, ...], sinks: Tensor | None) -> bool:
 
 
 def operands(inputs: tuple[Tensor, ...], is_varlen: bool) -> tuple[Tensor, ...]:
-    """The inputs of a call as kernels read them, made by operations that autograd records where that is on."""
+    """The inputs of a call as kernels read them, by operations that autograd records.
+
+    Made last first, since a backward runs in the opposite order: the gradients of one tensor given twice are then added
+    as those of a call that converts nothing.
+    """
     names = NAMES[len(inputs) - 1]
     if len(inputs) < 3:
         arguments.check_packed(names[-1], inputs[-1], 4 - len(inputs), is_varlen)
-    inputs = arguments.attention_inputs(names, inputs)
-    return _padded(inputs, arguments.head_dim(names[0], inputs[0]))
+    arguments.check_tensors(names, inputs)
+    head_dim = arguments.head_dim(names[0], inputs[0])
+    made = arguments.attention_inputs(names, inputs[::-1])
+    if _must_pad(inputs, head_dim):
+        made = arguments.padded(made, head_dim)
+    return made[::-1]
 
 
-def _padded(inputs: tuple[Tensor, ...], head_dim: int) -> tuple[Tensor, ...]:
-    """`arguments.padded` of CUDA tensors; 8-bit calls pad the operands that they make."""
+def _must_pad(inputs: tuple[Tensor, ...], head_dim: int) -> bool:
+    """Whether kernels need `arguments.padded`. 8-bit calls pad the operands that they make."""
     if head_dim > MAX_HEAD_DIM or not _pads(inputs[0]) or inputs[0].dtype in EIGHT_BIT or inputs[-1].dtype in EIGHT_BIT:
-        return inputs
+        return False
     arguments.head_dim("v", inputs[-1])  # another one is the backend's matter
-    return arguments.padded(inputs, head_dim)
+    return True
 
 
 def _pads(q: Tensor) -> bool:

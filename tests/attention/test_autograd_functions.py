@@ -173,3 +173,20 @@ def test_padded_head_dims_are_undone(monkeypatch):
         monkeypatch.undo()
         for actual, expected in zip(*results):
             torch.testing.assert_close(actual, expected)
+
+
+@pytest.mark.parametrize("head_dim", (16, 12))
+@pytest.mark.parametrize("autocast", (False, True))
+def test_gradients_of_one_tensor_are_added_in_one_order(device, autocast, head_dim, monkeypatch):
+    """From q to v, also where the kernels read converted copies of it."""
+    monkeypatch.setattr(normalize, "_pads", lambda q: True)
+    dtype = torch.float32 if autocast else torch.bfloat16
+    leaves = [torch.randn(1, 64, 2, head_dim, device=device, dtype=dtype, requires_grad=True)]
+    leaves += [leaves[0].detach().clone().requires_grad_() for _ in "kv"]
+    gradients = []
+    for inputs in (leaves, leaves[:1] * 3):
+        with torch.autocast(device, torch.bfloat16, enabled=autocast):
+            out = interface.flash_attn_func(*inputs, deterministic=True)
+        gradients.append(torch.autograd.grad(out.float().square().sum(), leaves, allow_unused=True))
+    (dq, dk, dv), (total, *_) = gradients
+    assert torch.equal(total, dq + dk + dv)

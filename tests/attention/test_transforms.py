@@ -262,10 +262,11 @@ def test_jacobian(device):
     torch.testing.assert_close(jacobian, expected, **close(device))
 
 
-def batch_of_backwards(function, x):
+def batch_of_backwards(function, x, create_graph=False):
     leaf = x.clone().requires_grad_()
     out = function(leaf)
-    return torch.autograd.grad(out, leaf, out.new_ones(3, *out.shape), is_grads_batched=True)
+    ones = out.new_ones(3, *out.shape)
+    return torch.autograd.grad(out, leaf, ones, is_grads_batched=True, create_graph=create_graph)
 
 
 def calls_without_a_rule(device):
@@ -312,6 +313,10 @@ def calls_without_a_rule(device):
                     "flash_attn: expected inputs without"),
         "no samples": (lambda: vmap(attention)(x[None][:0]), "torch.vmap: expected at least one sample"),
         "batch of backwards": (lambda: batch_of_backwards(attention, x), batch),
+        "batch of recorded backwards": (lambda: batch_of_backwards(attention, x, create_graph=True), batch),
+        "batch of second backwards": (
+            lambda: torch.autograd.functional.hessian(lambda q: attention(q).float().sum(), x, vectorize=True), batch,
+        ),
         "straight through, batch of backwards": (lambda: batch_of_backwards(straight, x), batch),
         "rotary, batch of backwards": (lambda: batch_of_backwards(lambda x: apply_rotary_emb(x, cos, sin), x), batch),
         "dropout": (lambda: vmap(dropped)(x[None]), r"dropout_p: expected 0 under torch.vmap\(randomness='error'\)"),
