@@ -83,8 +83,8 @@ class _Attention(torch.autograd.Function):
         if _is_compiling():  # compiled code traces `forward` alone, unless it was left before
             return cls.forward(None, *args)
         sinks, options = args[-2:] if type(args[-1]) is Options else (None, PLAIN)
-        records = False
-        for x in args[: cls.num_inputs]:
+        inputs, records = args[: cls.num_inputs], False
+        for x in inputs:
             if type(x) is not Tensor:
                 return cls.forward(None, *args)
             if x.requires_grad:
@@ -103,7 +103,7 @@ class _Attention(torch.autograd.Function):
         if options.out is not None or context.is_watched():
             return cls.forward(None, *args)
         if records and torch.is_grad_enabled():
-            if normalize.converts(args[: cls.num_inputs], sinks):
+            if normalize.converts(inputs, sinks):
                 return cls._apply_converted(args, sinks, options, biases)
             args = (*args, *biases) if biases else args
             return super().apply(*args)  # type: ignore[no-untyped-call]  # of torch
@@ -266,8 +266,10 @@ def _attention(
         if ctx is not _EAGER and ctx is not None:
             library.save_for_backward(ctx, args, output)
             ctx.num_inputs, ctx.returns_lse, ctx.has_biases = len(inputs), return_softmax, bool(biases)
-            ctx.head_dims = (*[inputs[0].shape[-1]] * 2, inputs[-1].shape[-1]) if padded else None
-            ctx.surplus_columns = output[0].shape[-1] - inputs[-1].shape[-1] if padded else 0
+            ctx.head_dims = None
+            if padded:  # in compiled code alone
+                ctx.head_dims = (*[inputs[0].shape[-1]] * 2, inputs[-1].shape[-1])
+                ctx.surplus_columns = output[0].shape[-1] - inputs[-1].shape[-1]
             constant = results[2 if return_softmax else 1 :] if is_grad_enabled else results
             if constant:
                 ctx.mark_non_differentiable(*constant)
