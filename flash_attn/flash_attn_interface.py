@@ -90,7 +90,7 @@ class _Attention(torch.autograd.Function):
             if type(sinks) is not Tensor and type(sinks) is not Parameter:
                 return cls.forward(None, *args)
             records = records or sinks.requires_grad
-        if options.out is not None or context.is_watched():
+        if (options is not PLAIN and (options.out is not None or options.qv is not None)) or context.is_watched():
             return cls.forward(None, *args)
         if records and torch.is_grad_enabled():
             return super().apply(*args)  # type: ignore[no-untyped-call]  # of torch
@@ -278,14 +278,17 @@ def attend_rows_in_use(
     arguments.check_sequences(sequences)
     arguments.check_rank("q", q, "total, heads, head_dim")
     assert sequences.cu_seqlens_q is not None
-    rows, out = RowsInUse(sequences.cu_seqlens_q, seqused_q, q), more.out
+    rows, out, qv = RowsInUse(sequences.cu_seqlens_q, seqused_q, q), more.out, more.qv
+    if qv is not None:
+        arguments.check_tensors((more.qv_name,), (qv,))
+        arguments.check_rank(more.qv_name, qv, "total, heads, head_dim")
     if out is not None:
-        outputs.reject_gradients(out, q, k, v, sinks)
-        read = {"q": q, "k": k, "v": v, "seqused_q": seqused_q, "sinks": sinks, **sequences._asdict()}
+        outputs.reject_gradients(out, q, k, v, sinks, qv)
+        read = {"q": q, "k": k, "v": v, "qv": qv, "seqused_q": seqused_q, "sinks": sinks, **sequences._asdict()}
         outputs.check_result(out, q, v, more.quant.out_dtype, read)
     result = attend(
         (rows.gather(q), k, v), sequences._replace(cu_seqlens_q=rows.cu_seqlens), *score, sinks,
-        more._replace(out=None),
+        more._replace(out=None, qv=None if qv is None else rows.gather(qv)),
     )  # fmt: skip
     result, *others = result if isinstance(result, tuple) else (result,)
     if len(others) > 1:  # the LSE comes with S_dmask
@@ -583,6 +586,8 @@ def flash_attn_varlen_func(
     v_descale_axis: str | None = None,
     out_dtype: torch.dtype | None = None,
     exp: str = "exact",
+    qv: Tensor | None = None,
+    q_v: Tensor | None = None,
 ) -> TensorOrTuple:
     """Exact attention over sequences of different lengths, concatenated without padding.
 
@@ -605,6 +610,9 @@ def flash_attn_varlen_func(
             alone. Forward only.
         leftpad_k: int32 (batch,). Keys skipped at the start of each sequence, which count in its length. Forward only.
         <descales>
+        qv, q_v: (total_q, nheads, head_dim_v) of q's dtype, by either name. Scores are then Q K^T + QV V^T, the default
+            softmax_scale 1 / sqrt(head_dim + head_dim_v), head dims of v up to 512, and that of q may be 0: multi-head
+            latent attention in its absorbed form. Forward only, without dropout, on CPU tensors of at least 16 bits.
 
     <result>
     """
@@ -622,7 +630,7 @@ def flash_attn_varlen_func(
         and return_max_logit is batch_invariant is False
         and lse_convention == "fa2"
         and quant is NO_QUANT
-        and seqused_k is leftpad_k is None
+        and seqused_k is leftpad_k is qv is q_v is None
     ):
         more = _rare(
             sinks,
@@ -634,6 +642,8 @@ def flash_attn_varlen_func(
             quant=quant,
             seqused_k=seqused_k,
             leftpad_k=leftpad_k,
+            qv=qv if q_v is None else arguments.one_of_names(("qv", "q_v"), (qv, q_v)),
+            qv_name="q_v" if qv is None else "qv",
         )
     score = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
     if seqused_q is not None or _is_compiling():

@@ -11,7 +11,7 @@ from torch import Tensor
 from flash_attn._types import Descale, TensorOrTuple, WindowSize
 from flash_attn.batch_invariance import is_batch_invariant
 from flash_attn.kvcache_plan import KvCachePlan
-from flash_attn.ops import arguments, library
+from flash_attn.ops import arguments, latent, library
 from flash_attn.ops import combine as combine_ops
 from flash_attn.ops import lse as lse_ops
 from flash_attn.ops.attention_args import KvCacheArgs
@@ -54,6 +54,7 @@ def flash_attn_with_kvcache(
     v_descale_axis: str | None = None,
     out_dtype: torch.dtype | None = None,
     k_descale_axis: str | None = None,
+    qv: Tensor | None = None,
 ) -> TensorOrTuple:
     """Attention of new queries over a KV cache, which first receives the new k and v in place. No backward.
 
@@ -74,9 +75,9 @@ def flash_attn_with_kvcache(
         q: (batch, seqlen_q, nheads, head_dim)
         k_cache: (batch_cache, seqlen_cache, nheads_k, head_dim), or (num_pages, page_size, nheads_k, head_dim) with
             block_table, of any page size. Any strides with a contiguous last dimension; never copied.
-        v_cache: like k_cache.
+        v_cache: like k_cache; with qv of another head dim, up to 512.
         k: (batch, seqlen_new, nheads_k, head_dim). Written to rows cache_seqlens[i] onwards of k_cache.
-        v: like k.
+        v: like v_cache, of k's rows.
         rotary_cos: (seqlen_rotary, rotary_dim / 2). Rotates k, and q, by their positions before use: from
             cache_seqlens[i] onwards (all queries by cache_seqlens[i] if neither causal nor a window is asked). Rows up
             to the last position that is used.
@@ -88,7 +89,8 @@ def flash_attn_with_kvcache(
         cache_leftpad: int32 (batch,). Rows skipped at the start of each cached sequence; they count in cache_seqlens.
         block_table: int32 (batch, max_pages). The pages of each sequence in k_cache and v_cache. Entries beyond the
             keys are not read.
-        softmax_scale: float, factor of Q K^T before the softmax. Default: 1 / sqrt(head_dim).
+        softmax_scale: float, factor of Q K^T before the softmax. Default: 1 / sqrt(head_dim), with qv
+            1 / sqrt(head_dim + head_dim_v).
         causal, window_size, softcap, alibi_slopes: as in `flash_attn_func`.
         rotary_interleaved: bool. Rotate the pairs (0, 1), (2, 3), ... (GPT-J) instead of the two halves (GPT-NeoX).
         num_splits: int. The most splits of a sequence's keys, which are computed in parallel and combined;
@@ -114,9 +116,12 @@ def flash_attn_with_kvcache(
         out_dtype: as in `flash_attn_func`.
         k_descale_axis: None, "row" or "page": what a k_descale by row or page is of. New rows of at least 16 bits in
             pages of one row, where both have one shape, need it: those of rows are written, those of pages are fixed.
+        qv: (batch, seqlen_q, nheads, head_dim_v), of q's dtype. Scores are then Q K^T + QV V^T: multi-head latent
+            attention in its absorbed form, where v_cache has the latent rows and k_cache the rotated ones (two views of
+            one tensor). head_dim may be 0. CPU tensors of at least 16 bits only.
 
     Returns:
-        out: (batch, seqlen_q, nheads, head_dim), contiguous unless given.
+        out: (batch, seqlen_q, nheads, head_dim), with qv head_dim_v; contiguous unless given.
         softmax_lse (with return_softmax_lse): (batch, nheads, seqlen_q) float32.
     """
     quant = NO_QUANT
@@ -135,7 +140,7 @@ def flash_attn_with_kvcache(
             rotary_interleaved=rotary_interleaved, alibi_slopes=alibi_slopes, num_splits=num_splits,
             return_softmax_lse=return_softmax_lse, out=out, plan=plan, batch_invariant=batch_invariant,
             lse_convention=lse_convention, sinks=arguments.named_sinks(sinks, s_aux, learnable_sink),
-            quant=quant,
+            quant=quant, qv=qv,
         )  # fmt: skip
     except (RuntimeError, TypeError) as error:
         arguments.rename(error, {"sinks": arguments.name_of_sinks(sinks, s_aux, learnable_sink)})
@@ -170,6 +175,7 @@ def attend_over_cache(
     sinks: Tensor | None = None,
     quant: QuantArgs = NO_QUANT,
     sm_margin: int = 0,
+    qv: Tensor | None = None,
 ) -> TensorOrTuple:
     """What `flash_attn_with_kvcache` returns for its arguments.
 
@@ -183,6 +189,8 @@ def attend_over_cache(
         arguments.check_constant("alibi_slopes", alibi_slopes)
     if sinks is not None:
         sinks = arguments.sinks(sinks)
+    if qv is not None:
+        arguments.check_tensors(("qv",), (qv,))
     arguments.check_cache("k_cache", k_cache)
     arguments.check_cache("v_cache", v_cache)
     lse_ops.check_convention(lse_convention)
@@ -195,7 +203,7 @@ def attend_over_cache(
         if not isinstance(plan, KvCachePlan):
             raise TypeError(f"plan: expected a KvCachePlan, got {type(plan).__name__}")
         arguments.check_kvcache_ranks(q, k_cache, k, block_table)
-        plan.check(q, k_cache, k, block_table, causal, (left, right), num_splits, batch_invariant, sm_margin)
+        plan.check(q, k_cache, k, block_table, causal, (left, right), num_splits, batch_invariant, sm_margin, qv)
         num_splits, batch_invariant, sm_margin = plan.num_splits, plan.batch_invariant, plan.sm_margin
     if cache_seqlens is None or isinstance(cache_seqlens, Tensor):
         arguments.check_optional_tensors(("cache_seqlens",), (cache_seqlens,))
@@ -203,7 +211,7 @@ def attend_over_cache(
     else:
         arguments.check_kvcache_ranks(q, k_cache, k, block_table)
         lengths = arguments.cache_lengths(cache_seqlens, q, k_cache, k, block_table)
-    scale = arguments.scale(softmax_scale, arguments.head_dim("q", q))
+    scale = arguments.scale(softmax_scale, latent.score_dim(q, qv))
     fields = {} if quant is NO_QUANT else quant.cache_fields(q, (k_cache, v_cache), k)
     args = KvCacheArgs(
         q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
@@ -213,7 +221,7 @@ def attend_over_cache(
         softmax_scale=scale, causal=causal, window_left=left, window_right=right,
         softcap=arguments.number("softcap", softcap),
         rotary_interleaved=arguments.flag("rotary_interleaved", rotary_interleaved), num_splits=num_splits,
-        batch_invariant=batch_invariant, sinks=sinks, sm_margin=sm_margin, **fields,
+        batch_invariant=batch_invariant, sinks=sinks, sm_margin=sm_margin, qv=qv, **fields,
     )  # fmt: skip
     out, lse = library.kvcache_attention(args)
     return (out, lse_ops.converted(lse, lse_convention)) if return_softmax_lse else out

@@ -76,13 +76,13 @@ def check_last_stride(name: str, tensor: torch.Tensor) -> None:
     require(unit, name, "a contiguous last dimension (stride 1)", f"stride {tensor.stride(-1)}")
 
 
-def check_query(q: torch.Tensor, axes: str, *further_dtypes: torch.dtype) -> None:
+def check_query(q: torch.Tensor, axes: str, *further_dtypes: torch.dtype, least_dim: int = 1) -> None:
     check_on_cpu("q", q)
     check_dtype("q", q, *DTYPES, *further_dtypes)
     check_rank("q", q, axes)
     check_last_stride("q", q)
     require(q.shape[-1] <= MAX_HEAD_DIM, "q", f"a head dim of at most {MAX_HEAD_DIM}", q.shape[-1])
-    require(q.shape[-1] > 0, "q", "a head dim of at least 1", q.shape[-1])
+    require(q.shape[-1] >= least_dim, "q", f"a head dim of at least {least_dim}", q.shape[-1])
     check_sizes("q", q, "sequences")
 
 
@@ -119,9 +119,10 @@ def check_key_value(
     batch: int | None = None,
     names: tuple[str, str] = ("k", "v"),
     dtypes: tuple[torch.dtype | None, torch.dtype | None] = (None, None),
+    most_dim: int = MAX_HEAD_DIM,
 ) -> None:
     """k and v against q; the axes that k itself decides (sequence or pages, heads) are read from k. v follows k, but
-    for a head dim of its own. dtypes: those of k and v where they are not q's.
+    for a head dim of its own, up to most_dim. dtypes: those of k and v where they are not q's.
     """
     k_name, v_name = names
     check_device(k_name, k)
@@ -136,8 +137,7 @@ def check_key_value(
     check_sizes(k_name, k, "pages")
     value_dim = v.shape[-1] if v.dim() == k.dim() else q.shape[-1]
     check_like_query(v_name, v, q, [*k.shape[:-1], value_dim], dtype=dtypes[1])
-    in_range = value_dim == q.shape[-1] or 1 <= value_dim <= MAX_HEAD_DIM
-    require(in_range, v_name, f"a head dim from 1 to {MAX_HEAD_DIM}", value_dim)
+    require(1 <= value_dim <= most_dim, v_name, f"a head dim from 1 to {most_dim}", value_dim)
     h, h_k = q.shape[-2], k.shape[-2]
     divisible = h % h_k == 0 if h_k > 0 else h == 0
     require(divisible, "q", f"a head count divisible by the K/V head count {h_k}", h)

@@ -13,7 +13,7 @@ from torch import Tensor
 from flash_attn.batch_invariance import is_batch_invariant
 from flash_attn.eight_bit import EIGHT_BIT
 from flash_attn.limits import MAX_HEAD_DIM
-from flash_attn.ops import arguments
+from flash_attn.ops import arguments, latent
 from flash_attn.ops.attention_args import DENSE, PLAIN, AttentionArgs, Options, Sequences
 from flash_attn.ops.quant_args import NO_QUANT
 
@@ -39,7 +39,11 @@ def attention(
     names = NAMES[len(inputs) - 1]
     if len(inputs) < 3:
         arguments.check_packed(names[-1], inputs[-1], 4 - len(inputs), sequences is not DENSE)
-    inputs = arguments.attention_inputs(names, inputs)
+    if options.qv is None:
+        inputs = arguments.attention_inputs(names, inputs)
+    else:
+        *inputs, qv = arguments.attention_inputs((*names, options.qv_name), (*inputs, options.qv))
+        options = options._replace(qv=qv)
     q: Tensor
     k: Tensor | None
     v: Tensor | None
@@ -58,9 +62,10 @@ def attention(
     if sinks is not None:
         sinks = arguments.sinks(sinks)
     head_dim = q.size(-1) if q.dim() > 0 else 1  # the dimensions are the backends' matter
-    if head_dim == 0:
+    scored_dim = head_dim if options.qv is None else latent.score_dim(q, options.qv)
+    if scored_dim == 0:
         arguments.head_dim(names[0], q)
-    scale = head_dim**-0.5 if softmax_scale is None else arguments.number("softmax_scale", softmax_scale)
+    scale = scored_dim**-0.5 if softmax_scale is None else arguments.number("softmax_scale", softmax_scale)
     wants_dmask = dropout_p > 0 and return_attn_probs
     max_seqlen_q = max_seqlen_k = 0
     if sequences is not DENSE:
@@ -100,13 +105,14 @@ def _with_options(args: AttentionArgs, options: Options) -> AttentionArgs:
         batch_invariant=arguments.flag("batch_invariant", options.batch_invariant) or args.batch_invariant,
         fast_exp=is_quantized and options.quant.allows_fast_exp(args.q),
         sm_margin=arguments.sm_margin(options.sm_margin),
+        qv=options.qv,
         **fields,
     )
 
 
 def callers_names(inputs: tuple[Any, ...], sequences: Sequences, options: Options) -> dict[str, str]:
     """The names of arguments that a public function has for those of the backends, where they differ."""
-    names = {"sinks": options.sinks_name}
+    names = {"sinks": options.sinks_name, "qv": options.qv_name}
     if len(inputs) == 2:
         names.update({"k": "kv (its k)", "v": "kv (its v)"})
     if len(inputs) == 1:
