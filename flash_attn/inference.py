@@ -11,7 +11,7 @@ from torch import Tensor
 from flash_attn._types import Descale, TensorOrTuple, WindowSize
 from flash_attn.batch_invariance import is_batch_invariant
 from flash_attn.kvcache_plan import KvCachePlan
-from flash_attn.ops import arguments, latent, library
+from flash_attn.ops import arguments, head_tables, latent, library
 from flash_attn.ops import combine as combine_ops
 from flash_attn.ops import lse as lse_ops
 from flash_attn.ops.attention_args import KvCacheArgs
@@ -88,7 +88,10 @@ def flash_attn_with_kvcache(
             through common pages: undefined on the GPU, an error on the CPU.
         cache_leftpad: int32 (batch,). Rows skipped at the start of each cached sequence; they count in cache_seqlens.
         block_table: int32 (batch, max_pages). The pages of each sequence in k_cache and v_cache. Entries beyond the
-            keys are not read.
+            keys are not read. Or (batch, nheads_k, max_pages): pages of each K/V head, as block-sparse attention
+            selects them, at the cost of a pass over the table and, for more than one query, of copies of q and out.
+            cache_seqlens and cache_leftpad may then be (batch, nheads_k); a plan is one for batch * nheads_k requests
+            of nheads / nheads_k heads and one K/V head; new rows, rotation, sinks and descales are refused.
         softmax_scale: float, factor of Q K^T before the softmax. Default: 1 / sqrt(head_dim), with qv
             1 / sqrt(head_dim + head_dim_v).
         causal, window_size, softcap, alibi_slopes: as in `flash_attn_func`.
@@ -187,6 +190,16 @@ def attend_over_cache(
     )  # fmt: skip
     if alibi_slopes is not None:
         arguments.check_constant("alibi_slopes", alibi_slopes)
+    if block_table is not None and block_table.dim() == 3:
+        reject = {"k": k, "v": v, "rotary_cos": rotary_cos, "rotary_sin": rotary_sin, "sinks": sinks,
+                  "cache_batch_idx": cache_batch_idx, **quant.given()}  # fmt: skip
+        return head_tables.attend(
+            attend_over_cache, q, k_cache, v_cache, block_table=block_table, cache_seqlens=cache_seqlens,
+            cache_leftpad=cache_leftpad, alibi_slopes=alibi_slopes, qv=qv, out=out, plan=plan,
+            return_softmax_lse=return_softmax_lse, reject=reject, softmax_scale=softmax_scale, causal=causal,
+            window_size=window_size, softcap=softcap, num_splits=num_splits, batch_invariant=batch_invariant,
+            lse_convention=lse_convention, sm_margin=sm_margin,
+        )  # fmt: skip
     if sinks is not None:
         sinks = arguments.sinks(sinks)
     if qv is not None:

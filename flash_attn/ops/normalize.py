@@ -42,8 +42,8 @@ def attention(
     if options.qv is None:
         inputs = arguments.attention_inputs(names, inputs)
     else:
-        *inputs, qv = arguments.attention_inputs((*names, options.qv_name), (*inputs, options.qv))
-        options = options._replace(qv=qv)
+        given = arguments.attention_inputs((*names, options.qv_name), (*inputs, options.qv))
+        inputs, options = given[:-1], options._replace(qv=given[-1])
     q: Tensor
     k: Tensor | None
     v: Tensor | None
