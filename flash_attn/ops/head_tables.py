@@ -55,7 +55,7 @@ def attend(
         read = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "qv": qv, "block_table": block_table,
                 "cache_seqlens": cache_seqlens, "cache_leftpad": cache_leftpad}  # fmt: skip
         outputs.check_result(out, q, v_cache, None, read)
-    (keys, *steps), (values, *v_steps) = _pool(k_cache), _pool(v_cache)
+    (keys, *steps), (values, *v_steps) = pool_of_heads(k_cache), pool_of_heads(v_cache)
     if steps != v_steps:
         raise NotImplementedError(
             f"v_cache: expected pages and heads at the distances of k_cache's (strides {list(k_cache.stride())}), got "
@@ -79,7 +79,7 @@ def _by_head(x: Tensor, heads_k: int) -> Tensor:
     return heads.transpose(1, 2).flatten(0, 1)
 
 
-def _pool(cache: Tensor) -> tuple[Tensor, int, int]:
+def pool_of_heads(cache: Tensor) -> tuple[Tensor, int, int]:
     """(pages of one head (count, page_size, 1, d), pages from a page to the next, from a head to the next)."""
     pages, size, heads, dim = cache.shape
     page, row, head, col = cache.stride()
