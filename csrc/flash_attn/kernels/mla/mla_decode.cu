@@ -1,0 +1,36 @@
+// Launch of the mma.sync MLA decode kernel.
+#include "core/static_switch.h"
+#include "kernels/common/launch.h"
+#include "kernels/mla/kernel.h"
+
+namespace flash {
+namespace {
+
+template <Dtype kDtype, int kRows, int kStages>
+cudaError_t launch_tiles(const Flash_mla_params& params, cudaStream_t stream) {
+  using Config = mla::MlaConfig<kDtype, kRows, kStages>;
+  static std::atomic<uint64_t> configured_devices{0};
+  const int64_t blocks = static_cast<int64_t>(params.b) * params.row_tiles * params.splits;
+  return launch(mla::mla_decode_kernel<Config>, blocks, Config::kThreads, sizeof(mla::MlaStorage<Config>), params,
+                params.device, stream, configured_devices);
+}
+
+template <Dtype kDtype>
+cudaError_t run(const Flash_mla_params& params, int tile_rows, cudaStream_t stream) {
+  int most = 0;
+  const cudaError_t status = cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, params.device);
+  if (status != cudaSuccess) return status;
+  const bool is_large = static_cast<size_t>(most) >= sizeof(mla::MlaStorage<mla::MlaConfig<kDtype, 32, 3>>);
+  if (tile_rows == 16) {
+    return is_large ? launch_tiles<kDtype, 16, 3>(params, stream) : launch_tiles<kDtype, 16, 2>(params, stream);
+  }
+  return tile_rows == 32 && is_large ? launch_tiles<kDtype, 32, 3>(params, stream) : cudaErrorInvalidConfiguration;
+}
+
+}  // namespace
+
+cudaError_t run_mla_decode(const Flash_mla_params& params, Dtype dtype, int tile_rows, cudaStream_t stream) {
+  return FP16_SWITCH(dtype, [&] { return run<kDtype>(params, tile_rows, stream); });
+}
+
+}  // namespace flash
