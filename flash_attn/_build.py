@@ -10,7 +10,7 @@ import torch
 
 from flash_attn import backends
 
-RELEASE = "0.1.0"
+RELEASE = "0.2.0"  # docs/releases.md
 
 
 def build_info() -> dict[str, Any]:

@@ -32,14 +32,14 @@ and what it was; nothing is computed then.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from flash_attn import backends
+from flash_attn._docstrings import documented
 from flash_attn._types import Descale, TensorOrTuple, WindowSize
 from flash_attn.inference import flash_attn_combine, flash_attn_with_kvcache  # noqa: F401
 from flash_attn.ops import arguments, calls, context, library, normalize, outputs
@@ -341,70 +341,11 @@ def _in_convention(result: Any, lse_convention: str, return_attn_probs: Any) -> 
     return (out, converted(lse, lse_convention), *others)
 
 
-_OPTIONS_DOC = """
-        dropout_p: float in [0, 1). Probability of dropping an entry of the attention matrix; kept ones are scaled by
-            1 / (1 - dropout_p). Pass 0.0 in evaluation. `flash_attn.dropout_mask` has the mask.
-        softmax_scale: float, factor of Q K^T before the softmax. Default: 1 / sqrt(head_dim).
-        causal: bool. A query at position p sees the keys j <= p. Query i of seqlen_q is at p = i + seqlen_k - seqlen_q.
-        window_size: (left, right) in keys. A query at p sees p - left <= j <= p + right; negative is unbounded.
-        softcap: float. If > 0, scores become softcap * tanh(softmax_scale * Q K^T / softcap).
-        alibi_slopes: float32 (nheads,) or (batch, nheads), without gradient. Scores get -slope * |p - j|.
-        deterministic: bool. Makes the backward reproducible to the bit; the forward always is.
-        return_attn_probs: bool. Also return softmax_lse and S_dmask.
-
-    Keyword-only arguments:
-        sinks, s_aux, learnable_sink: (nheads,) float32 or half precision, one argument of three names. A further
-            logit, in natural-log units, in the softmax of every row, without a value. Learnable; -inf is no sink.
-        return_max_logit: bool. Also return max_logit.
-        batch_invariant: bool. The results of a sequence (dq: with deterministic) do not depend, to the last bit, on
-            the others in the batch. `set_batch_invariant` asks for it in all calls.
-        lse_convention: "fa2": softmax_lse is a natural logarithm, +inf in a fully masked row; "fa3": -inf there;
-            "flashinfer": to base 2, -inf there.
-"""
-
-_DESCALES_DOC = """
-        q_descale, k_descale, v_descale: of 8-bit q (float8_e4m3fn), k and v (float8_e4m3fn or int8), whose values are
-            stored value * descale; forward only, without dropout. A number, or float32 of one element, (nheads,) or
-            (batch, nheads), for k and v with nheads_k, or for each of their rows:
-            {rows}. None is 1.
-        v_descale_axis: "channel" if v_descale is (nheads_k, head_dim_v) or (batch, nheads_k, head_dim_v), else None.
-        out_dtype: float16 or bfloat16, of out where q has 8 bits. Default: that of v, or bfloat16.
-        exp: "fast" lets kernels of 8-bit q, k and v approximate probabilities within 6 % (docs/fp8.md), or "exact".
-"""
-
-_RESULT_DOC = """
-    Returns out, or a tuple of those that are asked for:
-        out: {out}, contiguous.
-        softmax_lse (return_attn_probs): {lse} float32 (float64 for float64 q). Logarithm of the
-            sum of exp(scores) of each row, the sink included.
-        S_dmask (return_attn_probs): (0,), or with dropout the probabilities before it, dropped ones negative, of
-            (batch, nheads, seqlen_q, seqlen_k) rounded up to multiples of 128. For tests.
-        max_logit (return_max_logit): (nheads,), the largest visible logit of each head, without the sink, or -inf.
-
-    Gradients: of out and softmax_lse with respect to q, k, v and sinks, once. A row that sees no key has out 0.
-    Raises RuntimeError, TypeError, ValueError or NotImplementedError, which name the argument; nothing is computed
-    then.
-"""
-
-
-_Function = TypeVar("_Function", bound=Callable[..., Any])
-
-
-def _documented(out: str, lse: str, rows: str = "") -> Callable[[_Function], _Function]:
-    """Fill the common sections into a docstring, so that each is written once."""
-
-    def fill(function: _Function) -> _Function:
-        if function.__doc__ is not None:  # None under python -OO
-            result = _RESULT_DOC.format(out=out, lse=lse).strip()
-            sections = {"<options>": _OPTIONS_DOC, "<descales>": _DESCALES_DOC.format(rows=rows), "<result>": result}
-            for place, text in sections.items():
-                function.__doc__ = function.__doc__.replace(place, text.strip())
-        return function
-
-    return fill
-
-
-@_documented("(batch, seqlen_q, nheads, head_dim_v)", "(batch, nheads, seqlen_q)", "(batch, 1 or seqlen_k, nheads_k)")
+@documented(
+    out="(batch, seqlen_q, nheads, head_dim_v)",
+    lse="(batch, nheads, seqlen_q)",
+    rows="(batch, 1 or seqlen_k, nheads_k)",
+)
 def flash_attn_func(
     q: Tensor,
     k: Tensor,
@@ -438,6 +379,9 @@ def flash_attn_func(
         k: (batch, seqlen_k, nheads_k, head_dim) of q's dtype. Query head i reads K/V head i // (nheads / nheads_k).
         v: (batch, seqlen_k, nheads_k, head_dim_v) of q's dtype. Head dims up to 256, any strides.
         <options>
+
+    Keyword arguments:
+        <keywords>
         <descales>
 
     <result>
@@ -474,7 +418,7 @@ def flash_attn_func(
     return result if lse_convention == "fa2" else _in_convention(result, lse_convention, return_attn_probs)
 
 
-@_documented(out="(batch, seqlen, nheads, head_dim)", lse="(batch, nheads, seqlen)")
+@documented(out="(batch, seqlen, nheads, head_dim)", lse="(batch, nheads, seqlen)")
 def flash_attn_qkvpacked_func(
     qkv: Tensor,
     dropout_p: float = 0.0,
@@ -493,11 +437,16 @@ def flash_attn_qkvpacked_func(
     learnable_sink: Tensor | None = None,
     lse_convention: str = "fa2",
 ) -> TensorOrTuple:
-    """`flash_attn_func` with q, k and v in one tensor; its gradient is written in place, without concatenation.
+    """Exact attention with q, k and v in one tensor: softmax(softmax_scale * Q K^T + bias + mask) V.
+
+    The gradient of qkv is written in place, without concatenation.
 
     Arguments:
         qkv: (batch, seqlen, 3, nheads, head_dim), float16 or bfloat16, on the CPU also float32 and float64.
         <options>
+
+    Keyword arguments:
+        <keywords>
 
     <result>
     """
@@ -510,7 +459,7 @@ def flash_attn_qkvpacked_func(
     return result if lse_convention == "fa2" else _in_convention(result, lse_convention, return_attn_probs)
 
 
-@_documented(out="(batch, seqlen_q, nheads, head_dim)", lse="(batch, nheads, seqlen_q)")
+@documented(out="(batch, seqlen_q, nheads, head_dim)", lse="(batch, nheads, seqlen_q)")
 def flash_attn_kvpacked_func(
     q: Tensor,
     kv: Tensor,
@@ -530,12 +479,17 @@ def flash_attn_kvpacked_func(
     learnable_sink: Tensor | None = None,
     lse_convention: str = "fa2",
 ) -> TensorOrTuple:
-    """`flash_attn_func` with k and v in one tensor; its gradient is written in place, without concatenation.
+    """Exact attention with k and v in one tensor: softmax(softmax_scale * Q K^T + bias + mask) V.
+
+    The gradient of kv is written in place, without concatenation.
 
     Arguments:
         q: (batch, seqlen_q, nheads, head_dim), float16 or bfloat16, on the CPU also float32 and float64.
         kv: (batch, seqlen_k, 2, nheads_k, head_dim) of q's dtype, nheads a multiple of nheads_k.
         <options>
+
+    Keyword arguments:
+        <keywords>
 
     <result>
     """
@@ -548,10 +502,10 @@ def flash_attn_kvpacked_func(
     return result if lse_convention == "fa2" else _in_convention(result, lse_convention, return_attn_probs)
 
 
-@_documented(
-    "(total_q, nheads, head_dim_v)",
-    "(nheads, total_q)",
-    "(total_k, 1, nheads_k), with pages (num_pages, 1 or page_size, nheads_k)",
+@documented(
+    out="(total_q, nheads, head_dim_v)",
+    lse="(nheads, total_q)",
+    rows="(total_k, 1, nheads_k), with pages (num_pages, 1 or page_size, nheads_k)",
 )
 def flash_attn_varlen_func(
     q: Tensor,
@@ -604,6 +558,9 @@ def flash_attn_varlen_func(
             S_dmask; nothing is skipped if one is too small, but 8-bit pages are then computed twice.
         block_table: int32 (batch, max_pages). The pages of each sequence in k and v. Forward only.
         <options>
+
+    Keyword arguments:
+        <keywords>
         seqused_q: int32 or int64 (batch,). How many of the first rows of each sequence of q are in use; the others
             belong to no sequence. Costs a sort of the rows and copies of q and out.
         seqused_k: int32 (batch,). Number of keys of each sequence, of which cu_seqlens_k then gives the first row
@@ -658,7 +615,7 @@ def flash_attn_varlen_func(
     return result if lse_convention == "fa2" else _in_convention(result, lse_convention, return_attn_probs)
 
 
-@_documented(out="(total, nheads, head_dim)", lse="(nheads, total)")
+@documented(out="(total, nheads, head_dim)", lse="(nheads, total)")
 def flash_attn_varlen_qkvpacked_func(
     qkv: Tensor,
     cu_seqlens: Tensor,
@@ -679,13 +636,19 @@ def flash_attn_varlen_qkvpacked_func(
     learnable_sink: Tensor | None = None,
     lse_convention: str = "fa2",
 ) -> TensorOrTuple:
-    """`flash_attn_varlen_func` with q, k and v in one tensor; its gradient is written in place.
+    """Exact attention over concatenated sequences of different lengths, with q, k and v in one tensor.
+
+    The gradient of qkv is written in place, without concatenation. Rows beyond the last sequence have output 0 and
+    LSE +inf.
 
     Arguments:
         qkv: (total, 3, nheads, head_dim), float16 or bfloat16, on the CPU also float32 and float64.
         cu_seqlens: int32 or int64 (batch + 1,). Sequence i has the rows cu_seqlens[i] to cu_seqlens[i + 1].
         max_seqlen: int, or integer tensor of one element: an upper bound of the lengths.
         <options>
+
+    Keyword arguments:
+        <keywords>
 
     <result>
     """
@@ -699,7 +662,7 @@ def flash_attn_varlen_qkvpacked_func(
     return result if lse_convention == "fa2" else _in_convention(result, lse_convention, return_attn_probs)
 
 
-@_documented(out="(total_q, nheads, head_dim)", lse="(nheads, total_q)")
+@documented(out="(total_q, nheads, head_dim)", lse="(nheads, total_q)")
 def flash_attn_varlen_kvpacked_func(
     q: Tensor,
     kv: Tensor,
@@ -723,7 +686,10 @@ def flash_attn_varlen_kvpacked_func(
     learnable_sink: Tensor | None = None,
     lse_convention: str = "fa2",
 ) -> TensorOrTuple:
-    """`flash_attn_varlen_func` with k and v in one tensor; its gradient is written in place.
+    """Exact attention over concatenated sequences of different lengths, with k and v in one tensor.
+
+    The gradient of kv is written in place, without concatenation. Rows beyond the last sequence have output 0 and
+    LSE +inf.
 
     Arguments:
         q: (total_q, nheads, head_dim), float16 or bfloat16, on the CPU also float32 and float64.
@@ -732,6 +698,9 @@ def flash_attn_varlen_kvpacked_func(
             cu_seqlens_q[i + 1] of q, and the same of kv.
         max_seqlen_q, max_seqlen_k: int, or integer tensor of one element: upper bounds of the lengths.
         <options>
+
+    Keyword arguments:
+        <keywords>
 
     <result>
     """

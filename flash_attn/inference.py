@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from flash_attn._docstrings import documented
 from flash_attn._types import Descale, TensorOrTuple, WindowSize
 from flash_attn.batch_invariance import is_batch_invariant
 from flash_attn.kvcache_plan import KvCachePlan
@@ -20,6 +21,7 @@ from flash_attn.ops.quant_args import NO_QUANT, QuantArgs
 _OPTIONAL_TENSORS = ("k", "v", "rotary_cos", "rotary_sin", "cache_batch_idx", "cache_leftpad", "block_table", "out")
 
 
+@documented()
 def flash_attn_with_kvcache(
     q: Tensor,
     k_cache: Tensor,
@@ -56,27 +58,26 @@ def flash_attn_with_kvcache(
     k_descale_axis: str | None = None,
     qv: Tensor | None = None,
 ) -> TensorOrTuple:
-    """Attention of new queries over a KV cache, which first receives the new k and v in place. No backward.
+    """Exact attention of new queries over a KV cache, which first receives the new k and v in place. No backward.
 
-    Keys of sequence i: cache_seqlens[i] cached ones, then the seqlen_new of k. Positions are aligned bottom right.
-    Rows of the cache that are not among the keys are never read, whatever they hold; written are the rows
-    cache_seqlens[i] to cache_seqlens[i] + seqlen_new alone.
+    Keys of sequence i: cache_seqlens[i] cached ones, then the seqlen_new rows of k; seqlen_k is their sum. Rows of the
+    cache that are not among the keys are never read; written are rows cache_seqlens[i] to cache_seqlens[i] + seqlen_new
+    alone. The call does not wait for the GPU.
 
-    A sequence with cache_seqlens[i] = -1 is a padding request: nothing is read or written for it, its out is 0 and its
-    LSE +inf; its row of block_table may hold anything. The same holds on the GPU, without waiting for it, for a
-    sequence whose length does not fit into the cache, or that needs a page, cache row or rotary angle that does not
-    exist; where the host sees such a length or entry (an int, CPU tensors), it is an error.
-
-    Caches of float8_e4m3fn and int8: attention of code * descale. New k and v that are wider are quantised when they
-    are written, behind the rotation and rounded as a cache of their dtype would be (`flash_attn.eight_bit` has the
-    arithmetic).
+    A sequence with cache_seqlens[i] = -1 is a padding request: nothing is read or written for it, its out is 0, its LSE
+    +inf, and its row of block_table may hold anything. On the GPU the same holds for a sequence that does not fit into
+    the cache or needs a page, cache row or rotary angle that does not exist; where the host sees that (an int, CPU
+    tensors), it is an error.
 
     Arguments:
-        q: (batch, seqlen_q, nheads, head_dim)
+        q: (batch, seqlen_q, nheads, head_dim), float16 or bfloat16, on the CPU also float32 and float64. Head dims up
+            to 256.
         k_cache: (batch_cache, seqlen_cache, nheads_k, head_dim), or (num_pages, page_size, nheads_k, head_dim) with
-            block_table, of any page size. Any strides with a contiguous last dimension; never copied.
+            block_table, of any page size; q's dtype, or float8_e4m3fn or int8. nheads a multiple of nheads_k. Any
+            strides with a contiguous last dimension; never copied.
         v_cache: like k_cache; with qv of another head dim, up to 512.
-        k: (batch, seqlen_new, nheads_k, head_dim). Written to rows cache_seqlens[i] onwards of k_cache.
+        k: (batch, seqlen_new, nheads_k, head_dim). Written to rows cache_seqlens[i] onwards of k_cache, and quantised
+            after the rotation where the cache has 8 bits.
         v: like v_cache, of k's rows.
         rotary_cos: (seqlen_rotary, rotary_dim / 2). Rotates k, and q, by their positions before use: from
             cache_seqlens[i] onwards (all queries by cache_seqlens[i] if neither causal nor a window is asked). Rows up
@@ -92,40 +93,47 @@ def flash_attn_with_kvcache(
             selects them, at the cost of a pass over the table and, for more than one query, of copies of q and out.
             cache_seqlens and cache_leftpad may then be (batch, nheads_k); a plan is one for batch * nheads_k requests
             of nheads / nheads_k heads and one K/V head; new rows, rotation, sinks and descales are refused.
-        softmax_scale: float, factor of Q K^T before the softmax. Default: 1 / sqrt(head_dim), with qv
-            1 / sqrt(head_dim + head_dim_v).
-        causal, window_size, softcap, alibi_slopes: as in `flash_attn_func`.
+        <scores>
         rotary_interleaved: bool. Rotate the pairs (0, 1), (2, 3), ... (GPT-J) instead of the two halves (GPT-NeoX).
+        <alibi>
         num_splits: int. The most splits of a sequence's keys, which are computed in parallel and combined;
             1 for none, 0 chooses by the lengths.
         return_softmax_lse: bool. Also return the LSE.
+
+    Keyword arguments:
         out: like q, in any strides with a contiguous last dimension. Receives the result and is returned.
         plan: `KvCachePlan` made for these sizes and updated for these lengths. Brings its num_splits, batch_invariant
             and sm_margin. With plan and out nothing but the LSE is allocated (for chunks of prompts also some
             bytes a sequence, and queries that are rotated).
         batch_invariant: bool. Make each row of out and LSE independent, to the last bit, of the other sequences, of
             batch, seqlen_q, page size and num_splits: a decoded token equals the same token in a longer chunk.
-        lse_convention: str, of softmax_lse, as in `flash_attn_func`: "fa2", "fa3" or "flashinfer".
-        sinks, s_aux, learnable_sink: (nheads,) float32 or half precision. As in `flash_attn_func`; a row without keys
-            has out 0 and LSE the sink, a padding request has none.
-        q_descale: as in `flash_attn_func`, of float8_e4m3fn q, whose k_cache is float8_e4m3fn too.
+        <lse_convention>
+        <sinks>
+            A row without keys has out 0 and LSE the sink; a padding request has none.
+        q_descale: of float8_e4m3fn q, whose k_cache is float8_e4m3fn too: values are stored value * descale. A number,
+            or float32 of one element, (nheads,) or (batch, nheads).
         k_descale: of an 8-bit k_cache: a number, or float32 on its device of one element, (nheads_k,),
             (batch, nheads_k), of each page or row (num_pages, 1 or page_size, nheads_k), without pages
             (batch_cache, 1 or seqlen_cache, nheads_k). Where there is one for each row, those of the new rows, largest
             value / 448 (int8: 127), are written; any other is what new rows are quantised by. None is 1.
         v_descale: the same of v_cache.
         v_descale_axis: None, "channel" for a v_descale of (nheads_k, head_dim) or (batch, nheads_k, head_dim), "row" or
-            "page" as k_descale_axis.
-        out_dtype: as in `flash_attn_func`.
+            "page": what a v_descale by row or page is of.
+        <out_dtype>
         k_descale_axis: None, "row" or "page": what a k_descale by row or page is of. New rows of at least 16 bits in
             pages of one row, where both have one shape, need it: those of rows are written, those of pages are fixed.
-        qv: (batch, seqlen_q, nheads, head_dim_v), of q's dtype. Scores are then Q K^T + QV V^T: multi-head latent
-            attention in its absorbed form, where v_cache has the latent rows and k_cache the rotated ones (two views of
-            one tensor). head_dim may be 0. CPU tensors of at least 16 bits only.
+        qv: (batch, seqlen_q, nheads, head_dim_v), of q's dtype. Scores are then Q K^T + QV V^T, the default
+            softmax_scale 1 / sqrt(head_dim + head_dim_v), and head_dim may be 0: multi-head latent attention in its
+            absorbed form, where v_cache has the latent rows and k_cache the rotated ones (two views of one tensor). CPU
+            tensors of at least 16 bits only.
 
     Returns:
-        out: (batch, seqlen_q, nheads, head_dim), with qv head_dim_v; contiguous unless given.
-        softmax_lse (with return_softmax_lse): (batch, nheads, seqlen_q) float32.
+        out: (batch, seqlen_q, nheads, head_dim), with qv head_dim_v; contiguous unless given; with return_softmax_lse
+            (out, softmax_lse). A row that sees no key has out 0.
+        softmax_lse: (batch, nheads, seqlen_q) float32 (float64 for float64 q). Logarithm of the sum of exp(scores) of
+            each row, the sink included.
+
+    <errors>
     """
     quant = NO_QUANT
     if not (
@@ -240,6 +248,7 @@ def attend_over_cache(
     return (out, lse_ops.converted(lse, lse_convention)) if return_softmax_lse else out
 
 
+@documented()
 def flash_attn_combine(
     out_partial: Tensor,
     lse_partial: Tensor,
@@ -262,8 +271,8 @@ def flash_attn_combine(
             torch.stack of LSEs of the attention functions has its last two dimensions swapped, transpose them.
         out: (batch, seqlen, nheads, head_dim) of any of these dtypes. Receives the result and is returned.
         out_dtype: torch.dtype of the result. Default: that of out_partial.
-        lse_convention: str, of lse_partial and of the resulting lse, as in `flash_attn_func`: "fa2", "fa3" or
-            "flashinfer" (base 2); keyword only. An infinity of either sign is a fully masked row in all of them.
+        <lse_convention>
+            Keyword only; of lse_partial, where an infinity of either sign is a fully masked row, and of lse.
 
     Returns:
         out: (batch, seqlen, nheads, head_dim)

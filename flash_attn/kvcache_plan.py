@@ -29,14 +29,16 @@ class KvCachePlan:
     whose lengths differ from those of the last update gives wrong results on the GPU (an error on the CPU).
 
     Arguments:
-        cache_seqlens: int32 or int64 (batch,), as in the calls: keys in the cache before the new ones.
+        cache_seqlens: int32 or int64 (batch,): keys of each sequence in the cache before the new ones, -1 for a padding
+            request.
         seqlen_q: int. Queries of each sequence.
         nheads, nheads_k, head_dim: int. Of the queries and the cache.
         seqlen_cache: int. Keys that a sequence may have: k_cache.shape[1], or with pages
             block_table.shape[1] * k_cache.shape[1].
         seqlen_new: int. Rows of k and v of each sequence, 0 without them.
-        causal, window_size: as in the calls.
-        cache_leftpad: int32 (batch,), as in the calls.
+        causal: bool. The calls have a causal mask.
+        window_size: (left, right) in keys, the calls' window; negative is unbounded.
+        cache_leftpad: int32 (batch,). Rows that the calls skip at the start of each cached sequence.
         num_splits: int. The most splits of a sequence's keys, 1 for none; 0 chooses.
         batch_invariant: bool. Plan for calls whose rows do not depend on the batch.
         kv_cache_dtype: torch.dtype of the cache, where it is float8_e4m3fn or int8; None is that of the queries.
@@ -120,7 +122,12 @@ class KvCachePlan:
         arguments.check_optional_tensors(("cache_leftpad",), (cache_leftpad,))
 
     def update(self, cache_seqlens: Tensor, cache_leftpad: Tensor | None = None) -> None:
-        """Plan for other lengths, in place: int32 or int64 (batch,) each, as in the constructor."""
+        """Plan for other lengths, in place. Waits for nothing, and a CUDA graph can capture it.
+
+        Arguments:
+            cache_seqlens: int32 or int64 (batch,): keys of each sequence in the cache before the new ones.
+            cache_leftpad: int32 (batch,): rows that the calls skip at the start of each cached sequence.
+        """
         self._check_lengths(cache_seqlens, cache_leftpad)
         library.update_kvcache_plan(self._args(cache_seqlens, cache_leftpad, self.tensor))
 

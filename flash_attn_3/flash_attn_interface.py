@@ -1,15 +1,9 @@
 """FlashAttention-3's public functions, computed by flash_attn: the same arguments, results and conventions.
 
-What holds for all of them is what holds for those of `flash_attn` (dtypes, heads, head dims, positions, errors), but:
-
-softmax_lse  of a fully masked row is -inf here.
-8 bits       q, k and v of float8_e4m3fn with q_descale, k_descale, v_descale (batch, nheads_k), and all else that
-             `flash_attn.flash_attn_func` takes. Descales of wider tensors have no effect, as there.
-accepted     and without effect on the result: num_splits, pack_gqa, scheduler_metadata.
-sm_margin    int: multiprocessors that persistent grids leave to other kernels; on CPU tensors no effect.
-rejected     with NotImplementedError that names it: qv, attention_chunk, cu_seqlens_k_new, rotary_seqlens.
-sinks        (nheads,), also named s_aux and learnable_sink: as in `flash_attn.flash_attn_func`; keyword only.
-out          a tensor for the result, which is returned; keyword only, without gradients.
+softmax_lse of a fully masked row is -inf here. Descales are (batch, nheads_k), or what `flash_attn.flash_attn_func`
+takes; those of wider tensors have no effect. num_splits, pack_gqa and scheduler_metadata have none on the result;
+qv, attention_chunk, cu_seqlens_k_new and rotary_seqlens raise NotImplementedError. sinks, also named s_aux and
+learnable_sink, and out are keyword only.
 """
 
 from __future__ import annotations
@@ -21,6 +15,7 @@ from torch import Tensor
 
 import flash_attn
 from flash_attn import explanation
+from flash_attn._docstrings import documented
 from flash_attn._types import WindowSize
 from flash_attn.flash_attn_interface import attend, attend_rows_in_use
 from flash_attn.ops import arguments, context
@@ -67,6 +62,7 @@ def _result(result: Any, wanted: Any) -> TensorOrTuple:
     return (result[0], mark_masked_rows(result[1])) if wanted else result
 
 
+@documented(out="(batch, seqlen_q, nheads, head_dim_v)", lse="(batch, nheads, seqlen_q)")
 def flash_attn_func(
     q: Tensor,
     k: Tensor,
@@ -91,18 +87,21 @@ def flash_attn_func(
     learnable_sink: Tensor | None = None,
     out: Tensor | None = None,
 ) -> TensorOrTuple:
-    """Attention over a batch of sequences of one length; MHA, GQA and MQA.
+    """Exact attention over a batch of sequences of one length: softmax(softmax_scale * Q K^T + mask) V.
 
     Arguments:
-        q: (batch, seqlen_q, nheads, head_dim)
-        k: (batch, seqlen_k, nheads_k, head_dim)
-        v: (batch, seqlen_k, nheads_k, head_dim_v)
-        softmax_scale, causal, window_size, softcap, deterministic: as in `flash_attn.flash_attn_func`.
-        return_attn_probs: bool. Also return the LSE.
+        q: (batch, seqlen_q, nheads, head_dim), float16, bfloat16 or float8_e4m3fn; on the CPU float32 and float64 too.
+        k: (batch, seqlen_k, nheads_k, head_dim) of q's dtype. Query head i reads K/V head i // (nheads / nheads_k).
+        v: (batch, seqlen_k, nheads_k, head_dim_v) of q's dtype. Head dims up to 256, any strides.
+        <fa3_descales>
+        <fa3_options>
+        <fa3_unserved>
 
-    Returns:
-        out: (batch, seqlen_q, nheads, head_dim_v)
-        softmax_lse (with return_attn_probs): (batch, nheads, seqlen_q) float32.
+    Keyword arguments:
+        <sinks>
+        out: a tensor for the result, which is returned; without gradients. float16 or bfloat16 for float8_e4m3fn q.
+
+    <fa3_result>
     """
     _checks.reject_unsupported(qv, attention_chunk)
     _checks.unused(num_splits, pack_gqa)
@@ -118,6 +117,7 @@ def flash_attn_func(
     return _result(result, return_attn_probs)
 
 
+@documented(out="(batch, seqlen, nheads, head_dim)", lse="(batch, nheads, seqlen)")
 def flash_attn_qkvpacked_func(
     qkv: Tensor,
     softmax_scale: float | None = None,
@@ -137,12 +137,20 @@ def flash_attn_qkvpacked_func(
     s_aux: Tensor | None = None,
     learnable_sink: Tensor | None = None,
 ) -> TensorOrTuple:
-    """`flash_attn_func` with q, k and v in one tensor.
+    """Exact attention with q, k and v in one tensor: softmax(softmax_scale * Q K^T + mask) V.
 
     Arguments:
-        qkv: (batch, seqlen, 3, nheads, head_dim), or (batch, seqlen, num_heads_q + 2 * nheads_k, head_dim).
+        qkv: (batch, seqlen, 3, nheads, head_dim), or (batch, seqlen, num_heads_q + 2 * nheads_k, head_dim); float16,
+            bfloat16 or float8_e4m3fn, on the CPU float32 and float64 too. Head dims up to 256.
+        <fa3_descales>
+        <fa3_options>
+        attention_chunk: int, has to be 0, others raise NotImplementedError.
         num_heads_q: int. Heads of q among those of the second form.
-        All others and the results: as in `flash_attn_func`.
+
+    Keyword arguments:
+        <sinks>
+
+    <fa3_result>
     """
     _checks.reject_unsupported(None, attention_chunk)
     arguments.check_tensors(("qkv",), (qkv,))
@@ -163,6 +171,7 @@ def flash_attn_qkvpacked_func(
         raise _checks.renamed(error, _PARTS_OF_QKV) from None
 
 
+@documented(out="(total_q, nheads, head_dim_v)", lse="(nheads, total_q)")
 def flash_attn_varlen_func(
     q: Tensor,
     k: Tensor,
@@ -193,23 +202,29 @@ def flash_attn_varlen_func(
     learnable_sink: Tensor | None = None,
     out: Tensor | None = None,
 ) -> TensorOrTuple:
-    """Attention over sequences of different lengths, concatenated without padding.
+    """Exact attention over sequences of different lengths, concatenated without padding.
 
-    Rows of q that belong to no sequence, or are not in use, have output 0 and LSE -inf.
+    Rows of q that belong to no sequence, or are not in use, have output 0 and LSE -inf. Nothing waits for the GPU.
 
     Arguments:
-        q: (total_q, nheads, head_dim)
-        k: (total_k, nheads_k, head_dim)
-        v: (total_k, nheads_k, head_dim_v)
-        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k: as in `flash_attn.flash_attn_varlen_func`.
+        q: (total_q, nheads, head_dim), float16, bfloat16 or float8_e4m3fn; on the CPU float32 and float64 too.
+        k: (total_k, nheads_k, head_dim) of q's dtype. Query head i reads K/V head i // (nheads / nheads_k).
+        v: (total_k, nheads_k, head_dim_v) of q's dtype. Head dims up to 256, any strides.
+        cu_seqlens_q: int32 or int64 (batch + 1,). Sequence i has the rows cu_seqlens_q[i] to cu_seqlens_q[i + 1] of q.
+        cu_seqlens_k: int32 or int64 (batch + 1,), the same for k and v.
+        max_seqlen_q, max_seqlen_k: int, or integer tensor of one element: upper bounds of the lengths.
         seqused_q: int32 (batch,). How many of the first rows of each sequence of q are in use. Costs copies of q and
             of the result.
         seqused_k: int32 (batch,). The same for k and v, at no cost; in training it costs copies of them.
-        All others: as in `flash_attn_func`.
+        <fa3_descales>
+        <fa3_options>
+        <fa3_unserved>
 
-    Returns:
-        out: (total_q, nheads, head_dim_v)
-        softmax_lse (with return_attn_probs): (nheads, total_q) float32.
+    Keyword arguments:
+        <sinks>
+        out: a tensor for the result, which is returned; without gradients. float16 or bfloat16 for float8_e4m3fn q.
+
+    <fa3_result>
     """
     _checks.reject_unsupported(qv, attention_chunk)
     _checks.unused(num_splits, pack_gqa)
@@ -228,6 +243,7 @@ def flash_attn_varlen_func(
     return _result(result, return_attn_probs)
 
 
+@documented()
 def flash_attn_with_kvcache(
     q: Tensor,
     k_cache: Tensor,
@@ -265,22 +281,53 @@ def flash_attn_with_kvcache(
     learnable_sink: Tensor | None = None,
     out: Tensor | None = None,
 ) -> TensorOrTuple:
-    """Attention of new queries over a KV cache, which first receives the new k and v in place. No backward.
+    """Exact attention of new queries over a KV cache, which first receives the new k and v in place. No backward.
+
+    Keys of sequence i: cache_seqlens[i] cached ones, then the seqlen_new rows of k; seqlen_k is their sum. Other rows
+    of the cache are neither read nor written. A sequence with cache_seqlens[i] = -1 is a padding request: its out is 0,
+    its LSE -inf. The call does not wait for the GPU; there a sequence that does not fit into the cache, or needs a page
+    that does not exist, is such a request, which on the CPU is an error.
 
     Arguments:
-        q: (batch, seqlen_q, nheads, head_dim), or (total_q, nheads, head_dim) with cu_seqlens_q.
-        v_cache: like k_cache, without new keys with a head dim of its own.
-        page_table: int32 (batch, max_pages), the block_table of `flash_attn.flash_attn_with_kvcache`, whose arguments
-            the others are, and whose rules hold.
+        q: (batch, seqlen_q, nheads, head_dim), or (total_q, nheads, head_dim) with cu_seqlens_q; float16, bfloat16 or
+            float8_e4m3fn, on the CPU float32 and float64 too. Head dims up to 256.
+        k_cache: (batch_cache, seqlen_cache, nheads_k, head_dim), or (num_pages, page_size, nheads_k, head_dim) with
+            page_table, of any page size; q's dtype or float8_e4m3fn. Any strides with a contiguous last dimension.
+        v_cache: like k_cache; without new keys its head dim may be another.
+        k: (batch, seqlen_new, nheads_k, head_dim). Written to rows cache_seqlens[i] onwards of k_cache.
+        v: like k.
+        qv, cu_seqlens_k_new, rotary_seqlens: None: not served, tensors raise NotImplementedError.
+        rotary_cos: (seqlen_rotary, rotary_dim / 2). Rotates k, and q, by their positions before use: from
+            cache_seqlens[i] onwards (all queries by cache_seqlens[i] if neither causal nor a window is asked).
+        rotary_sin: like rotary_cos.
+        cache_seqlens: int, or int32 or int64 (batch,). Keys in the cache before the new ones. Default: the capacity.
+        cache_batch_idx: int32 (batch,). The row of the cache of each sequence. Default: 0 .. batch - 1.
+        cache_leftpad: int32 (batch,). Rows skipped at the start of each cached sequence; they count in cache_seqlens.
+        page_table: int32 (batch, max_pages). The pages of each sequence in k_cache and v_cache.
         cu_seqlens_q: int32 (batch + 1,). Where each sequence of packed queries begins: prefill and decode in one call.
-            Not with new keys (k, v) or rotary embedding; no more is another head dim of v_cache.
-        max_seqlen_q: int; not needed.
-        num_splits: int. As there; does not change what is computed.
+            Not with new keys (k, v) or rotary embedding.
+        q_descale, k_descale, v_descale: float32 (batch, nheads_k), of float8_e4m3fn q, k_cache and v_cache: values are
+            stored value * descale. One element, or a number, too. None is 1; of wider tensors without effect.
+        <scores>
+        attention_chunk: int, has to be 0, others raise NotImplementedError.
+        rotary_interleaved: bool. Rotate the pairs (0, 1), (2, 3), ... (GPT-J) instead of the two halves (GPT-NeoX).
+        num_splits: int. The most splits of a sequence's keys; 0 chooses. Does not change what is computed.
+        scheduler_metadata, pack_gqa, max_seqlen_q: accepted for FlashAttention-3's sake, without effect on the result.
+        sm_margin: int. Multiprocessors that persistent grids leave to other kernels; on CPU tensors no effect.
+        return_softmax_lse: bool. Also return the LSE.
+
+    Keyword arguments:
+        <sinks>
+        out: a tensor for the result, which is returned. float16 or bfloat16 for float8_e4m3fn q.
 
     Returns:
-        out: (batch, seqlen_q, nheads, head_dim_v), or (total_q, nheads, head_dim_v).
-        with return_softmax_lse: out, softmax_lse (batch, nheads, seqlen_q) or (nheads, total_q) float32, and two empty
-            tensors where FlashAttention-3 has the partial results of its splits.
+        out: (batch, seqlen_q, nheads, head_dim_v), or (total_q, nheads, head_dim_v); with return_softmax_lse
+            (out, softmax_lse, empty, empty).
+        softmax_lse: (batch, nheads, seqlen_q) or (nheads, total_q) float32 (float64 for float64 q), natural logarithm
+            of the sum of exp(scores) of each row, the sink included; -inf in a row that sees no key, whose out is 0.
+        empty: tensors in the place of the partial results that FlashAttention-3 has of its splits.
+
+    <errors>
     """
     _checks.reject_unsupported(qv, attention_chunk, cu_seqlens_k_new, rotary_seqlens)
     num_splits = _checks.unused(num_splits, pack_gqa, scheduler_metadata, max_seqlen_q)
@@ -308,14 +355,33 @@ def flash_attn_with_kvcache(
     return result, mark_masked_rows(lse), no_scratch(lse), no_scratch(lse)
 
 
+@documented()
 def flash_attn_combine(
     out_partial: Tensor, lse_partial: Tensor, out: Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor]:
-    """`flash_attn.flash_attn_combine`, with LSE -inf where every split masks the row fully."""
+    """Attention over all keys from its partial results over disjoint splits of them.
+
+    With w_i = exp(lse_i - lse): out = sum of w_i out_i, lse = log of the sum of exp(lse_i). An LSE of +inf or -inf
+    marks a split that masks the row fully; its out_partial is not read. A row that every split masks fully has out 0
+    and LSE -inf. Differentiable in out_partial and lse_partial, unless out is given.
+
+    Arguments:
+        out_partial: (num_splits, batch, seqlen, nheads, head_dim), float16, bfloat16 or float32; float64 on the CPU.
+        lse_partial: (num_splits, batch, seqlen, nheads) float32 (float64 for float64), natural logarithm, any strides.
+        out: (batch, seqlen, nheads, head_dim) of any of these dtypes. Receives the result and is returned.
+        out_dtype: torch.dtype of the result. Default: that of out_partial.
+
+    Returns:
+        out: (batch, seqlen, nheads, head_dim)
+        lse: (batch, seqlen, nheads), of the dtype of lse_partial.
+
+    <errors>
+    """
     out, lse = flash_attn.flash_attn_combine(out_partial, lse_partial, out, out_dtype)
     return out, mark_masked_rows(lse)
 
 
+@documented()
 def get_scheduler_metadata(
     batch_size: int,
     max_seqlen_q: int,
@@ -339,9 +405,24 @@ def get_scheduler_metadata(
     pack_gqa: bool | None = None,
     sm_margin: int = 0,
 ) -> Tensor:
-    """An empty int32 tensor on the device of cache_seqlens: nothing has to be scheduled ahead of a call here.
+    """An empty int32 tensor on the device of cache_seqlens: nothing has to be scheduled before a call here.
 
-    Pass it as scheduler_metadata, or do not. What does plan ahead: `flash_attn.KvCachePlan`.
+    Pass it as scheduler_metadata, or do not. What does plan: `flash_attn.KvCachePlan`.
+
+    The arguments are checked and have no other effect.
+
+    Arguments:
+        batch_size, max_seqlen_q, max_seqlen_k, num_heads_q, num_heads_kv, headdim, headdim_v, page_size: int, sizes.
+        cache_seqlens: int32 (batch_size,).
+        cu_seqlens_q, cache_leftpad: tensors or None.
+        qkv_dtype: torch.dtype.
+        max_seqlen_k_new, num_splits, sm_margin: int.
+        causal, has_softcap, pack_gqa: bool.
+        window_size: (left, right) in keys.
+        cu_seqlens_k_new: None; others raise NotImplementedError.
+        attention_chunk: 0; others raise NotImplementedError.
+
+    <errors>
     """
     try:
         return scheduler_metadata(

@@ -1,6 +1,6 @@
 """Checks the documents: links, names in code spans, generated blocks. `python tools/check_docs.py`.
 
-- A relative link leads to a file, and to a heading where it states one.
+- A relative link leads to a file, and to a heading where it states one; ../../actions leads to pages of the host.
 - A code span that looks like a path is one of the tree, counted from the document, the root, csrc/flash_attn, its
   kernels or flash_attn; a bare file name is that of some file. What a build makes (build/...) is not checked.
 - A code span `name()` is something that the sources define or call; `Type::member` and any single identifier with an
@@ -107,7 +107,7 @@ def broken_links(text, document):
     for target in re.findall(r"\[[^\]]*\]\(([^)\s]+)\)", FENCE.sub("", text)):
         place, _, fragment = target.partition("#")
         path = document.parent / place if place else document
-        if re.match(r"[a-z]+:", target) or ("benchmarks/results" in target and not has_results()):
+        if re.match(r"[a-z]+:|\.\./\.\./actions/", target) or ("benchmarks/results" in target and not has_results()):
             continue
         if not path.exists() or (fragment and fragment not in anchors(path)):
             found.append(target)

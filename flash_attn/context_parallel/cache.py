@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flash_attn._docstrings import documented
 from flash_attn._types import TensorOrTuple, WindowSize
 from flash_attn.context_parallel.exchange.collectives import all_gather_tensors
 from flash_attn.context_parallel.exchange.consistency import (
@@ -33,7 +34,15 @@ class CpCache:
     """
 
     def __init__(self, *, mesh: Any = None, group: Any = None, interleave: int = 1, check: str | None = None):
-        """mesh, group, check: as in `CpPlan.dense`. interleave: at least 1, for instance the page size.
+        """Made by all ranks at once.
+
+        Arguments:
+            mesh: a DeviceMesh of one dimension.
+            group: instead of mesh, a ProcessGroup or a rank of a LocalGroup. Default: all ranks of torch.distributed.
+            interleave: int, at least 1, for instance the page size.
+            check: equal on every rank. "calls" compares the arguments of every call across ranks (the default if the
+                group has a CPU backend), "plan" those of the constructor and of the first call of each kind (the
+                default otherwise: comparing waits for the GPU), "none" nothing.
 
         Raises RuntimeError or TypeError on every rank if one has bad or different arguments.
         """
@@ -69,6 +78,7 @@ class CpCache:
         self._comparison.call("flash_attn_cp_kvcache", request, error)
 
 
+@documented()
 def flash_attn_cp_kvcache(
     q: Tensor,
     k_cache: Tensor,
@@ -87,29 +97,40 @@ def flash_attn_cp_kvcache(
     sinks: Tensor | None = None,
     lse_convention: str = "fa2",
 ) -> TensorOrTuple:
-    """`flash_attn_with_kvcache` of the same queries on every rank, over keys that are divided among the ranks. No
-    backward.
+    """Exact attention of the same queries on every rank over a KV cache that is divided among the ranks. No backward.
 
     Each rank computes with its keys and rounds its result to q's dtype. All ranks receive all results and combine them
     in float32, in the order of ranks: out and LSE have the same bits on every rank. New keys must be in the cache
-    already, in the rows that `shards.rows` gives. ALiBi is not supported.
+    already, in the rows that `shards.rows` gives. ALiBi is not supported. seqlen_k is a length over all ranks.
+    Arguments are equal on all ranks, but for those that are this rank's.
 
     Arguments:
-        q: (batch, seqlen_q, nheads, head_dim), the same on every rank. The last query is the last position. Several
-            queries with a mask see different keys: then each query counts as a sequence, and K and V are read once for
-            each.
-        k_cache, v_cache, cache_batch_idx, block_table: of this rank's rows, as in `flash_attn_with_kvcache`.
+        q: (batch, seqlen_q, nheads, head_dim), the same on every rank; float16 or bfloat16, on the CPU also float32 and
+            float64. The last query is the last position. Several queries with a mask see different keys: then each
+            query counts as a sequence, and K and V are read once for each.
+        k_cache: (batch_cache, rows, nheads_k, head_dim), or (num_pages, page_size, nheads_k, head_dim) with
+            block_table: this rank's rows, of q's dtype. Any strides with a contiguous last dimension.
+        v_cache: like k_cache.
         cache_seqlens: int, or int32 or int64 (batch,): lengths over all ranks, -1 for an inactive request. A length
             that exceeds the rows of a rank, equal in number on all ranks, raises if it is on the host; on the GPU its
             request is inactive.
-        shards: a CpCache.
-        The others as in `flash_attn_with_kvcache`, and equal on all ranks.
+        cache_batch_idx: int32 (batch,). The row of this rank's k_cache of each sequence. Default: 0 .. batch - 1.
+        block_table: int32 (batch, max_pages). The pages of each sequence on this rank.
+        <scores>
+        num_splits: int. The most splits of a sequence's keys on a rank; 1 for none, 0 chooses by the lengths.
+        return_softmax_lse: bool. Also return the LSE.
+
+    Keyword arguments:
+        shards: a `CpCache`, which says which positions this rank keeps.
+        sinks: (nheads,) float32 or half precision. A further logit, in natural-log units, in the softmax of every row,
+            without a value.
+        <lse_convention>
 
     Returns:
-        out: (batch, seqlen_q, nheads, head_dim)
-        softmax_lse (with return_softmax_lse): (batch, nheads, seqlen_q) float32 (float64 for float64).
+        out: (batch, seqlen_q, nheads, head_dim); with return_softmax_lse (out, softmax_lse).
+        softmax_lse: (batch, nheads, seqlen_q) float32 (float64 for float64).
 
-    Raises RuntimeError, TypeError or ValueError, on every rank as far as `shards` checks calls.
+    Raises RuntimeError, TypeError or ValueError that names the argument, on every rank as far as `shards` checks calls.
     """
     if not isinstance(shards, CpCache):
         error = TypeError(f"shards: expected a CpCache, got {arguments.shown(shards)}")

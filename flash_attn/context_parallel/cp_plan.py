@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flash_attn._docstrings import documented
 from flash_attn._types import WindowSize
 from flash_attn.context_parallel.compute.key_exchange import KeyRanks
 from flash_attn.context_parallel.compute.ulysses import HeadRanks
@@ -84,6 +85,7 @@ class CpPlan:
         self.handle = torch.tensor([number], device="cpu")  # names the plan in compiled code
 
     @classmethod
+    @documented()
     def dense(
         cls,
         seqlen: int,
@@ -102,27 +104,14 @@ class CpPlan:
 
         Arguments:
             seqlen: tokens of each sequence, over all ranks.
-            mesh: a DeviceMesh of one dimension, or of two, whose ranks ascend along both: heads move along the second,
-                K and V along the first. group: instead of mesh, a ProcessGroup or a rank of a LocalGroup. Default: all
-                ranks of torch.distributed.
-            layout: "zigzag" (even work under a causal mask), "contiguous" (the fewest keys to send under a window) or
-                "balanced" (the first even one of: contiguous, whole documents, zigzag, chunks assigned by their work);
-                or any other as ascending (start, stop) for each rank, or for each row of a mesh of two dimensions.
-            method: how K and V, or heads, move; see docs/context_parallel.md. "auto" chooses by bytes and memory. With
-                a mesh of two dimensions "all_gather", "ring" or "auto", for the first one.
-            causal, window_size: the mask by which "balanced" counts work. Calls may have any.
-            tile: long chunks end at multiples of it.
-            check: equal on every rank. "calls" compares the arguments of every call across ranks, and the order of
-                backwards (the default if the group has a CPU backend); "plan" the plan, and the first call and backward
-                of each kind (the default otherwise: comparing waits for the GPU); "none" nothing.
-            copies: whether all_gather copies keys between the GPUs of one host by their copy engines, while messages
-                would wait for SMs. The group needs NCCL, and calls of its plans run in one stream.
+            <cp_plan>
 
         Raises RuntimeError, TypeError or NotImplementedError on every rank if one has bad arguments or another plan.
         """
         return cls(seqlen, False, mesh, group, layout, method, causal, window_size, tile, check, copies)
 
     @classmethod
+    @documented()
     def varlen(
         cls,
         cu_seqlens: Sequence[int] | Tensor,
@@ -141,7 +130,9 @@ class CpPlan:
 
         Arguments:
             cu_seqlens: (documents + 1,) ascending ints from 0, over all ranks: a sequence or a CPU tensor.
-            The others as in `dense`.
+            <cp_plan>
+
+        Raises RuntimeError, TypeError or NotImplementedError on every rank if one has bad arguments or another plan.
         """
         return cls(cu_seqlens, True, mesh, group, layout, method, causal, window_size, tile, check, copies)
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from flash_attn._docstrings import documented
 from flash_attn._types import TensorOrTuple, WindowSize
 from flash_attn.context_parallel import operators
 from flash_attn.context_parallel.attention_call import Arguments, AttentionCall, agreed_call, forward_rows, gradients
@@ -18,6 +19,7 @@ from flash_attn.ops.lse import check_convention, converted
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
+@documented()
 def flash_attn_cp_func(
     q: Tensor,
     k: Tensor,
@@ -38,26 +40,38 @@ def flash_attn_cp_func(
 ) -> TensorOrTuple:
     """Exact attention of a batch whose tokens are on several ranks; every rank of the plan's group calls it.
 
+    All arguments but the tensors are equal on all ranks. Masks, ALiBi and dropout use positions in the whole document,
+    whose lengths are seqlen_q and seqlen_k.
+
     Arguments:
         q: (batch, num_tokens, nheads, head_dim) with a dense plan, (num_tokens, nheads, head_dim) with a packed one:
-            this rank's tokens, as `plan.shard` gives them.
-        k, v: the same tokens, (..., nheads_k, head_dim) and (..., nheads_k, head_dim_v).
-        plan: a CpPlan. The other arguments are those of `flash_attn_func` and equal on all ranks. Masks, ALiBi and
-            dropout use positions in the whole document.
-        alibi_slopes: float32 (nheads,) or (batch, nheads); with a packed plan (documents, nheads).
-        sinks: (nheads,). Each rank's gradient is that of its own tokens; the sum over ranks is the whole.
-        lse_convention: of softmax_lse, as in `flash_attn_func`.
+            this rank's tokens, as `plan.shard` gives them; float16 or bfloat16, on the CPU also float32 and float64.
+        k: the same tokens, (..., nheads_k, head_dim) of q's dtype, nheads a multiple of nheads_k.
+        v: the same tokens, (..., nheads_k, head_dim_v) of q's dtype. Head dims up to 256.
+        <dropout>
+        <scores>
+        alibi_slopes: float32 (nheads,) or (batch, nheads); with a packed plan (documents, nheads). Scores get
+            -slope * |p - j|.
+        <deterministic>
+        return_attn_probs: bool. Also return softmax_lse and rng_state.
+
+    Keyword arguments:
+        plan: a `CpPlan`, which says which tokens this rank has.
+        sinks: (nheads,) float32 or half precision. A further logit, in natural-log units, in the softmax of every row,
+            without a value. Each rank's gradient is that of its own tokens; the sum over ranks is the whole.
+        <lse_convention>
         sm_margin: int, number of SMs that attention leaves to NCCL in forward and backward if its grid is persistent;
             no effect on CPU tensors.
 
     Returns:
-        out: like q with head_dim_v, this rank's rows of what one GPU would compute.
-        softmax_lse (with return_attn_probs): (batch, nheads, num_tokens) or (nheads, num_tokens), differentiable.
-        rng_state (with return_attn_probs, in the place of S_dmask): int64 (2,), the same on all ranks.
-            `flash_attn.dropout_mask` makes the mask from it, with documents as the batch.
+        out: like q with head_dim_v, this rank's rows of what one GPU would compute; with return_attn_probs
+            (out, softmax_lse, rng_state).
+        softmax_lse: (batch, nheads, num_tokens) or (nheads, num_tokens) float32 (float64 for float64), differentiable.
+        rng_state: int64 (2,), the same on all ranks, in the place of S_dmask. `flash_attn.dropout_mask` makes the mask
+            from it, with documents as the batch.
 
-    Raises RuntimeError, TypeError or ValueError, on every rank as far as the plan checks calls; also for backwards in
-    another order than on the other ranks.
+    Raises RuntimeError, TypeError or ValueError that names the argument, on every rank as far as the plan checks calls;
+    also for backwards in another order than on the other ranks.
     """
     is_traced = torch.compiler.is_compiling() and isinstance(plan, CpPlan)
     kind = None

@@ -134,6 +134,11 @@ def hadamard(x: Tensor) -> Tensor:
 
     The signs are those of Rudin and Shapiro, -1 to the number of pairs of adjacent ones in the index: without them
     equal channels would all go to one.
+
+    Arguments:
+        x: (..., head_dim), floating point. Sums are in float32 (float64 for float64).
+
+    Returns: like x, of its dtype.
     """
     size = x.shape[-1] & -x.shape[-1]
     index = torch.arange(size, device=x.device)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from flash_attn import eight_bit
+from flash_attn._docstrings import documented
 from flash_attn._types import TensorOrTuple, WindowSize
 from flash_attn.batch_invariance import is_batch_invariant
 from flash_attn.fp8.quantization import quantize
@@ -30,6 +31,7 @@ _TENSORS = (*_NAMES, "cu_seqlens_q", "cu_seqlens_k", "alibi_slopes", "sinks")
 _OPTIONS = AttentionBackwardArgs._fields[AttentionBackwardArgs._fields.index("max_seqlen_q") :]
 
 
+@documented()
 def flash_attn_straight_through_func(
     q: Tensor,
     k: Tensor,
@@ -44,19 +46,29 @@ def flash_attn_straight_through_func(
     *,
     sinks: Tensor | None = None,
 ) -> TensorOrTuple:
-    """`flash_attn.flash_attn_func` of q, k and v rounded to e4m3, with gradients as if they had not been.
+    """Exact attention of q, k and v rounded to e4m3, with gradients as if they had not been rounded.
+
+    They are quantised with a descale for each batch entry and head, a power of two; the tensors saved for the backward
+    have 8 bits, but for out and the LSE.
 
     Arguments:
-        q, k, v: float16 or bfloat16, in the shapes of `flash_attn.flash_attn_func`. Quantised with a descale for each
-            batch entry and head, a power of two.
-        All others: as there. There is no dropout.
+        q: (batch, seqlen_q, nheads, head_dim), float16 or bfloat16.
+        k: (batch, seqlen_k, nheads_k, head_dim) of q's dtype. Query head i reads K/V head i // (nheads / nheads_k).
+        v: (batch, seqlen_k, nheads_k, head_dim_v) of q's dtype. Head dims up to 256.
+        <scores>
+        <alibi>
+        <deterministic>
         return_attn_probs: bool. Also return the LSE.
+        sinks: (nheads,) float32 or half precision; keyword only. A further logit, in natural-log units, in the softmax
+            of every row, without a value. Learnable.
 
     Returns:
-        out: as there, in q's dtype.
-        softmax_lse (with return_attn_probs): (batch, nheads, seqlen_q).
+        out: (batch, seqlen_q, nheads, head_dim_v) of q's dtype; with return_attn_probs (out, softmax_lse).
+        softmax_lse: (batch, nheads, seqlen_q) float32, natural logarithm, differentiable; +inf in a row that sees no
+            key, whose out is 0.
 
-    Raises RuntimeError or TypeError that names the argument.
+    There is no dropout.
+    <errors>
     """
     return _attend(
         q, k, v, DENSE, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
@@ -64,6 +76,7 @@ def flash_attn_straight_through_func(
     )  # fmt: skip
 
 
+@documented()
 def flash_attn_varlen_straight_through_func(
     q: Tensor,
     k: Tensor,
@@ -82,9 +95,32 @@ def flash_attn_varlen_straight_through_func(
     *,
     sinks: Tensor | None = None,
 ) -> TensorOrTuple:
-    """`flash_attn_straight_through_func` of packed sequences, with a descale for each head of all of them.
+    """Exact attention of packed q, k and v rounded to e4m3, with gradients as if they had not been rounded.
 
-    Arguments: as there, and as in `flash_attn.flash_attn_varlen_func`.
+    They are quantised with a descale for each head of all sequences, a power of two; the tensors saved for the backward
+    have 8 bits, but for out and the LSE.
+
+    Arguments:
+        q: (total_q, nheads, head_dim), float16 or bfloat16.
+        k: (total_k, nheads_k, head_dim) of q's dtype. Query head i reads K/V head i // (nheads / nheads_k).
+        v: (total_k, nheads_k, head_dim_v) of q's dtype. Head dims up to 256.
+        cu_seqlens_q: int32 or int64 (batch + 1,). Sequence i has the rows cu_seqlens_q[i] to cu_seqlens_q[i + 1] of q.
+        cu_seqlens_k: int32 or int64 (batch + 1,), the same for k and v.
+        max_seqlen_q, max_seqlen_k: int, or integer tensor of one element: upper bounds of the lengths.
+        <scores>
+        <alibi>
+        <deterministic>
+        return_attn_probs: bool. Also return the LSE.
+        sinks: (nheads,) float32 or half precision; keyword only. A further logit, in natural-log units, in the softmax
+            of every row, without a value. Learnable.
+
+    Returns:
+        out: (total_q, nheads, head_dim_v) of q's dtype; with return_attn_probs (out, softmax_lse).
+        softmax_lse: (nheads, total_q) float32, natural logarithm, differentiable; +inf in a row that sees no key, whose
+            out is 0.
+
+    There is no dropout.
+    <errors>
     """
     return _attend(
         q, k, v, Sequences(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), softmax_scale, causal, window_size,

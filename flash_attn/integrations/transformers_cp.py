@@ -36,9 +36,9 @@ def register_context_parallel(name: str = NAME) -> None:
     or `model(**context_parallel_inputs(plan, input_ids, labels))`. Nothing is kept but the name.
 
     Arguments:
-        name: str. As in `register`.
+        name: str. Without "flash": transformers looks a kernel up for such names.
 
-    Raises what `register` does.
+    Raises ImportError without transformers or its interfaces, ValueError for a name that means something else there.
     """
     register_functions(name, context_parallel_attention, context_parallel_mask)
 

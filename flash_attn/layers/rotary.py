@@ -217,7 +217,8 @@ def apply_rotary_emb_qkv_(
             num_heads_q.
         cos, sin: (seqlen_rotary, rotary_dim / 2), rotary_dim <= head_dim.
         cos_k, sin_k: like cos and sin, for k; default: cos and sin (xPos has its own).
-        interleaved, seqlen_offsets: as in `apply_rotary_emb`.
+        interleaved: bool. Pairs are features (0, 1), (2, 3), ... (GPT-J) instead of the two halves (GPT-NeoX).
+        seqlen_offsets: int, or integer tensor (batch,). Position of the first row.
         num_heads_q: int, needed with the second shape of qkv.
     """
     arguments.check_floating("qkv", qkv)
@@ -354,12 +355,13 @@ class RotaryEmbedding(DerivedBuffers):
         """Rotate q and k in place.
 
         Arguments:
-            qkv: as in `apply_rotary_emb_qkv_`; or, with kv, only q (batch, seqlen, nheads, head_dim).
+            qkv: (batch, seqlen, 3, nheads, head_dim), or (batch, seqlen, num_heads_q + 2 * num_heads_k, head_dim) with
+                num_heads_q; with kv only q, (batch, seqlen, nheads, head_dim).
             kv: (batch, seqlen, 2, nheads_k, head_dim) or None.
             seqlen_offset: int, or integer tensor (batch,). Position of the first row. With a tensor give max_seqlen,
                 for the tables cannot know how far to reach.
             max_seqlen: int, an upper bound of the positions in use.
-            num_heads_q: as in `apply_rotary_emb_qkv_`.
+            num_heads_q: int, needed with the second shape of qkv.
 
         Returns qkv, or (q, kv) with kv.
         """

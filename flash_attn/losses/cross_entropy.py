@@ -14,8 +14,11 @@ class CrossEntropyLoss(torch.nn.Module):
     Arguments:
         ignore_index: int. Rows with this label contribute nothing.
         reduction: "mean" (over the rows not ignored; NaN if there are none), "sum" or "none".
-        label_smoothing, logit_scale, lse_square_scale, inplace_backward, process_group: as in
-            `flash_attn.ops.triton.cross_entropy.cross_entropy_loss`.
+        label_smoothing: float in [0, 1], the weight given to all classes alike.
+        logit_scale: float, factor of the logits; gets no gradient.
+        lse_square_scale: float, factor of the squared log-sum-exp that is added to the loss (z-loss).
+        inplace_backward: bool. The kernel writes the gradient over the logits, which saves their memory.
+        process_group: torch.distributed group over which the classes are split, or None.
         return_z_loss: bool. Also return the z-loss, which is part of the loss.
 
     Raises NotImplementedError for another reduction.

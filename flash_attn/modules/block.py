@@ -193,11 +193,18 @@ class Block(_BlockBase):
 
 
 class ParallelBlock(_BlockBase):
-    """A mixer and an MLP of the same sum, as in GPT-J and GPT-NeoX: dropout of both inputs, sum, norms, mixer and MLP.
+    """A mixer and an MLP of the same sum (GPT-J, GPT-NeoX): dropout of both inputs, sum, norms, mixer and MLP.
 
     Arguments:
+        dim: int, features.
+        mixer_cls: of dim, the mixer. Default: `MHA` with heads of 64 features.
+        mlp_cls: of dim, the MLP. Default: `Mlp`.
+        norm_cls: of dim. dropout_cls: of a probability.
+        resid_dropout1, resid_dropout2: float, dropout of the mixer's output and of the MLP's before the sum.
         tied_norm: bool. The MLP and the mixer share one norm.
-        The others: as in `Block`, whose prenorm this has.
+        fused_dropout_add_ln: bool. One kernel for dropout, sum and norm; LayerNorm and RMSNorm alone.
+        residual_in_fp32: bool. Keep the sum in float32.
+        sequence_parallel, mark_shared_params: bool. Mark the norms' parameters, for `flash_attn.utils.distributed`.
     """
 
     def __init__(

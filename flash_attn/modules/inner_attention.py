@@ -28,6 +28,9 @@ def get_alibi_slopes(nheads: int) -> list[float]:
 
     2^(-8 i / n) for i = 1 .. n if n is a power of two; else those of the next lower power, followed by every other one
     of the next higher.
+
+    Arguments:
+        nheads: int, number of query heads, at least 1.
     """
     power = 1 << (nheads.bit_length() - 1)
     slopes = [2.0 ** (-8.0 * (i + 1) / power) for i in range(power)]

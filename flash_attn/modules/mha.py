@@ -95,7 +95,9 @@ class MHA(nn.Module):
         causal: bool.
         layer_idx: int, the key of this layer's cache; needed for generation.
         rotary_emb_dim: int, features of each head that are rotated; 0: no rotary embedding.
-        rotary_emb_base, rotary_emb_scale_base, rotary_emb_interleaved: as in `RotaryEmbedding`.
+        rotary_emb_base: float. Feature pair i turns by position / base^(2 i / rotary_emb_dim).
+        rotary_emb_scale_base: float, of xPos, which also scales q and k by their positions; None: no scaling.
+        rotary_emb_interleaved: bool. Rotate the pairs (0, 1), (2, 3), ... (GPT-J) instead of two halves (GPT-NeoX).
         use_alibi: bool. ALiBi with the slopes of `get_alibi_slopes`; needs use_flash_attn.
         window_size: (left, right); needs use_flash_attn unless (-1, -1).
         fused_bias_fc: bool, without effect: the projections are `nn.Linear`.
@@ -198,8 +200,9 @@ class MHA(nn.Module):
 
         Arguments:
             group: a ProcessGroup or a rank of a LocalGroup; None: attention over x alone again.
-            layout, method: as in `CpPlan.dense`, which says what tokens x has to hold: `plan.shard(x, 1)`, with
-                "zigzag" of 2R equal chunks the r-th and the r-th from the end.
+            layout: "zigzag", "contiguous" or "balanced", of the plan: what tokens x has to hold, `plan.shard(x, 1)`;
+                with "zigzag" of 2R equal chunks the r-th and the r-th from the end.
+            method: "all_gather", "ring", "ulysses" or "auto": how K and V, or heads, move.
 
         Raises RuntimeError with cross_attn, without use_flash_attn, and for a group without this rank.
         """

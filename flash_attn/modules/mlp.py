@@ -74,9 +74,14 @@ class GatedMlp(nn.Module):
     """fc2(y * activation(gate)), where fc1 of x is y followed by the gate (Shazeer, 2020, arXiv:2002.05202).
 
     Arguments:
+        in_features: int.
         hidden_features: int, of y and of the gate; rounded up to a multiple of multiple_of. Default: 8/3 in_features.
+        out_features: int. Default: in_features.
         activation: function of a tensor, of the gate.
-        The others: as in `Mlp`.
+        bias1, bias2: bool.
+        multiple_of: int.
+        return_residual: bool. Return (out, x).
+        device, dtype: of the parameters.
     """
 
     def __init__(

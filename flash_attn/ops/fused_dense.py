@@ -107,14 +107,17 @@ def fused_mlp_func(
 
 
 class FusedMLP(nn.Module):
-    """`fused_mlp_func` of the layers fc1 and fc2.
+    """fc2(activation(fc1(x))).
 
     Arguments:
         in_features: int.
         hidden_features: int. Default: 4 * in_features.
         out_features: int. Default: in_features.
         bias1, bias2: bool.
-        activation, return_residual, checkpoint_lvl, heuristic: as in `fused_mlp_func`.
+        activation: "gelu_approx", "relu" or "sqrelu".
+        return_residual: bool. Return (out, x).
+        checkpoint_lvl: 0: keep all that the backward needs; 1: compute the activation anew; 2: the first product too.
+        heuristic: without effect.
         device, dtype: of the parameters.
     """
 

@@ -112,8 +112,16 @@ def dropout_add_layer_norm_parallel_residual(
 ) -> TensorOrTuple:
     """Two layer norms, of weight0 and weight1, of dropout(x0) + dropout(x1) + residual.
 
+    Arguments:
+        x0, x1, residual: (..., features); x1 and residual may be None.
+        weight0, bias0, weight1, bias1: (features,); all but weight0 may be None.
+        dropout_p: float in [0, 1). epsilon: float, added to the variance.
+        prenorm: bool. Also return the sum.
+        residual_in_fp32: bool. Without a residual, the sum is float32.
+        return_dropout_mask: bool. Also return the masks, bool like x0, True where kept.
+
     Returns (out0, out1), followed by the sum with prenorm and by two masks with return_dropout_mask; out1 is None
-    without weight1. Arguments: as in `dropout_add_layer_norm`.
+    without weight1. Raises RuntimeError naming the argument that does not fit.
     """
     return _dropout_add_norm(
         x0, residual, weight0, bias0, dropout_p, epsilon, None, None, prenorm, residual_in_fp32, return_dropout_mask,
@@ -165,7 +173,8 @@ class DropoutAddLayerNorm(DropoutAddNorm):
 
     Arguments:
         hidden_size: int.
-        prenorm, residual_in_fp32: as in `dropout_add_layer_norm`.
+        prenorm: bool. Also return the sum.
+        residual_in_fp32: bool. Without a residual, the sum is float32.
         p: float in [0, 1), its dropout_p. eps: float, its epsilon.
         device, dtype: of weight and bias.
     """

@@ -75,6 +75,14 @@ class RMSNorm(norms.RMSNorm):
 
 
 class DropoutAddRMSNorm(DropoutAddNorm):
-    """`dropout_add_rms_norm` as a module; arguments of `flash_attn.ops.layer_norm.DropoutAddLayerNorm`."""
+    """`dropout_add_rms_norm` as a module, with dropout in training alone.
+
+    Arguments:
+        hidden_size: int.
+        prenorm: bool. Also return the sum.
+        residual_in_fp32: bool. Without a residual, the sum is float32.
+        p: float in [0, 1), its dropout_p. eps: float, its epsilon.
+        device, dtype: of weight.
+    """
 
     _is_rms_norm = True

@@ -3,6 +3,7 @@
 import json
 import os
 import pty
+import queue
 import re
 import shutil
 import subprocess
@@ -393,14 +394,15 @@ def test_rebuild_follows_contents_not_times(stand_in, tmp_path, capfd):
 
 @needs_ninja
 @needs_compiler
-def test_builds_of_one_folder_take_turns(stand_in, tmp_path, capfd):
+def test_builds_of_one_folder_take_turns(stand_in, tmp_path, monkeypatch):
     """Two installs of one checkout share its objects: one compiles them, the other waits and finds them."""
+    said: queue.SimpleQueue[str] = queue.SimpleQueue()
+    monkeypatch.setattr(build_folder, "say", said.put)
     with ThreadPoolExecutor() as pool:
         with build_folder.alone_in(tmp_path / "out"):
             builds = [pool.submit(stand_in) for _ in range(2)]
-            printed = ""
-            while printed.count("waiting for another build in") < 2:
-                printed += capfd.readouterr().out
+            for _ in builds:
+                assert said.get(timeout=300).startswith("waiting for another build in")
             assert not (tmp_path / "out" / "build.ninja").exists()
         first, second = [build.result() for build in builds]
     assert first == second and kernel_compilations(tmp_path) == 1

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +23,7 @@ import demo
 import train_char_lm
 import train_context_parallel
 
-SMALL_ONES = ("nanogpt", "fp8_cache", "graph_decode")
+SMALL_ONES = ("nanogpt", "fp8_cache", "graph_decode", "serve_vllm", "train_llama", "llama_context_parallel")
 SMALL = train_char_lm.Config(layers=2, heads=4, kv_heads=2, head_dim=16, window=12, context=48, steps=12, warmup=3)
 
 
@@ -69,8 +70,11 @@ def test_train_transformers(device, capsys):
 
 
 @pytest.mark.parametrize("name", SMALL_ONES)
-def test_small_examples(device, name, capsys):
-    status = importlib.import_module(name).main(["--device", device])
+def test_small_examples(device, name, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: device == "cuda")
+    if name == "llama_context_parallel":
+        pytest.importorskip("transformers.masking_utils", reason="transformers is not installed")
+    status = importlib.import_module(name).main(["--dry"] if name == "serve_vllm" else ["--device", device])
     printed = capsys.readouterr().out
     assert status == 0 and " ok" in printed, printed
 
@@ -97,6 +101,30 @@ def test_quick_start():
             assert cell["outputs"] == []
             exec("".join(cell["source"]), names)
     assert names["length"].tolist() == [5, 5]
+
+
+@pytest.mark.parametrize("page", ("quickstart", "kvcache"))
+def test_code_of_pages(device, page, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: device == "cuda")
+    text = (EXAMPLES.parent / "docs" / f"{page}.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    assert len(blocks) == 2
+    exec("\n".join(blocks), {})
+
+
+def test_snippets_of_the_readme(device, monkeypatch):
+    """One after the other, with a small model of transformers as the model."""
+    transformers = pytest.importorskip("transformers")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: device == "cuda")
+    config = transformers.LlamaConfig(vocab_size=32, hidden_size=64, intermediate_size=64, num_hidden_layers=1,
+                                      num_attention_heads=4)  # fmt: skip
+    model = transformers.LlamaForCausalLM(config).to(device, torch.bfloat16)
+    names = {"model": model, "tokens": torch.arange(24, device=device).view(2, 12)}
+    text = (EXAMPLES.parent / "README.md").read_text(encoding="utf-8")
+    snippets = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    for snippet in snippets:
+        exec(snippet, names)
+    assert len(snippets) == 4 and names["out"].shape == (2, 1, 16, 128) and names["loss"].isfinite()
 
 
 @pytest.mark.parametrize("model", ("gpt-oss", "llama"))

@@ -48,7 +48,8 @@ def test_text_of_a_working_installation():
     result = run()
     assert result.returncode == 0, result.stdout + result.stderr
     first, *lines = result.stdout.splitlines()
-    assert first == "flash_attn 0.1.0: not the Dao-AILab package, with the API of flash_attn 2.8.3"
+    release = flash_attn.__build__["release"]
+    assert first == f"flash_attn {release}: not the Dao-AILab package, with the API of flash_attn 2.8.3"
     facts = dict(line.split(maxsplit=1) for line in lines if " " in line and not line.startswith(" "))
     assert Path(facts["location"]) == Path(flash_attn.__file__).parent
     assert facts["backends"] == ", ".join(flash_attn.__build__["backends"])

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+import flash_attn
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -21,7 +23,7 @@ def sdist_files(tmp_path_factory):
 
 def test_the_sdist_has_what_builds_and_tests_it(sdist_files):
     needed = {"setup.py", "pyproject.toml", "Makefile", "LICENSE", "CONTRIBUTING.md", "SECURITY.md", "CITATION.cff"}
-    needed |= {".ci/run", ".clang-format", ".pre-commit-config.yaml", ".github/workflows/ci.yml"}
+    needed |= {"mkdocs.yml", ".ci/run", ".clang-format", ".pre-commit-config.yaml", ".github/workflows/ci.yml"}
     sources = (".py", ".h", ".cu", ".cpp", ".sh", ".md")
     for folder in (
         "csrc",
@@ -43,6 +45,15 @@ def test_the_sdist_holds_neither_benchmark_results_nor_what_was_built(sdist_file
     folders = ("benchmarks/results/", "build/", "dist/", ".venv", "third_party/cutlass/")
     built = re.compile(r"__pycache__|\.(pyc|so|o|a)$")
     assert [name for name in sdist_files if name.startswith(folders) or built.search(name)] == []
+
+
+def test_the_release_has_one_number():
+    """Of the sources, the citation and the newest dated section of the changelog."""
+    citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    cited = re.search(r"^version: (\S+)\ndate-released: (\S+)$", citation, re.MULTILINE).groups()
+    assert cited == re.search(r"^## (\S+) \((\S+)\)$", changelog, re.MULTILINE).groups()
+    assert cited[0] == flash_attn.__build__["release"]
 
 
 def test_a_missing_client_fails_in_ci(monkeypatch):

@@ -32,6 +32,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from flash_attn._docstrings import documented
 from flash_attn._types import TensorOrTuple, WindowSize
 from flash_attn.context_parallel.compat import plan_cache
 from flash_attn.context_parallel.compat.plan_cache import Bounds, BoundsOfTensors, GroupCache
@@ -83,12 +84,13 @@ def _packed_forms(function: Function) -> tuple[Function, Function]:
     def kvpacked(q: Tensor, kv: Tensor, *args: Any, **kwargs: Any) -> TensorOrTuple:
         return function(q, kv, _ABSENT, *args, **kwargs)
 
-    for form, packed in ((qkvpacked, "q, k and v"), (kvpacked, "k and v")):
+    for form, note in ((qkvpacked, "qkv: q, k and v along an axis of 3"), (kvpacked, "kv: k and v along an axis of 2")):
         first = [p for p in inspect.signature(form).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
         signature = inspect.signature(function)
         parameters = [*first, *[*signature.parameters.values()][3:]]
         form.__name__ = form.__qualname__ = function.__name__.replace("func", f"{form.__name__}_func")
-        form.__doc__ = f"`{function.__name__}` with {packed} in one tensor."
+        if function.__doc__ is not None:
+            form.__doc__ = function.__doc__.replace("\n\n", f"\n\n    {note} before the heads.\n", 1)
         vars(form)["__signature__"] = signature.replace(parameters=parameters)
     return qkvpacked, kvpacked
 
@@ -96,6 +98,7 @@ def _packed_forms(function: Function) -> tuple[Function, Function]:
 # ---- dense ----
 
 
+@documented(slopes="(nheads,) or (batch, nheads)", lse="(batch, nheads, seqlen)")
 def ring_flash_attn_func(
     q: Tensor, k: Tensor, v: Tensor,
     dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
@@ -104,7 +107,9 @@ def ring_flash_attn_func(
 ) -> TensorOrTuple:  # fmt: skip
     """Sequences in contiguous chunks: rank r has the tokens [r * seqlen, (r + 1) * seqlen) of each.
 
-    Shapes, results and errors are those of the module's docstring.
+    q: (batch, seqlen, nheads, head_dim). seqlen is that of one rank, equal on all.
+    k, v: (batch, seqlen, nheads_k, head_dim).
+    <ring>
     """
     return _dense((q, k, v), "contiguous", group, return_attn_probs,
                   dropout_p=dropout_p, softmax_scale=softmax_scale, causal=causal, window_size=window_size,
@@ -114,6 +119,7 @@ def ring_flash_attn_func(
 ring_flash_attn_qkvpacked_func, ring_flash_attn_kvpacked_func = _packed_forms(ring_flash_attn_func)
 
 
+@documented(slopes="(nheads,) or (batch, nheads)", lse="(batch, nheads, seqlen)")
 def zigzag_ring_flash_attn_func(
     q: Tensor, k: Tensor, v: Tensor,
     dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
@@ -122,7 +128,9 @@ def zigzag_ring_flash_attn_func(
 ) -> TensorOrTuple:  # fmt: skip
     """Sequences in 2 * ranks chunks; rank r has the r-th and then the r-th last.
 
-    seqlen is even; shapes, results and errors are those of the module's docstring.
+    q: (batch, seqlen, nheads, head_dim). seqlen is that of one rank, equal on all, and even.
+    k, v: (batch, seqlen, nheads_k, head_dim).
+    <ring>
     """
     return _dense((q, k, v), "zigzag", group, return_attn_probs,
                   dropout_p=dropout_p, softmax_scale=softmax_scale, causal=causal, window_size=window_size,
@@ -135,6 +143,7 @@ zigzag_ring_flash_attn_qkvpacked_func, zigzag_ring_flash_attn_kvpacked_func = _p
 # ---- packed, each document divided among all ranks ----
 
 
+@documented(slopes="(nheads,) or (documents, nheads)", lse="(nheads, tokens)")
 def ring_flash_attn_varlen_func(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int,
     dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
@@ -143,8 +152,9 @@ def ring_flash_attn_varlen_func(
 ) -> TensorOrTuple:  # fmt: skip
     """Packed documents, each divided into one contiguous chunk of equal length per rank.
 
+    q: (tokens, nheads, head_dim). k, v: (tokens, nheads_k, head_dim).
     cu_seqlens: int32 or int64 (documents + 1,), bounds of one rank's tokens, the same on all. max_seqlen: no effect.
-    Shapes, results and errors are those of the module's docstring.
+    <ring>
     """
     return _packed((q, k, v), cu_seqlens, "contiguous", group, return_attn_probs,
                    dropout_p=dropout_p, softmax_scale=softmax_scale, causal=causal, window_size=window_size,
@@ -154,6 +164,7 @@ def ring_flash_attn_varlen_func(
 ring_flash_attn_varlen_qkvpacked_func, ring_flash_attn_varlen_kvpacked_func = _packed_forms(ring_flash_attn_varlen_func)
 
 
+@documented(slopes="(nheads,) or (documents, nheads)", lse="(nheads, tokens)")
 def zigzag_ring_flash_attn_varlen_func(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int,
     dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
@@ -162,8 +173,10 @@ def zigzag_ring_flash_attn_varlen_func(
 ) -> TensorOrTuple:  # fmt: skip
     """Packed documents, each in 2 * ranks chunks; rank r has the r-th and then the r-th last.
 
+    q: (tokens, nheads, head_dim). k, v: (tokens, nheads_k, head_dim).
     cu_seqlens: int32 or int64 (documents + 1,), bounds of one rank's tokens, the same on all, even lengths.
-    max_seqlen: no effect. Shapes, results and errors are those of the module's docstring.
+    max_seqlen: no effect.
+    <ring>
     """
     return _packed((q, k, v), cu_seqlens, "zigzag", group, return_attn_probs,
                    dropout_p=dropout_p, softmax_scale=softmax_scale, causal=causal, window_size=window_size,
@@ -216,6 +229,7 @@ def llama3_flash_attn_prepare_cu_seqlens(
     return cu_seqlens_q, cu_seqlens_k, _longest(of_queries), _longest(of_keys), slice(own[0], end)
 
 
+@documented(slopes="(nheads,)", lse="(nheads, tokens)")
 def llama3_flash_attn_varlen_func(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
     max_seqlen_k: int, heads_k_stride: int, local_k_slice: slice,
@@ -225,10 +239,11 @@ def llama3_flash_attn_varlen_func(
 ) -> TensorOrTuple:  # fmt: skip
     """Packed documents of any lengths, their tokens divided into one contiguous chunk of equal length per rank.
 
+    q: (tokens, nheads, head_dim). k, v: (tokens, nheads_k, head_dim).
     cu_seqlens_q, local_k_slice: from `llama3_flash_attn_prepare_cu_seqlens`, which knows all documents. For a copy of
     cu_seqlens_q the ranks gather their documents, once per tensor: all ranks pass a copy, or none.
-    cu_seqlens_k, max_seqlen_q, max_seqlen_k and heads_k_stride: no effect. Shapes, results and errors are those of the
-    module's docstring.
+    cu_seqlens_k, max_seqlen_q, max_seqlen_k, heads_k_stride: no effect.
+    <ring>
     """
     return _llama3((q, k, v), cu_seqlens_q, local_k_slice, group, return_attn_probs,
                    dropout_p=dropout_p, softmax_scale=softmax_scale, causal=causal, window_size=window_size,

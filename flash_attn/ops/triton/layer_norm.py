@@ -152,9 +152,15 @@ def layer_norm_linear_fn(
     """A norm followed by a linear layer.
 
     Arguments:
+        x: (..., features), any floating point dtype and strides.
+        norm_weight, norm_bias: (features,); norm_bias may be None.
         linear_weight: (out_features, features); the norm's output is cast to its dtype, or autocast's.
         linear_bias: (out_features,) or None.
-        The others: as in `layer_norm_fn`.
+        residual: like x, of any floating point dtype, or None: added to x before the norm.
+        eps: float, added to the variance.
+        prenorm: bool. Also return the sum, to be the next residual.
+        residual_in_fp32: bool. Without a residual, keep the sum in float32 instead of x's dtype.
+        is_rms_norm: bool. RMS norm: subtract no mean.
 
     Returns (..., out_features); with prenorm also the sum.
     """

@@ -110,7 +110,7 @@ struct MlaTile {
 #pragma unroll
     for (int i = 0; i < kRowsPerThread; ++i) {
       const int key = step * Config::kKeys + threadIdx.x / kLoadThreads + i * kLoadRows;
-      pages[i] = page_row(params.paged, table, key, step < work.to && key >= work.begin && key < work.end);
+      pages[i] = page_row(params.paged, table, key, key >= work.begin && key < work.end);
     }
   }
 

@@ -1,0 +1,63 @@
+"""The documents as a site (mkdocs.yml): it builds strictly, and each public name has a place in the reference."""
+
+import importlib
+import os
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+
+import flash_attn_3_harness  # noqa: F401  # has flash_attn_interface
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+INTERNAL = ("flash_attn.cpu",)  # lists what the CUDA extension has too
+
+
+@pytest.fixture(autouse=True)
+def _mkdocs():
+    if find_spec("mkdocs") is None:
+        if os.environ.get("CI") == "true":
+            pytest.fail("mkdocs must be installed in CI")
+        pytest.skip("mkdocs is not installed (pip install '.[docs]')")
+
+
+def public_names():
+    for path in (ROOT / "flash_attn").rglob("*.py"):
+        module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        if re.search(r"^__all__ =", path.read_text(encoding="utf-8"), re.MULTILINE) and module not in INTERNAL:
+            yield from (f"{module}.{name}" for name in importlib.import_module(module).__all__)
+    yield from (f"flash_attn_interface.{name}" for name in sys.modules["flash_attn_interface"].__all__)
+
+
+def test_the_site_builds_and_has_every_public_name(tmp_path):
+    if not (ROOT / "benchmarks" / "results").is_dir():
+        pytest.skip("a source distribution has no plots")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    pages = "".join(page.read_text(encoding="utf-8") for page in (tmp_path / "api").rglob("*.html"))
+    names = set(public_names())
+    assert len(names) > 60
+    assert {name for name in names if f'id="{name}"' not in pages} == set()
+    assert re.search(r"&lt;\w+&gt;", pages) is None  # a section of a docstring that was not filled
+
+
+def test_links_out_of_the_documents(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    from mkdocs.exceptions import PluginError
+
+    hook = importlib.import_module("site_hook")
+    page = SimpleNamespace(file=SimpleNamespace(abs_src_path=str(ROOT / "docs" / "fp8.md"), src_uri="fp8.md"))
+    links = {
+        "../setup.py": "https://host/ours/blob/main/setup.py", "../csrc#x": "https://host/ours/tree/main/csrc#x",
+        "../README.md#use": "index.md#use", "sdpa.md": "sdpa.md", "#here": "#here", "https://a.b/c": "https://a.b/c",
+    }  # fmt: skip
+    text = " ".join(f"[t]({link})" for link in links)
+    config = SimpleNamespace(repo_url="https://host/ours/")
+    assert hook.on_page_markdown(text, page, config, None) == " ".join(f"[t]({link})" for link in links.values())
+    assert hook.on_page_markdown("[t](../setup.py)", page, SimpleNamespace(repo_url=None), None) == "t"
+    with pytest.raises(PluginError, match=r"docs/fp8\.md: broken link: \.\./no\.py"):
+        hook.on_page_markdown("[t](../no.py)", page, config, None)
