@@ -16,6 +16,7 @@
 #include "api/decode.h"
 #include "api/environment.h"
 #include "api/forward.h"
+#include "api/mla.h"
 #include "api/overlap.h"
 #include "api/quantized.h"
 #include "api/scores.h"
@@ -359,8 +360,8 @@ Result mha_varlen_bwd(const at::Tensor& dout, const at::Tensor& q, const at::Ten
                                         deterministic, rng_state, launch.sm_margin});
 }
 
-// kFunction: mha_fwd_kvcache() or explain_kvcache().
-template <auto kFunction>
+// kFunction: mha_fwd_kvcache() or explain_kvcache(); kLatentFunction: the same of calls with qv.
+template <auto kFunction, auto kLatentFunction>
 auto with_kvcache_call(const at::Tensor& q, const at::Tensor& kcache, const at::Tensor& vcache, const OptionalTensor& k,
                        const OptionalTensor& v, const OptionalTensor& seqlens_k, const OptionalTensor& rotary_cos,
                        const OptionalTensor& rotary_sin, const OptionalTensor& cache_batch_idx,
@@ -372,12 +373,14 @@ auto with_kvcache_call(const at::Tensor& q, const at::Tensor& kcache, const at::
   ScoreOptions scores{softmax_scale, is_causal, window_left, window_right, softcap, alibi_slopes, {}, {}};
   CacheQuantArgs quant;
   LaunchOptions launch;
-  set_named(named, scores, quant, launch);
+  LatentOptions latent;
+  set_named(named, scores, quant, launch, latent);
   const CallGuard guard;
-  return kFunction(
-      {q,          wide_query(q, quant), kcache,    vcache,          k,   v,      seqlens_k,          rotary_cos,
-       rotary_sin, cache_batch_idx,      leftpad_k, block_table,     out, scores, rotary_interleaved, num_splits,
-       plan,       batch_invariant,      quant,     launch.sm_margin});
+  const KvCacheCall call{
+      q,          wide_query(q, quant), kcache,    vcache,          k,   v,      seqlens_k,          rotary_cos,
+      rotary_sin, cache_batch_idx,      leftpad_k, block_table,     out, scores, rotary_interleaved, num_splits,
+      plan,       batch_invariant,      quant,     launch.sm_margin};
+  return latent.qv.has_value() ? kLatentFunction(call, *latent.qv) : kFunction(call);
 }
 
 std::string build_info() {
@@ -420,9 +423,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
                     "Backward of packed batches: [dq, dk, dv, softmax_d(, dsinks)]");
   define_varlen_bwd(m, "explain_varlen_bwd", &mha_varlen_bwd<plan::Explanation>,
                     "The plan of varlen_bwd, as a dict; nothing is launched");
-  define_kvcache(m, "fwd_kvcache", &with_kvcache_call<mha_fwd_kvcache>,
+  define_kvcache(m, "fwd_kvcache", &with_kvcache_call<mha_fwd_kvcache, mha_fwd_mla>,
                  "Forward against a KV cache, which receives k and v first: [out, softmax_lse]");
-  define_kvcache(m, "explain_kvcache", &with_kvcache_call<explain_kvcache>,
+  define_kvcache(m, "explain_kvcache", &with_kvcache_call<explain_kvcache, explain_mla>,
                  "The plan of fwd_kvcache, as a dict; nothing is launched");
   m.def("kvcache_plan", &kvcache_plan, "Schedule and workspace of fwd_kvcache for given lengths: int32 (n,)",
         py::arg("seqlens_k"), py::arg("leftpad_k"), py::arg("batch"), py::arg("seqlen_q"), py::arg("seqlen_new"),

@@ -2,6 +2,7 @@
 #include "core/static_switch.h"
 #include "kernels/common/launch.h"
 #include "kernels/mla/kernel.h"
+#include "plan/mla_plan.h"
 
 namespace flash {
 namespace {
@@ -9,6 +10,8 @@ namespace {
 template <Dtype kDtype, int kRows, int kStages>
 cudaError_t launch_tiles(const Flash_mla_params& params, cudaStream_t stream) {
   using Config = mla::MlaConfig<kDtype, kRows, kStages>;
+  static_assert(Config::kKeys == plan::kMlaKeys);
+  static_assert(sizeof(mla::MlaStorage<Config>) <= (kStages > 2 ? plan::kMlaLargeSmem : 99 * 1024));
   static std::atomic<uint64_t> configured_devices{0};
   const int64_t blocks = static_cast<int64_t>(params.b) * params.row_tiles * params.splits;
   return launch(mla::mla_decode_kernel<Config>, blocks, Config::kThreads, sizeof(mla::MlaStorage<Config>), params,
@@ -20,7 +23,7 @@ cudaError_t run(const Flash_mla_params& params, int tile_rows, cudaStream_t stre
   int most = 0;
   const cudaError_t status = cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, params.device);
   if (status != cudaSuccess) return status;
-  const bool is_large = static_cast<size_t>(most) >= sizeof(mla::MlaStorage<mla::MlaConfig<kDtype, 32, 3>>);
+  const bool is_large = most >= plan::kMlaLargeSmem;
   if (tile_rows == 16) {
     return is_large ? launch_tiles<kDtype, 16, 3>(params, stream) : launch_tiles<kDtype, 16, 2>(params, stream);
   }
