@@ -232,7 +232,8 @@ def attend_over_cache(
     else:
         arguments.check_kvcache_ranks(q, k_cache, k, block_table)
         lengths = arguments.cache_lengths(cache_seqlens, q, k_cache, k, block_table)
-    scale = arguments.scale(softmax_scale, latent.score_dim(q, qv))
+    score_dim = arguments.head_dim("q", q) if qv is None else latent.score_dim(q, qv)
+    scale = arguments.scale(softmax_scale, score_dim)
     fields = {} if quant is NO_QUANT else quant.cache_fields(q, (k_cache, v_cache), k)
     args = KvCacheArgs(
         q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, rotary_cos=rotary_cos, rotary_sin=rotary_sin,

@@ -18,8 +18,6 @@ def check_device(qv: Tensor | None, q: Tensor) -> None:
         raise NotImplementedError(f"qv: expected None on {q.device.type}, got a tensor: only the CPU computes it yet")
 
 
-def score_dim(q: Tensor, qv: Tensor | None) -> int:
-    """How many products a score adds up: the head dim of q, which may be 0 with a qv, and that of qv."""
-    if qv is None:
-        return arguments.head_dim("q", q)
+def score_dim(q: Tensor, qv: Tensor) -> int:
+    """How many products a score adds up: the head dim of q, which may be 0, and that of qv."""
     return (q.shape[-1] if q.dim() else 1) + arguments.head_dim("qv", qv)

@@ -6,6 +6,7 @@
 #include "plan/call_plan.h"
 #include "plan/decode_plan.h"
 #include "plan/explain.h"
+#include "plan/mla_plan.h"
 
 namespace {
 
@@ -474,6 +475,30 @@ void check_clusters() {
   check::that(!plan_decode({16, 1, 32, 8, 128, 4096, 0, true}, kDevices[0]).in_clusters, "batch invariant");
 }
 
+// Every row and key belongs to a thread block, none has less than a few steps, and no split makes a second wave.
+void check_mla() {
+  for (const Device& device : kDevices) {
+    for (const int batch : {0, 1, 7, 500}) {
+      for (const int64_t rows : {1, 16, 17, 32, 128, 1000}) {
+        for (const int64_t capacity : {0, 1, 100, 4096, 1 << 20}) {
+          for (const int64_t most : {0, 1, 5}) {
+            const flash::plan::MlaPlan plan = flash::plan::plan_mla(device, batch, rows, capacity, most, true);
+            const int64_t tiles = int64_t{batch} * plan.row_tiles;
+            const bool covers = int64_t{plan.row_tiles} * plan.tile_rows >= rows && plan.splits >= 1;
+            check::that(covers, "MLA rows", batch, rows, capacity, most);
+            check::that(plan.tile_rows == 16 || device.smem_per_block > 99 * 1024, "MLA shared memory", rows);
+            check::that(most == 0 || plan.splits <= most, "MLA num_splits", plan.splits, most);
+            check::that(plan.splits == 1 || plan.splits * tiles <= device.multiprocessors, "MLA waves", plan.splits);
+            const int64_t steps = (capacity + flash::plan::kMlaKeys - 1) / flash::plan::kMlaKeys;
+            check::that(plan.splits == 1 || steps / plan.splits >= flash::plan::kMlaLeastSteps, "MLA steps", steps);
+            check::that(flash::plan::plan_mla(device, batch, rows, capacity, most, false).splits == 1, "MLA one split");
+          }
+        }
+      }
+    }
+  }
+}
+
 }  // namespace
 
 int main() {
@@ -494,5 +519,6 @@ int main() {
   check_allocation_does_not_matter();
   check_whole_tiles();
   check_clusters();
+  check_mla();
   return check::report();
 }
