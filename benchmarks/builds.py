@@ -1,6 +1,6 @@
 """Two builds of the extension in one process, and their calls by the positional entry points that both have.
 
-Later builds may add parameters with defaults behind those that are given here, so every build since these is served.
+Later builds may add parameters with defaults after those that are given here, so every build since these can be timed.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 python benchmarks/compare_builds.py --old SITE_DIR --new SITE_DIR              within about four minutes
 python benchmarks/compare_builds.py --old A --new B --groups cells decode      some groups of the table
 python benchmarks/compare_builds.py --old A --new B --groups host              host time of the public functions alone
-python benchmarks/compare_builds.py --device cpu                               a trial: the CPU backend beside itself
+python benchmarks/compare_builds.py --device cpu                               a trial: the CPU backend against itself
 
 A SITE_DIR holds flash_attn_2_cuda*.so, and for the host times the package: `pip install --target SITE_DIR` makes one;
 the module's file does too, without host times. Both builds need this interpreter's torch. Only the calls of the

@@ -6,7 +6,7 @@
 Starts a process per rank. Each row is one problem and one method: the time of a forward, and of forward and backward,
 the slowest rank's median; and the time in which one GPU does the whole problem, in turns with it, on all GPUs at once.
 As many calls as take LEAST_SECONDS follow each other like layers, after as many that are not timed, so that the host
-is ahead of the GPU; a time is that of one. A GPU whose last calls took less power has a higher clock for a while, so
+is faster than the GPU; a time is that of one. A GPU whose last calls took less power has a higher clock for a while, so
 each round has another order. `per_gpu` is one GPU's time over ranks times ours. Peers are measured if they can be
 imported.
 """

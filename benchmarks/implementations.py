@@ -276,7 +276,7 @@ IMPLEMENTATIONS = {
 def choose(names, groups=()):
     """The implementations for a list of peers, ours first, then those that belong to one of `groups`.
 
-    "all" stands for every one that is installed and belongs to no group.
+    "all" means every one that is installed and belongs to no group.
 
     ValueError for a peer that is not known or not installed.
     """

@@ -43,7 +43,7 @@ def probe(implementation, row, inputs, mode, device):
         raise NotMeasured(f"not implemented: {error}") from error
     except torch.cuda.OutOfMemoryError as error:
         raise NotMeasured(OUT_OF_MEMORY) from error
-    except Exception as error:  # other packages and compilers raise types of their own; one peer must not end the run
+    except Exception as error:  # other packages and compilers raise any types; one peer must not end the run
         text = first_line(error)
         refused = text.startswith(REFUSALS)
         raise NotMeasured(f"{'refused' if refused else 'failed'}: {text}", failed=not refused) from error

@@ -1,7 +1,7 @@
 """Attention over a KV cache: inputs of such rows, the calls of the implementations, the check of their results.
 
 Builders take (row, inputs) and return the function to call, as in torch_peers.py. In rows timed by the replay of a
-graph of several calls, these stand for the layers of a model: each reads a cache of its own, so that no call finds its
+graph of several calls, these act as the layers of a model: each reads another cache, so that no call finds its
 keys in the L2 cache, and what a model computes once per step (our plan) is computed once per CALLS_PER_GRAPH calls.
 """
 
@@ -56,10 +56,10 @@ def make_inputs(row, device, seed=0):
         shape = (len(pool), case.page_size, *shape[2:])
     layers = min(CALLS_PER_GRAPH, -(-CACHED_BYTES // row.bytes)) if row.timing == "graph" else 1
     first, descales = (randn(*shape), randn(*shape)), None
-    if case.codes:
+    if case.cache_dtype:
         import flash_attn.fp8
 
-        dtype, granularity = (torch.int8, "token") if case.codes == "int8" else (torch.float8_e4m3fn, "tensor")
+        dtype, granularity = (torch.int8, "token") if case.cache_dtype == "int8" else (torch.float8_e4m3fn, "tensor")
         first, descales = zip(*(flash_attn.fp8.quantize(x, granularity, dtype) for x in first))
     caches = [first] + [tuple(x.clone() for x in first) for _ in range(layers - 1)]
     lengths = torch.full((case.batch,), case.seqlen_k - case.append, dtype=torch.int32, device=device)
@@ -92,7 +92,7 @@ def ours(row, inputs):
         plan = flash_attn.KvCachePlan(
             inputs.lengths, case.seqlen_q, case.nheads, case.nheads_k, case.head_dim, capacity, case.append,
             case.causal, case.window, batch_invariant=case.invariant,
-            kv_cache_dtype=inputs.caches[0][0].dtype if case.codes else None,
+            kv_cache_dtype=inputs.caches[0][0].dtype if case.cache_dtype else None,
         )  # fmt: skip
         out = torch.empty_like(inputs.q)
     layers, count = itertools.cycle(inputs.caches), itertools.count()
@@ -166,7 +166,7 @@ def limits(name, row, device_type, mode):
     masked = case.causal or case.window != (-1, -1)
     refusals = {
         "no batch-invariant mode": case.invariant,
-        "no cache of 8 bits": bool(case.codes),
+        "no cache of 8 bits": bool(case.cache_dtype),
         "no append": bool(case.append) and name != "flash_attn_3",
         "no pages": bool(case.page_size) and name.startswith("sdpa"),
         "no softcap": case.softcap > 0 and name.startswith("sdpa"),

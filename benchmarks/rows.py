@@ -74,7 +74,7 @@ class Row:
 
     @property
     def plain(self):
-        """The same problem without features and sequences of its own; the row itself may be it."""
+        """The same problem without features and packed sequences; the row itself may be it."""
         plain = {"softcap": 0.0, "alibi": "none", "dropout": 0.0, "sinks": False, "max_logit": False}
         case = dataclasses.replace(self.case, window=(-1, -1), kind="dense", seqlens=(), **plain)
         return dataclasses.replace(self, case=case)
@@ -100,7 +100,7 @@ class Row:
             (f"page {case.page_size}", case.page_size),
             (f"append {case.append}", case.append),
             ("invariant", case.invariant),
-            (case.codes, case.codes),
+            (case.cache_dtype, case.cache_dtype),
             (self.timing, timed),
         )
         return " ".join(text for text, applies in parts if applies)
@@ -117,8 +117,8 @@ class Row:
             return None
         left = windows(case)[0]
         keys = case.seqlen_k if left < 0 else min(case.seqlen_k, left + case.seqlen_q)
-        element = 1 if case.codes else 4 if case.dtype == "float32" else 2
-        descale = 4 if case.codes == "int8" else 0
+        element = 1 if case.cache_dtype else 4 if case.dtype == "float32" else 2
+        descale = 4 if case.cache_dtype == "int8" else 0
         return 2 * case.batch * keys * case.nheads_k * (case.head_dim * element + descale)
 
     def flops(self, mode="fwd"):

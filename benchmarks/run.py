@@ -17,7 +17,7 @@ graph of one call, replayed after the L2 cache was overwritten (decode...), or o
 model, each with its own cache and all with one plan (decode_layers, decode_8bit); GB/s of the keys and values that have
 to be read, and their share of the fastest read of device memory in the same run. FLOPs: 4·b·h·sq·sk·d forward, half of
 it when causal, ×2.5 backward. Peak memory is what one call adds, its output included. The deterministic backwards are
-measured in a group of their own, or in every row if named as peers. In rows with features, windows or packed sequences
+measured in a separate group, or in every row if named as peers. In rows with features, windows or packed sequences
 of equal lengths our plain dense call on the same tensors runs in turns with the rest (ours_plain), so that the speed
 relative to it is of one state of clocks and power; it is no peer.
 
@@ -117,7 +117,7 @@ def measure_all(options, device, budget, timers, keep):
             if allowance.exhausted():
                 entries.append(skipped(row, mode, implementations, allowance.seconds))
             else:
-                own, may_compile = allowance.budget(budget, index), not allowance.behind(index)
+                own, may_compile = allowance.budget(budget, index), not allowance.is_late(index)
                 entries.append(measure(row, mode, implementations, timers, device, own, may_compile))
             keep(entries)
             done(progress_text(entries[-1]))

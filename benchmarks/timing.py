@@ -46,7 +46,7 @@ class Allowance:
     """Shares the time of a whole run among its rows: what one row leaves over, the later ones get."""
 
     OVERRUN = 1.2  # rows that start after this many times the allowance are skipped
-    ADVANCE = 0.25  # the part of the allowance by which compilation may run ahead of an even share
+    ADVANCE = 0.25  # the part of the allowance by which compilation may exceed an even share
 
     def __init__(self, seconds, rows):
         self.seconds, self.rows, self.started = seconds, rows, time.monotonic()
@@ -57,7 +57,7 @@ class Allowance:
     def exhausted(self):
         return self.spent() > self.OVERRUN * self.seconds
 
-    def behind(self, index):
+    def is_late(self, index):
         """Whether row `index` starts so late that nothing should be compiled for it."""
         return self.spent() > self.seconds * (index / self.rows + self.ADVANCE)
 
@@ -98,8 +98,8 @@ class CudaTimer:
         return self.clock.stop()
 
     def lead_ms(self, host_ms, device_ms):
-        """How long the device is to sleep ahead of a call of so much host time: not at all where the calls themselves
-        keep the device behind the host; twice as long as it takes, since the host is not steady."""
+        """How long the device is to sleep before a call of so much host time: not at all where the calls themselves
+        keep the device later than the host; twice as long as it takes, since the host is not steady."""
         return min(2 * host_ms, LONGEST_LEAD_MS) if device_ms < 2 * host_ms else 0.0
 
     def record(self, call, lead_ms=0.0):

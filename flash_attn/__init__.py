@@ -4,7 +4,7 @@ import pkgutil as _pkgutil
 
 # flash-attn-4 installs the package flash_attn.cute: folders of that name elsewhere on sys.path come after our own.
 __path__ = _pkgutil.extend_path(__path__, __name__)
-__version__ = "2.8.3"  # the API level that clients test for; our own release stands in __build__
+__version__ = "2.8.3"  # the API level that clients test for; __build__ has our own release
 
 from flash_attn import fp8
 from flash_attn._build import build_info as _build_info
@@ -21,12 +21,14 @@ from flash_attn.flash_attn_interface import (
 )
 from flash_attn.inference import flash_attn_combine, flash_attn_with_kvcache
 from flash_attn.kvcache_plan import KvCachePlan
+from flash_attn.masks import AttentionMask
 from flash_attn.utils.after_import import import_after as _import_after
 
 __build__ = _build_info()
 _import_after("torch.utils.flop_counter", "flash_attn.ops.flops")  # which registers formulas there
 
 __all__ = [
+    "AttentionMask",
     "KvCachePlan",
     "dropout_mask",
     "explain",

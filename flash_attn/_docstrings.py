@@ -28,6 +28,13 @@ _SINKS = """\
 sinks, s_aux, learnable_sink: (nheads,) float32 or half precision, one argument of three names. A further
     logit, in natural-log units, in the softmax of every row, without a value. Learnable; -inf is no sink."""
 
+_SCORE_TENSORS = """\
+mask: `flash_attn.AttentionMask`, or a bool tensor <of_scores>,
+    True where a score takes part (docs/masks.md). Causal and window hide more. On CPU tensors, as the next two.
+attn_bias: of q's dtype or float32, <of_scores>.
+    Added to the scores, after softcap, in natural-log units; -inf hides a score. Learnable.
+rel_bias: float32 (nheads, 2 R + 1), of which column R + clamp(j - p, -R, R) is added likewise. Learnable."""
+
 _LSE_CONVENTION = """\
 lse_convention: "fa2": the LSE is a natural logarithm, +inf in a fully masked row; "fa3": -inf there;
     "flashinfer": to base 2, -inf there."""
@@ -41,6 +48,7 @@ return_attn_probs: bool. Also return softmax_lse and S_dmask."""
 
 _KEYWORDS = f"""\
 {_SINKS}
+{_SCORE_TENSORS}
 return_max_logit: bool. Also return max_logit.
 batch_invariant: bool. The results of a sequence (dq: with deterministic) do not depend, to the last bit, on
     the others in the batch. `set_batch_invariant` asks for it in all calls.
@@ -70,7 +78,7 @@ Returns:
         (batch, nheads, seqlen_q, seqlen_k) rounded up to multiples of 128. For tests.
     max_logit (return_max_logit): (nheads,), the largest visible logit of each head, without the sink, or -inf.
 
-Gradients: of out and softmax_lse with respect to q, k, v and sinks, once. A row that sees no key has out 0.
+Gradients: of out and softmax_lse with respect to q, k, v, sinks and biases, once. A row that sees no key has out 0.
 {_ERRORS}"""
 
 _FA3_DESCALES = """\

@@ -12,7 +12,7 @@ from flash_attn.inference import flash_attn_with_kvcache
 
 BATCH, SEQLEN, NHEADS, NHEADS_K = 2, 129, 4, 2
 CAUSAL_WINDOW = (64, 0)
-# The largest error of a result relative to its largest entry. Sums are float32; what remains is rounding of P and out.
+# The largest error of a result relative to its largest entry. Sums are float32; P and out are rounded.
 BOUNDS = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 _LIMIT = "has too little shared memory per block for this head dim"  # as the CUDA backend says it
 

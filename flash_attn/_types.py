@@ -11,4 +11,4 @@ TensorOrTuple = Union[Tensor, Any]
 
 WindowSize = Union[Sequence[int], Tensor]  # (left, right) in keys, -1 for unbounded
 
-Descale = Optional[Union[float, Tensor]]  # of 8-bit tensors: value = code * descale
+Descale = Optional[Union[float, Tensor]]  # of 8-bit tensors: value = stored value * descale

@@ -16,7 +16,7 @@ _MODULES = {"cuda": "flash_attn_2_cuda", "cpu": "flash_attn.cpu"}
 
 @cache
 def get(device_type: str, name: str = "q") -> ModuleType:
-    """Return the module whose `fwd`, `varlen_fwd`, `bwd`, `varlen_bwd`, `fwd_kvcache`, ... serve `device_type`.
+    """Return the module that implements `fwd`, `varlen_fwd`, `bwd`, `varlen_bwd`, `fwd_kvcache`, ... on `device_type`.
 
     device_type is `torch.Tensor.device.type` of the argument `name`. Raises RuntimeError for a device without a
     backend, and for CUDA tensors when the CUDA extension is not installed.

@@ -54,12 +54,12 @@ class set_batch_invariant:
     A block, `with set_batch_invariant(True):`, holds to its end for the thread or asyncio task that is in it and for
     tasks started in it; not for other threads, nor for threads started in it. Blocks may be nested, and one object
     entered many times, also at once. On a GPU checkpoints that a backward recomputes have the value of the block that
-    was opened last, of any thread: autograd computes them in a thread of its own.
+    was opened last, of any thread: autograd computes them in a separate thread.
 
     An object that is kept (`mode = set_batch_invariant(True)`) holds for the thread that made it, until it is entered
     or the thread makes another; dropped before, it holds for the process.
 
-    A backward is what its forward was.
+    A backward is batch-invariant if its forward was.
 
     Arguments:
         enabled: bool.

@@ -32,7 +32,7 @@ def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -
 
 
 def index_first_axis_residual(input: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
-    """(`index_first_axis(input, indices)`, input), for a residual branch beside the unpadded one."""
+    """(`index_first_axis(input, indices)`, input), for a residual branch next to the unpadded one."""
     return index_first_axis(input, indices), input
 
 

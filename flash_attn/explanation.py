@@ -21,7 +21,7 @@ from flash_attn.inference import flash_attn_with_kvcache
 from flash_attn.kvcache_plan import KvCachePlan
 from flash_attn.observation import EXPLAINED_BY
 from flash_attn.ops import calls, context
-from flash_attn.ops.attention_args import AttentionArgs, AttentionBackwardArgs, KvCacheArgs, saved_for_backward
+from flash_attn.ops.attention_args import AttentionArgs, KvCacheArgs, backward_args, saved_for_backward
 
 _FUNCTIONS = [
     interface.flash_attn_func,
@@ -73,10 +73,10 @@ def explain(*args: Any, **kwargs: Any) -> Explanation:
         stages, warps, smem_bytes: of a thread block.
         grid, num_work_tiles: thread blocks launched, and the tiles that they take.
         num_splits, split: how keys are split. workspace_bytes: memory besides the results.
-        stages: what is launched, in order, on CUDA.
+        stages: the launches, in order, on CUDA.
         threads: of the CPU.
 
-    Raises what the call would raise for its arguments, and TypeError for another function.
+    Raises the errors of the call for its arguments, and TypeError for another function.
     """
     function: Callable[..., Any] = interface.flash_attn_func
     if args and callable(args[0]) and not isinstance(args[0], Tensor):
@@ -112,7 +112,7 @@ class _NonLeaf(torch.autograd.Function):
 
 
 def _alias(x: Any) -> Any:
-    """The same memory as a tensor, or plan, of its own: autograd is told of writes to it, and not to x."""
+    """A separate tensor, or plan, of the same memory: autograd is told of writes to it, and not to x."""
     if isinstance(x, KvCachePlan):
         plan = copy.copy(x)
         plan.tensor = x.tensor.data
@@ -156,7 +156,7 @@ class _Explaining(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._records = torch.is_grad_enabled()
-        self._address = 1 << 60  # of what has no memory: one that no allocation has
+        self._address = 1 << 60  # of tensors without memory: no allocation has it
         core = torch.ops.flash_attn_core
         self._operators: dict[Any, tuple[Callable[..., Any], Callable[..., dict[str, Any]]]] = {
             core.fwd.default: (AttentionArgs, self._attention),
@@ -196,8 +196,7 @@ class _Explaining(TorchDispatchMode):
         if differentiates and args.forward_only() is None:
             out, lse, _, rng_state, *_ = calls.forward_fake(args)
             tensors, options = saved_for_backward(args, out, lse, rng_state)
-            saved: tuple[Any, ...] = *tensors, *options
-            plans["backward"] = _plan(calls.backward, AttentionBackwardArgs(out, None, *saved))
+            plans["backward"] = _plan(calls.backward, backward_args(out, None, tensors, options))
         return plans
 
     def _kvcache(self, args: KvCacheArgs) -> dict[str, Any]:
@@ -223,7 +222,7 @@ class _Explaining(TorchDispatchMode):
 
 
 def _allocates(func: Any) -> bool:
-    """Whether an operator makes tensors of its own, and not views of its arguments or numbers."""
+    """Whether an operator makes new tensors, not views of its arguments or numbers."""
     return any(x.alias_info is None and "Tensor" in str(x.type) for x in func._schema.returns)
 
 

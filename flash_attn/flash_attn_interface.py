@@ -22,8 +22,9 @@ strides      any; a head dim with a stride other than 1 costs a copy.
 positions    aligned to the bottom right corner: query i of sq is at position i + sk - sq among sk keys.
 masked rows  a fully masked row (a query that sees no key) has output 0, gradients 0 and LSE +inf (with sinks: LSE the
              sink).
-gradients    of out and softmax_lse with respect to q, k, v and sinks; alibi_slopes or a number as a tensor that
-             requires one is rejected. Not twice differentiable, no forward mode. torch.vmap loops over the samples.
+gradients    of out and softmax_lse with respect to q, k, v, sinks, attn_bias and rel_bias; alibi_slopes or a number
+             as a tensor that requires one is rejected. Not twice differentiable, no forward mode. torch.vmap loops over
+             the samples.
 
 Bad arguments raise RuntimeError, TypeError or NotImplementedError: the message names the argument, what was expected
 and what it was; nothing is computed then.
@@ -42,6 +43,7 @@ from flash_attn import backends
 from flash_attn._docstrings import documented
 from flash_attn._types import Descale, TensorOrTuple, WindowSize
 from flash_attn.inference import flash_attn_combine, flash_attn_with_kvcache  # noqa: F401
+from flash_attn.masks import AttentionMask
 from flash_attn.ops import arguments, calls, context, library, normalize, outputs
 from flash_attn.ops.attention_args import ATTENTION_INPUTS, DENSE, PLAIN, AttentionArgs, Options, Sequences
 from flash_attn.ops.lse import check_convention, converted
@@ -70,7 +72,8 @@ class _Attention(torch.autograd.Function):
 
     `apply` takes, by position: the inputs; for packed sequences what tells them apart; dropout_p, softmax_scale,
     causal, window_size, softcap, alibi_slopes, deterministic, return_softmax and is_grad_enabled=True as in flash_attn
-    2.8; sinks and `Options`, which flash_attn 2.8 does not have. With is_grad_enabled False nothing is recorded.
+    2.8; sinks and `Options`, which flash_attn 2.8 does not have; in `forward` then the biases of the options, for
+    autograd sees no tensor within a record. With is_grad_enabled False nothing is recorded.
     """
 
     num_inputs = 3
@@ -90,9 +93,17 @@ class _Attention(torch.autograd.Function):
             if type(sinks) is not Tensor and type(sinks) is not Parameter:
                 return cls.forward(None, *args)
             records = records or sinks.requires_grad
+        biases: tuple[Any, ...] = ()
+        if options is not PLAIN and not (options.attn_bias is options.rel_bias is None):
+            biases = options.attn_bias, options.rel_bias
+            for x in biases:
+                if x is not None and type(x) is not Tensor and type(x) is not Parameter:
+                    return cls.forward(None, *args)
+            records = records or context.records_gradients(*biases)
         if (options is not PLAIN and (options.out is not None or options.qv is not None)) or context.is_watched():
             return cls.forward(None, *args)
         if records and torch.is_grad_enabled():
+            args = (*args, *biases) if biases else args
             return super().apply(*args)  # type: ignore[no-untyped-call]  # of torch
         return cls.forward(_EAGER, *args)
 
@@ -100,11 +111,16 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, dout: Any, *others: Any) -> Any:
         if ctx.head_dims is not None and dout is not None:
             dout = normalize.pad(dout, ctx.surplus_columns)
-        *grads, dsinks = library.input_gradients(ctx, dout, others[0] if ctx.returns_lse else None)
+        needed = ctx.needs_input_grad
+        wants_biases = ctx.has_biases and (needed[-2] or needed[-1])
+        dlse = others[0] if ctx.returns_lse else None
+        *grads, dsinks, dattn_bias, drel_bias = library.input_gradients(ctx, dout, dlse, wants_biases)
         if ctx.head_dims is not None:
             grads = [None if x is None else x[..., :size] for x, size in zip(grads, ctx.head_dims)]
-        rest = [None] * (len(ctx.needs_input_grad) - ctx.num_inputs)
-        if dsinks is not None:
+        rest = [None] * (len(needed) - ctx.num_inputs)
+        if ctx.has_biases:
+            rest[-4], rest[-2], rest[-1] = dsinks, dattn_bias, drel_bias
+        elif dsinks is not None:
             rest[-2] = dsinks
         return (*grads[: ctx.num_inputs], *rest)
 
@@ -145,14 +161,14 @@ class FlashAttnVarlenFunc(_Attention):
         ctx: Any, q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: Any, max_seqlen_k: Any,
         dropout_p: Any, softmax_scale: Any, causal: Any, window_size: Any, softcap: Any, alibi_slopes: Any,
         deterministic: Any, return_softmax: Any, block_table: Any = None, is_grad_enabled: Any = True,
-        sinks: Any = None, options: Options = PLAIN,
+        sinks: Any = None, options: Options = PLAIN, *biases: Any,
     ) -> Any:  # fmt: skip
         sequences = Sequences(
             cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, options.seqused_k, options.leftpad_k, block_table
         )
         return _attention(
             ctx, (q, k, v), sequences, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
-            deterministic, return_softmax, is_grad_enabled, sinks, options,
+            deterministic, return_softmax, is_grad_enabled, sinks, options, *biases,
         )  # fmt: skip
 
 
@@ -192,9 +208,10 @@ def _attention(
     is_grad_enabled: Any = True,
     sinks: Any = None,
     options: Options = PLAIN,
+    *biases: Any,
 ) -> Any:
-    """The forward of all classes. ctx: that of an autograd.Function; _EAGER where nothing is recorded and nobody
-    watches; None where neither is sure."""
+    """The forward of all classes. biases: those of options, where autograd records them. ctx: that of an
+    autograd.Function; _EAGER where nothing is recorded and nobody watches; None where neither is sure."""
     try:
         if type(return_softmax) is not bool:
             return_softmax = arguments.flag("return_attn_probs", return_softmax)
@@ -219,7 +236,7 @@ def _attention(
             results = (*results, *max_logit)
         if ctx is not _EAGER and ctx is not None:
             library.save_for_backward(ctx, args, output)
-            ctx.num_inputs, ctx.returns_lse = len(inputs), return_softmax
+            ctx.num_inputs, ctx.returns_lse, ctx.has_biases = len(inputs), return_softmax, bool(biases)
             ctx.head_dims = (*[inputs[0].shape[-1]] * 2, inputs[-1].shape[-1]) if padded else None
             ctx.surplus_columns = output[0].shape[-1] - inputs[-1].shape[-1] if padded else 0
             constant = results[2 if return_softmax else 1 :] if is_grad_enabled else results
@@ -244,6 +261,11 @@ def _recorded(args: AttentionArgs, inputs: Any) -> Any:
             raise NotImplementedError(
                 "q, k, v: expected different tensors in compiled FlashAttnFunc.apply, got one twice, whose gradients "
                 "torch does not add: compiled flash_attn_func takes it"
+            )
+        if not (args.attn_bias is args.rel_bias is None):
+            raise NotImplementedError(
+                "attn_bias, rel_bias: expected None in compiled FlashAttnFunc.apply, got one, whose gradient torch "
+                "drops: compiled flash_attn_func takes it"
             )
         return library.attention(args)
     context.check_savable(ATTENTION_INPUTS, (args.q, args.k, args.v))
@@ -275,6 +297,7 @@ def attend_rows_in_use(
         return attend(inputs, sequences, *options)
     *score, sinks, more = options
     q, k, v = inputs = arguments.attention_inputs(normalize.NAMES[2], inputs)
+    normalize.check_score_tensors(more, q)
     arguments.check_sequences(sequences)
     arguments.check_rank("q", q, "total, heads, head_dim")
     assert sequences.cu_seqlens_q is not None
@@ -288,7 +311,7 @@ def attend_rows_in_use(
         outputs.check_result(out, q, v, more.quant.out_dtype, read)
     result = attend(
         (rows.gather(q), k, v), sequences._replace(cu_seqlens_q=rows.cu_seqlens), *score, sinks,
-        more._replace(out=None, qv=None if qv is None else rows.gather(qv)),
+        more._replace(out=None, qv=None if qv is None else rows.gather(qv), **normalize.score_rows(rows, more, q)),
     )  # fmt: skip
     result, *others = result if isinstance(result, tuple) else (result,)
     if len(others) > 1:  # the LSE comes with S_dmask
@@ -309,28 +332,21 @@ def _rare(
 
 
 def _of_packed(
-    sinks: Tensor | None,
-    s_aux: Tensor | None,
-    learnable_sink: Tensor | None,
-    lse_convention: str,
-    return_max_logit: bool,
+    sinks: Tensor | None, s_aux: Tensor | None, learnable_sink: Tensor | None, lse_convention: str,
+    mask: AttentionMask | Tensor | None, attn_bias: Tensor | None, rel_bias: Tensor | None, return_max_logit: bool,
     batch_invariant: bool,
-) -> tuple[Any, ...]:
+) -> tuple[Any, ...]:  # fmt: skip
     """`_rare` of the packed functions, () where nothing of it is given. The others test in place, which is faster."""
     if (
-        sinks is s_aux is learnable_sink is None
+        sinks is s_aux is learnable_sink is mask is attn_bias is rel_bias is None
         and return_max_logit is batch_invariant is False
         and lse_convention == "fa2"
     ):
         return ()
     return _rare(
-        sinks,
-        s_aux,
-        learnable_sink,
-        lse_convention,
-        return_max_logit=return_max_logit,
-        batch_invariant=batch_invariant,
-    )
+        sinks, s_aux, learnable_sink, lse_convention, mask=mask, attn_bias=attn_bias, rel_bias=rel_bias,
+        return_max_logit=return_max_logit, batch_invariant=batch_invariant,
+    )  # fmt: skip
 
 
 def _in_convention(result: Any, lse_convention: str, return_attn_probs: Any) -> Any:
@@ -345,6 +361,7 @@ def _in_convention(result: Any, lse_convention: str, return_attn_probs: Any) -> 
     out="(batch, seqlen_q, nheads, head_dim_v)",
     lse="(batch, nheads, seqlen_q)",
     rows="(batch, 1 or seqlen_k, nheads_k)",
+    of_scores="that broadcasts to (batch, nheads, seqlen_q, seqlen_k)",
 )
 def flash_attn_func(
     q: Tensor,
@@ -360,6 +377,9 @@ def flash_attn_func(
     return_attn_probs: bool = False,
     *,
     sinks: Tensor | None = None,
+    mask: AttentionMask | Tensor | None = None,
+    attn_bias: Tensor | None = None,
+    rel_bias: Tensor | None = None,
     return_max_logit: bool = False,
     batch_invariant: bool = False,
     s_aux: Tensor | None = None,
@@ -396,20 +416,15 @@ def flash_attn_func(
         )  # fmt: skip
     more: tuple[Any, ...] = ()
     if not (
-        sinks is s_aux is learnable_sink is None
+        sinks is s_aux is learnable_sink is mask is attn_bias is rel_bias is None
         and return_max_logit is batch_invariant is False
         and lse_convention == "fa2"
         and quant is NO_QUANT
     ):
         more = _rare(
-            sinks,
-            s_aux,
-            learnable_sink,
-            lse_convention,
-            return_max_logit=return_max_logit,
-            batch_invariant=batch_invariant,
-            quant=quant,
-        )
+            sinks, s_aux, learnable_sink, lse_convention, mask=mask, attn_bias=attn_bias, rel_bias=rel_bias,
+            return_max_logit=return_max_logit, batch_invariant=batch_invariant, quant=quant,
+        )  # fmt: skip
     score = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
     if _is_compiling():
         result = _attention(None, (q, k, v), DENSE, *score, *more)
@@ -418,7 +433,11 @@ def flash_attn_func(
     return result if lse_convention == "fa2" else _in_convention(result, lse_convention, return_attn_probs)
 
 
-@documented(out="(batch, seqlen, nheads, head_dim)", lse="(batch, nheads, seqlen)")
+@documented(
+    out="(batch, seqlen, nheads, head_dim)",
+    lse="(batch, nheads, seqlen)",
+    of_scores="that broadcasts to (batch, nheads, seqlen, seqlen)",
+)
 def flash_attn_qkvpacked_func(
     qkv: Tensor,
     dropout_p: float = 0.0,
@@ -431,6 +450,9 @@ def flash_attn_qkvpacked_func(
     return_attn_probs: bool = False,
     *,
     sinks: Tensor | None = None,
+    mask: AttentionMask | Tensor | None = None,
+    attn_bias: Tensor | None = None,
+    rel_bias: Tensor | None = None,
     return_max_logit: bool = False,
     batch_invariant: bool = False,
     s_aux: Tensor | None = None,
@@ -450,7 +472,9 @@ def flash_attn_qkvpacked_func(
 
     <result>
     """
-    more = _of_packed(sinks, s_aux, learnable_sink, lse_convention, return_max_logit, batch_invariant)
+    more = _of_packed(
+        sinks, s_aux, learnable_sink, lse_convention, mask, attn_bias, rel_bias, return_max_logit, batch_invariant
+    )  # fmt: skip
     score = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
     if _is_compiling():
         result = _attention(None, (qkv,), DENSE, *score, *more)
@@ -459,7 +483,11 @@ def flash_attn_qkvpacked_func(
     return result if lse_convention == "fa2" else _in_convention(result, lse_convention, return_attn_probs)
 
 
-@documented(out="(batch, seqlen_q, nheads, head_dim)", lse="(batch, nheads, seqlen_q)")
+@documented(
+    out="(batch, seqlen_q, nheads, head_dim)",
+    lse="(batch, nheads, seqlen_q)",
+    of_scores="that broadcasts to (batch, nheads, seqlen_q, seqlen_k)",
+)
 def flash_attn_kvpacked_func(
     q: Tensor,
     kv: Tensor,
@@ -473,6 +501,9 @@ def flash_attn_kvpacked_func(
     return_attn_probs: bool = False,
     *,
     sinks: Tensor | None = None,
+    mask: AttentionMask | Tensor | None = None,
+    attn_bias: Tensor | None = None,
+    rel_bias: Tensor | None = None,
     return_max_logit: bool = False,
     batch_invariant: bool = False,
     s_aux: Tensor | None = None,
@@ -493,7 +524,9 @@ def flash_attn_kvpacked_func(
 
     <result>
     """
-    more = _of_packed(sinks, s_aux, learnable_sink, lse_convention, return_max_logit, batch_invariant)
+    more = _of_packed(
+        sinks, s_aux, learnable_sink, lse_convention, mask, attn_bias, rel_bias, return_max_logit, batch_invariant
+    )  # fmt: skip
     score = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
     if _is_compiling():
         result = _attention(None, (q, kv), DENSE, *score, *more)
@@ -506,6 +539,7 @@ def flash_attn_kvpacked_func(
     out="(total_q, nheads, head_dim_v)",
     lse="(nheads, total_q)",
     rows="(total_k, 1, nheads_k), with pages (num_pages, 1 or page_size, nheads_k)",
+    of_scores="(1 or nheads, total_q, max_seqlen_k)",
 )
 def flash_attn_varlen_func(
     q: Tensor,
@@ -529,6 +563,9 @@ def flash_attn_varlen_func(
     seqused_k: Tensor | None = None,
     leftpad_k: Tensor | None = None,
     sinks: Tensor | None = None,
+    mask: AttentionMask | Tensor | None = None,
+    attn_bias: Tensor | None = None,
+    rel_bias: Tensor | None = None,
     return_max_logit: bool = False,
     batch_invariant: bool = False,
     s_aux: Tensor | None = None,
@@ -583,25 +620,19 @@ def flash_attn_varlen_func(
         )  # fmt: skip
     more: tuple[Any, ...] = ()
     if not (
-        sinks is s_aux is learnable_sink is None
+        sinks is s_aux is learnable_sink is mask is attn_bias is rel_bias is None
         and return_max_logit is batch_invariant is False
         and lse_convention == "fa2"
         and quant is NO_QUANT
         and seqused_k is leftpad_k is qv is q_v is None
     ):
         more = _rare(
-            sinks,
-            s_aux,
-            learnable_sink,
-            lse_convention,
-            return_max_logit=return_max_logit,
-            batch_invariant=batch_invariant,
-            quant=quant,
-            seqused_k=seqused_k,
+            sinks, s_aux, learnable_sink, lse_convention, mask=mask, attn_bias=attn_bias, rel_bias=rel_bias,
+            return_max_logit=return_max_logit, batch_invariant=batch_invariant, quant=quant, seqused_k=seqused_k,
             leftpad_k=leftpad_k,
             qv=qv if q_v is None else arguments.one_of_names(("qv", "q_v"), (qv, q_v)),
             qv_name="q_v" if qv is None else "qv",
-        )
+        )  # fmt: skip
     score = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
     if seqused_q is not None or _is_compiling():
         sequences = Sequences(
@@ -615,7 +646,11 @@ def flash_attn_varlen_func(
     return result if lse_convention == "fa2" else _in_convention(result, lse_convention, return_attn_probs)
 
 
-@documented(out="(total, nheads, head_dim)", lse="(nheads, total)")
+@documented(
+    out="(total, nheads, head_dim)",
+    lse="(nheads, total)",
+    of_scores="(1 or nheads, total, max_seqlen)",
+)
 def flash_attn_varlen_qkvpacked_func(
     qkv: Tensor,
     cu_seqlens: Tensor,
@@ -630,6 +665,9 @@ def flash_attn_varlen_qkvpacked_func(
     return_attn_probs: bool = False,
     *,
     sinks: Tensor | None = None,
+    mask: AttentionMask | Tensor | None = None,
+    attn_bias: Tensor | None = None,
+    rel_bias: Tensor | None = None,
     return_max_logit: bool = False,
     batch_invariant: bool = False,
     s_aux: Tensor | None = None,
@@ -652,7 +690,9 @@ def flash_attn_varlen_qkvpacked_func(
 
     <result>
     """
-    more = _of_packed(sinks, s_aux, learnable_sink, lse_convention, return_max_logit, batch_invariant)
+    more = _of_packed(
+        sinks, s_aux, learnable_sink, lse_convention, mask, attn_bias, rel_bias, return_max_logit, batch_invariant
+    )  # fmt: skip
     score = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
     if _is_compiling():
         sequences = Sequences(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
@@ -662,7 +702,11 @@ def flash_attn_varlen_qkvpacked_func(
     return result if lse_convention == "fa2" else _in_convention(result, lse_convention, return_attn_probs)
 
 
-@documented(out="(total_q, nheads, head_dim)", lse="(nheads, total_q)")
+@documented(
+    out="(total_q, nheads, head_dim)",
+    lse="(nheads, total_q)",
+    of_scores="(1 or nheads, total_q, max_seqlen_k)",
+)
 def flash_attn_varlen_kvpacked_func(
     q: Tensor,
     kv: Tensor,
@@ -680,6 +724,9 @@ def flash_attn_varlen_kvpacked_func(
     return_attn_probs: bool = False,
     *,
     sinks: Tensor | None = None,
+    mask: AttentionMask | Tensor | None = None,
+    attn_bias: Tensor | None = None,
+    rel_bias: Tensor | None = None,
     return_max_logit: bool = False,
     batch_invariant: bool = False,
     s_aux: Tensor | None = None,
@@ -704,7 +751,9 @@ def flash_attn_varlen_kvpacked_func(
 
     <result>
     """
-    more = _of_packed(sinks, s_aux, learnable_sink, lse_convention, return_max_logit, batch_invariant)
+    more = _of_packed(
+        sinks, s_aux, learnable_sink, lse_convention, mask, attn_bias, rel_bias, return_max_logit, batch_invariant
+    )  # fmt: skip
     score = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
     if _is_compiling():
         sequences = Sequences(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)

@@ -1,6 +1,6 @@
-"""The public functions of inference: attention over a KV cache, combining partial results. No autograd of their own.
+"""The public functions of inference: attention over a KV cache, combining partial results. Without autograd.
 
-What holds for all attention functions (dtypes, heads, positions, masked rows): `flash_attn.flash_attn_interface`.
+Rules of all attention functions (dtypes, heads, positions, masked rows): `flash_attn.flash_attn_interface`.
 """
 
 from __future__ import annotations
@@ -64,10 +64,10 @@ def flash_attn_with_kvcache(
     cache that are not among the keys are never read; written are rows cache_seqlens[i] to cache_seqlens[i] + seqlen_new
     alone. The call does not wait for the GPU.
 
-    A sequence with cache_seqlens[i] = -1 is a padding request: nothing is read or written for it, its out is 0, its LSE
-    +inf, and its row of block_table may hold anything. On the GPU the same holds for a sequence that does not fit into
-    the cache or needs a page, cache row or rotary angle that does not exist; where the host sees that (an int, CPU
-    tensors), it is an error.
+    A sequence with cache_seqlens[i] = -1 is an inactive request: nothing is read or written for it, its out is 0, its
+    LSE +inf, and its row of block_table may hold anything. On the GPU the same holds for a sequence that does not
+    fit into the cache or needs a page, cache row or rotary angle that does not exist; where the host sees that (an
+    int, CPU tensors), it is an error.
 
     Arguments:
         q: (batch, seqlen_q, nheads, head_dim), float16 or bfloat16, on the CPU also float32 and float64. Head dims up
@@ -109,13 +109,13 @@ def flash_attn_with_kvcache(
             batch, seqlen_q, page size and num_splits: a decoded token equals the same token in a longer chunk.
         <lse_convention>
         <sinks>
-            A row without keys has out 0 and LSE the sink; a padding request has none.
+            A row without keys has out 0 and LSE the sink; an inactive request has none.
         q_descale: of float8_e4m3fn q, whose k_cache is float8_e4m3fn too: values are stored value * descale. A number,
             or float32 of one element, (nheads,) or (batch, nheads).
         k_descale: of an 8-bit k_cache: a number, or float32 on its device of one element, (nheads_k,),
             (batch, nheads_k), of each page or row (num_pages, 1 or page_size, nheads_k), without pages
-            (batch_cache, 1 or seqlen_cache, nheads_k). Where there is one for each row, those of the new rows, largest
-            value / 448 (int8: 127), are written; any other is what new rows are quantised by. None is 1.
+            (batch_cache, 1 or seqlen_cache, nheads_k). If each row has a descale, those of the new rows are
+            written: largest value / 448 (int8: 127). Otherwise new rows are quantised by the given one. None is 1.
         v_descale: the same of v_cache.
         v_descale_axis: None, "channel" for a v_descale of (nheads_k, head_dim) or (batch, nheads_k, head_dim), "row" or
             "page": what a v_descale by row or page is of.

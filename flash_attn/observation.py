@@ -1,7 +1,7 @@
-"""What looks on at the calls of a backend, while something does: a profiler, for which each call has a name with kernel
-family and shapes, and FLASH_ATTN_DEBUG=1, which has values checked that only the device knows.
+"""Observers of the calls of a backend: a profiler, for which each call has a name with kernel family and shapes, and
+FLASH_ATTN_DEBUG=1, which checks values on the device.
 
-`backends.of` asks for both and gives an observed backend then, so that other calls pay for these questions alone.
+`backends.of` returns an observed backend if there is one of them; other calls pay for this question alone.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""FLASH_ATTN_DEBUG=1: what only the device knows, read before a call and rejected with the argument's name.
+"""FLASH_ATTN_DEBUG=1: values on the device are read and checked before a call; errors name the argument.
 
-Without it a GPU leaves out what lies beyond a tensor, clamps lengths and lets NaN through, and nothing waits for it. A
-call that a CUDA graph captures is not checked: it may not read.
+Without it a GPU skips entries beyond a tensor, clamps lengths and lets NaN through, and the host does not wait. A call
+that a CUDA graph captures is not checked: it may not read.
 """
 
 from __future__ import annotations

@@ -284,9 +284,9 @@ def flash_attn_with_kvcache(
     """Exact attention of new queries over a KV cache, which first receives the new k and v in place. No backward.
 
     Keys of sequence i: cache_seqlens[i] cached ones, then the seqlen_new rows of k; seqlen_k is their sum. Other rows
-    of the cache are neither read nor written. A sequence with cache_seqlens[i] = -1 is a padding request: its out is 0,
-    its LSE -inf. The call does not wait for the GPU; there a sequence that does not fit into the cache, or needs a page
-    that does not exist, is such a request, which on the CPU is an error.
+    of the cache are neither read nor written. A sequence with cache_seqlens[i] = -1 is an inactive request: its out is
+    0, its LSE -inf. The call does not wait for the GPU; there a sequence that does not fit into the cache, or needs a
+    page that does not exist, is such a request, which on the CPU is an error.
 
     Arguments:
         q: (batch, seqlen_q, nheads, head_dim), or (total_q, nheads, head_dim) with cu_seqlens_q; float16, bfloat16 or
@@ -298,7 +298,7 @@ def flash_attn_with_kvcache(
         v: like k.
         qv: (batch, seqlen_q, nheads, head_dim_v), or packed like q, of q's dtype. Scores are then Q K^T + QV V^T, and
             the default softmax_scale 1 / sqrt(head_dim + head_dim_v). CPU tensors only.
-        cu_seqlens_k_new, rotary_seqlens: None: not served, tensors raise NotImplementedError.
+        cu_seqlens_k_new, rotary_seqlens: None: not supported, tensors raise NotImplementedError.
         rotary_cos: (seqlen_rotary, rotary_dim / 2). Rotates k, and q, by their positions before use: from
             cache_seqlens[i] onwards (all queries by cache_seqlens[i] if neither causal nor a window is asked).
         rotary_sin: like rotary_cos.
@@ -411,7 +411,7 @@ def get_scheduler_metadata(
 ) -> Tensor:
     """An empty int32 tensor on the device of cache_seqlens: nothing has to be scheduled before a call here.
 
-    Pass it as scheduler_metadata, or do not. What does plan: `flash_attn.KvCachePlan`.
+    Passing it as scheduler_metadata has no effect. `flash_attn.KvCachePlan` plans calls.
 
     The arguments are checked and have no other effect.
 

@@ -31,8 +31,8 @@ class Case:
     benchmarks: the call returns the largest logits too. ``head_dim_v`` 0 means that v has the head dim of q and k.
 
     ``cache``, in benchmarks: the keys lie in a KV cache. ``append`` of them are new, rotated and written by the call;
-    ``invariant`` asks for the batch-invariant mode. ``codes``: the cache has 8 bits, ``e4m3`` with a descale a tensor
-    or ``int8`` with one for each token and head; "": it has the dtype of q.
+    ``invariant`` asks for the batch-invariant mode. ``cache_dtype``: ``e4m3`` with a descale a tensor, ``int8`` with
+    one for each token and head, or "" for the dtype of q.
     """
 
     batch: int
@@ -54,7 +54,7 @@ class Case:
     seqlens: tuple[int, ...] = ()
     append: int = 0
     invariant: bool = False
-    codes: str = ""
+    cache_dtype: str = ""
     head_dim_v: int = 0
 
     @property
@@ -78,7 +78,7 @@ class Case:
         parts += [f"{len(self.seqlens)}seqs{sum(self.seqlens)}"] * (len(self.seqlens) > 0)
         parts += [f"append{self.append}"] * (self.append > 0)
         parts += ["invariant"] * self.invariant
-        parts += [self.codes] * bool(self.codes)
+        parts += [self.cache_dtype] * bool(self.cache_dtype)
         return "-".join(parts)
 
     @property
@@ -131,7 +131,7 @@ def bench_groups(dtype: str = "bfloat16") -> dict[str, list[Case]]:
             for causal in (False, True)
             for packed in (False, True)
         ],
-        # At head dim 128 every one; at others those with kernels of their own, and the layers of a model with windows.
+        # At head dim 128 every one; at others those with separate kernels, and the layers of a model with windows.
         "features": [
             *(
                 Case(2, 8192, 8192, 16, 16, 128, dtype, causal, **feature)
@@ -213,8 +213,8 @@ def cache_groups(dtype: str = "bfloat16") -> dict[str, list[Case]]:
         "decode_append": [case(n, page_size=p, append=1) for n in large for p in (0, 16)],
         "decode_invariant": [case(n, page_size=p, invariant=True) for n in CACHE_SIZES for p in (0, 16)],
         "decode_8bit": [
-            case(n, h, p, codes=codes)
-            for codes in ("e4m3", "int8") for h in CACHE_HEADS[:2] for n in CACHE_SIZES for p in (0, 16)
+            case(n, h, p, cache_dtype=stored)
+            for stored in ("e4m3", "int8") for h in CACHE_HEADS[:2] for n in CACHE_SIZES for p in (0, 16)
         ],
         "decode_features": [
             case((64, 2048), (32, 32), head_dim=64),

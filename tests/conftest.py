@@ -129,13 +129,23 @@ def device(request) -> str:
 
 
 @pytest.fixture
+def masked_device(device) -> str:
+    """The device, where its backend takes mask, attn_bias and rel_bias."""
+    from flash_attn.masks.arguments import DEVICES
+
+    if device not in DEVICES:
+        pytest.skip(f"the kernels of {device} take no mask, attn_bias and rel_bias yet")
+    return device
+
+
+@pytest.fixture
 def hopper(device):
     """The device, where the kernels are of two families; skips where there is one only."""
     import flash_attn
 
     capability = torch.cuda.get_device_capability()
     if capability != (9, 0):
-        pytest.skip(f"the wgmma family serves compute capability 9.0 only, this GPU has {capability}")
+        pytest.skip(f"the wgmma family supports compute capability 9.0 only, this GPU has {capability}")
     if "90" not in flash_attn.__build__["archs"]:
         pytest.skip(f"the wgmma family is not in this build, which has {flash_attn.__build__['archs']}")
     return device

@@ -1,6 +1,6 @@
-"""Problems over 8-bit caches: codes and descales in the layouts of kvcache_harness, and the check against float64.
+"""Problems over 8-bit caches: values and descales in the layouts of kvcache_harness, and the check against float64.
 
-What no query may see was NaN there, and is the code of NaN here.
+Keys that no query may see are NaN.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ SHAPES = {  # of descales, by (problem, device)
     "batch": lambda p, device: scale(device, p.q.shape[0], p.case.nheads_k),
     "page": lambda p, device: scale(device, p.k_cache.shape[0], 1, p.case.nheads_k),
     "token": lambda p, device: scale(device, *p.k_cache.shape[:3]),
-    # behind each row of codes, as some servers store them
+    # after each row of values, as some servers store them
     "inline": lambda p, device: scale(device, *p.k_cache.shape[:3], 5)[..., 4],
 }
 
 
-def codes_of(cache, stored):
-    """Codes of a cache in its layout: values times 30, the code of NaN, or of int8 the largest, where there is NaN."""
+def as_8_bit(cache, stored):
+    """An 8-bit cache in its layout: values times 30, rounded; NaN stays NaN, or the largest int8."""
     unseen = cache.isnan()
     values = (cache.float() * 30).nan_to_num(nan=0).round().clamp(-127, 127)
     elements = cache.untyped_storage().nbytes() // cache.element_size()
     storage = torch.full((elements,), 0x7F, dtype=torch.int8, device=cache.device).view(stored)
-    codes = storage.as_strided(cache.shape, cache.stride(), cache.storage_offset()).copy_(values)
-    codes.view(torch.int8)[unseen] = 0x7F
-    return codes
+    quantized = storage.as_strided(cache.shape, cache.stride(), cache.storage_offset()).copy_(values)
+    quantized.view(torch.int8)[unseen] = 0x7F
+    return quantized
 
 
 def eight_bit_problem(case, device, stored, shape):
-    """(problem with caches of codes, k_descale, v_descale): values of about 1."""
+    """(problem with 8-bit caches, k_descale, v_descale): values of about 1."""
     problem = make_problem(case, device)
     descales = [SHAPES[shape](problem, device) for _ in "kv"]
-    caches = [codes_of(cache, stored) for cache in (problem.k_cache, problem.v_cache)]
+    caches = [as_8_bit(cache, stored) for cache in (problem.k_cache, problem.v_cache)]
     return dataclasses.replace(problem, k_cache=caches[0], v_cache=caches[1]), *descales
 
 

@@ -46,7 +46,7 @@ def products_lse(q, k, scale):
 
 
 def lse_bound(device, max_logit):
-    """CUDA converts queries of codes to bf16 ahead of some kernels: products with descales are rounded.
+    """CUDA converts e4m3 queries to bf16 before some kernels: products with descales are rounded.
 
     That puts scores off by up to 2^-9 of their products' absolute values, which are taken as twice the largest score.
     """
@@ -63,7 +63,7 @@ def heads_first(descale, x):
 
 
 def dequantized(x, descale):
-    """code * descale in float64; x as it is where descale is None."""
+    """stored value * descale in float64; x as it is where descale is None."""
     return x.double() if descale is None else x.double() * heads_first(descale, x)
 
 
@@ -74,9 +74,9 @@ def of_query_heads(descale, heads):
     return descale.repeat_interleave(heads // descale.shape[-1], -1)
 
 
-def set_nan(codes, where):
-    """NaN codes at rows of e4m3, extreme ones of int8."""
-    codes.view(torch.uint8)[where] = NAN_CODE
+def set_nan(x, where):
+    """NaN at rows of an e4m3 tensor, the largest value of int8."""
+    x.view(torch.uint8)[where] = NAN_CODE
 
 
 def decode(function, device, *args, **options):

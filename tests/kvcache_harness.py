@@ -21,7 +21,7 @@ NO_PAGE = (-1, 10**6)
 
 @dataclass(frozen=True)
 class KvCase:
-    """One call. lengths: keys in the cache, -1 for a padding request; seqlen_new None: no new keys.
+    """One call. lengths: keys in the cache, -1 for an inactive request; seqlen_new None: no new keys.
 
     leftpad: unused rows at the start of each sequence, which count in lengths. page_size 0: no pages. layout: how the
     cache lies in memory, see `allocate`, or "latent": values, then keys in one row. rotary_dim 0: no rotation.
@@ -77,7 +77,7 @@ class KvProblem:
     qv: torch.Tensor | None = None
 
     def clone(self) -> KvProblem:
-        """The same problem with caches of its own, in the same layout."""
+        """The same problem with new caches, in the same layout."""
         return dataclasses.replace(self, k_cache=clone_view(self.k_cache), v_cache=clone_view(self.v_cache))
 
 
@@ -254,7 +254,7 @@ def check_append(problem: KvProblem, before: KvProblem, takes_part=None):
             put_rows(problem, restored, i, n, get_rows(before, getattr(before, name), i, n, n + case.new))
         old = getattr(before, name)
         same = torch.equal(storage_bits(restored), storage_bits(old))
-        assert same, f"{name}: written beside the new rows"
+        assert same, f"{name}: written outside the new rows"
 
 
 def storage_bits(x: torch.Tensor) -> torch.Tensor:
@@ -270,7 +270,7 @@ def check_attention(problem: KvProblem, out, lse, takes_part=None):
     slack = 1e-10 if out.dtype == torch.float64 else 1e-5
     for i, n in enumerate(case.lengths):
         if n < 0 or (takes_part is not None and not takes_part[i]):
-            assert (out[i] == 0).all() and (lse[i] == math.inf).all(), f"sequence {i} takes no part"
+            assert (out[i] == 0).all() and (lse[i] == math.inf).all(), f"sequence {i} is an inactive request"
             continue
         first = min(case.leftpad[i], n + case.new) if case.leftpad else 0
         keys, values = (get_rows(problem, x, i, first, n + case.new) for x in (problem.k_cache, problem.v_cache))

@@ -42,7 +42,7 @@ class Batch(NamedTuple):
 
 
 def make_batch(device, head_dim_v=HEAD_DIM, unused=3):
-    """Pages in random places, NaN wherever no key stands; `unused` rows of q at the end belong to no sequence."""
+    """Pages in random places, NaN wherever there is no key; `unused` rows of q at the end belong to no sequence."""
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     pages = [-(-n // PAGE) for n in LENGTHS_K]
     places = torch.randperm(sum(pages) + 4, device=device, dtype=torch.int32)
@@ -72,16 +72,16 @@ def make_8_bit_batch(device, wide_queries=False, v_descale=(0.0625, 0.5)):
         "v_descale": torch.tensor(v_descale, device=device).expand(each),
     }
     by_head = {"q": 0.25, "k": 0.125, "v": descales["v_descale"][0].cpu().double().unsqueeze(-1)}
-    codes, values = {}, {}
+    quantized, values = {}, {}
     for name in by_head:
         x = getattr(batch, name)
         if name == "q" and wide_queries:
             values["q"] = x.cpu().double()
             continue
-        codes[name] = (x.cpu().double() / by_head[name]).to(torch.float8_e4m3fn).to(device)
-        values[name] = codes[name].cpu().double() * by_head[name]
+        quantized[name] = (x.cpu().double() / by_head[name]).to(torch.float8_e4m3fn).to(device)
+        values[name] = quantized[name].cpu().double() * by_head[name]
     on_cpu = batch._replace(**values, table=batch.table.cpu(), cu_q=batch.cu_q.cpu(), lengths=batch.lengths.cpu())
-    return batch._replace(**codes), descales, on_cpu
+    return batch._replace(**quantized), descales, on_cpu
 
 
 def install_plugin(folder, group, function):

@@ -65,7 +65,7 @@ def link_command(torch: TargetTorch, archive: Path, run_paths: list[str]) -> lis
         str(archive),
         *map(str, libraries),
         str(torch.cudart),
-        # Some toolchains have no libstdc++.so beside the compiler and would link a second, static copy into the module.
+        # Some toolchains have no libstdc++.so at the compiler and would link a second, static copy into the module.
         *([str(torch.libstdcxx)] if torch.libstdcxx else []),
         *(f"-Wl,-rpath,{path}" for path in run_paths),
         "-o",
@@ -74,7 +74,7 @@ def link_command(torch: TargetTorch, archive: Path, run_paths: list[str]) -> lis
 
 
 def run_paths(torch: TargetTorch) -> list[str]:
-    """Where the module finds torch's libraries: beside itself in site-packages, and nowhere else. A path of the
+    """Where the module finds torch's libraries: next to itself in site-packages, and nowhere else. A path of the
     building machine would travel with the wheel, and whoever owns that path elsewhere would own the module. Outside of
     torch's site-packages (an editable install) the libraries are those that `import torch` has loaded before."""
     found = ["$ORIGIN/torch/lib"]

@@ -82,7 +82,7 @@ def missing_names(name, called=False):
 
 
 def span_problems(span, document):
-    """What a code span names and the tree does not have; `a_{b,c}` stands for two."""
+    """What a code span names and the tree does not have; `a_{b,c}` is two names."""
     alternatives = re.fullmatch(r"(.*)\{([\w,]+)\}(.*)", span)
     if alternatives:
         before, names, after = alternatives.groups()

@@ -1,4 +1,4 @@
-"""compile_commands.json for clangd and other tools, beside each build and, by `make compile_commands`, at the root.
+"""compile_commands.json for clangd and other tools, in each build folder and, by `make compile_commands`, at the root.
 
 The root's file holds every source once, with the flags of the build that ninja was last run for.
 """
@@ -16,7 +16,7 @@ NAME = "compile_commands.json"
 
 
 def compiler_arguments(entry: dict) -> list[str]:
-    """The compiler's own command line: tools know none that stands behind a wrapper's `--`."""
+    """The compiler's own command line: tools do not look after a wrapper's `--`."""
     words = shlex.split(entry["command"])
     if "--" not in words:
         return words
@@ -26,7 +26,7 @@ def compiler_arguments(entry: dict) -> list[str]:
 def write_compile_commands(ninja: list[str], folder: Path) -> None:
     """Write what `folder`/build.ninja compiles to `folder`/compile_commands.json. ninja: its command."""
     listing = subprocess.run([*ninja, "-C", str(folder), "-t", "compdb"], capture_output=True, text=True, check=True)
-    text = listing.stdout[listing.stdout.index("[") :]  # "ninja: Entering directory" stands before it
+    text = listing.stdout[listing.stdout.index("[") :]  # "ninja: Entering directory" is before it
     entries = [
         {"directory": entry["directory"], "file": entry["file"], "arguments": compiler_arguments(entry)}
         for entry in json.loads(text)

@@ -5,9 +5,9 @@
 #
 # Needs Python with torch, pytest, pytest-xdist, einops and setuptools. Installs the package into a temporary folder:
 # with FLASH_ATTN_KERNEL_ARCHIVE set only the binding is compiled. Every stage has its own time limit (seconds, by
-# INSTALL_LIMIT, TESTS_LIMIT, BENCH_LIMIT, DEMO_LIMIT; the sanitizer's tools, each a stage of its own, by
+# INSTALL_LIMIT, TESTS_LIMIT, BENCH_LIMIT, DEMO_LIMIT; the sanitizer's tools, each a separate stage, by
 # MEMCHECK_LIMIT, RACECHECK_LIMIT, INITCHECK_LIMIT, SYNCCHECK_LIMIT, else SANITIZE_LIMIT); SANITIZE_TOOLS names the
-# tools to run, each as SANITIZE_SHARDS (2) processes side by side. A failing stage does not stop the next one. The
+# tools to run, each as SANITIZE_SHARDS (2) concurrent processes. A failing stage does not stop the next one. The
 # last lines are a table of stages; the exit status is the number of stages that did not pass.
 set -u
 

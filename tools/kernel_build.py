@@ -187,7 +187,7 @@ def summary(results: list[dict], files: int, wall: float, cpu: float, archive: P
 
 
 def build_kernels(build: KernelBuild, toolkit: CudaToolkit, site_dirs: list[str]) -> dict:
-    """Build the archive. Returns its build info; also writes build_report.json beside it."""
+    """Build the archive. Returns its build info; also writes build_report.json next to it."""
     check_archs(toolkit, build.archs)
     with alone_in(build.out_dir):
         return build_alone(build, toolkit, site_dirs)

@@ -44,7 +44,7 @@ class KernelFile:
 
     @property
     def parameters(self) -> str:
-        """What the function takes ahead of the stream."""
+        """The parameters of the function before the stream."""
         shares = self.direction == "fwd" and self.family == "sm90"
         params = "Flash_fwd_split_params" if shares else f"Flash_{PARAMETERS[self.direction]}_params"
         plan = f", const plan::{PLANS[self.direction]}&" if self.direction in PLANS else ""
@@ -130,7 +130,7 @@ def build_info(selected: list[KernelFile], archs: list[str], cuda: str) -> dict:
 
 
 def own_includes(path: Path, source_dir: Path) -> list[Path]:
-    """The files of `source_dir` that `path` includes, as the compiler finds them: beside it, in source_dir."""
+    """The files of `source_dir` that `path` includes, as the compiler finds them: next to it, in source_dir."""
     found = []
     for name in INCLUDE.findall(path.read_text(encoding="utf-8")):
         places = (folder / name for folder in (path.parent, source_dir))

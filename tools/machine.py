@@ -77,7 +77,7 @@ def commit_of(root: Path) -> str:
             return None
         return result.stdout.strip() if result.returncode == 0 else None
 
-    if not (root / ".git").exists():  # an unpacked archive inside someone else's checkout has no commit of its own
+    if not (root / ".git").exists():  # an unpacked archive inside someone else's checkout has no commit
         return "unknown"
     commit = git("rev-parse", "--short=12", "HEAD")
     if commit is None:

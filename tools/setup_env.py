@@ -70,7 +70,7 @@ def make_venv() -> None:
     own = facts(sys.executable)
     borrow = own["versions"]["torch"] is not None
     print(f"making {OUR_VENV.name}" + (f", with the packages of {sys.executable}" if borrow else ""), flush=True)
-    # pip comes with the borrowed packages: Debian's python3 cannot install it without a package of its own
+    # pip comes with the borrowed packages: Debian's python3 cannot install it without a separate package
     command = [sys.executable, "-m", "venv", *(["--without-pip"] if borrow else []), str(OUR_VENV)]
     result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
     if result.returncode != 0:

@@ -3,7 +3,7 @@
 torch is no build requirement: an isolated build would then compile against another torch than the one it runs with.
 So the build asks the target environment's interpreter. Under pip that is this interpreter without pip's overlay;
 other front ends run the build in a temporary environment, and the target is the active one (VIRTUAL_ENV, CONDA_PREFIX,
-PATH), or the checkout's .venv. FLASH_ATTN_PYTHON names the target where none of these does.
+PATH), or the checkout's .venv. FLASH_ATTN_PYTHON names the target otherwise.
 """
 
 from __future__ import annotations

@@ -105,7 +105,7 @@ def nvcc_install(cuda: str) -> str:
 
 
 def describe_toolkit(nvcc: Path) -> CudaToolkit:
-    """Version and root of `nvcc`. The root is asked of nvcc itself: what stands on PATH may be a link or a wrapper."""
+    """Version and root of `nvcc`. The root is asked of nvcc itself: the nvcc on PATH may be a link or a wrapper."""
     version = subprocess.run([str(nvcc), "--version"], capture_output=True, text=True, check=False)
     release = re.search(r"release (\d+\.\d+), V([\d.]+)", version.stdout)
     if version.returncode != 0 or release is None:

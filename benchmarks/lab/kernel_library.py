@@ -4,10 +4,9 @@
     from sm80_designs import default_design
     forward(default_design(64), q, k, v, out, causal=True)
 
-Libraries lie in build/lab/kernels by the hash of design, sources and compiler. Needs nvcc and the CUTLASS headers, or
-what kernel_archive.py made elsewhere, in the folder that FLASH_ATTN_LAB_KERNELS names. A design says what is in a
-kernel: header() and overlay() its headers, launcher and more_sources its files, entry a part of the kernel's name where
-the library has others, mma_per_step what the inner loop is found by (0: it is not counted).
+Libraries lie in build/lab/kernels by the hash of design, sources and compiler. Needs nvcc and the CUTLASS headers. A
+design says what is in a kernel: header() and overlay() its headers, launcher and more_sources its files, entry a part
+of the kernel's name where the library has others, mma_per_step what the inner loop is found by (0: it is not counted).
 """
 
 from __future__ import annotations
@@ -39,8 +38,6 @@ from toolchain import find_cutlass, find_toolkit
 CSRC = ROOT / "csrc" / "flash_attn"
 KERNELS = ROOT / "build" / "lab" / "kernels"
 ARCH = "90"
-PREBUILT = "FLASH_ATTN_LAB_KERNELS"  # the environment variable
-INDEX = "index.json"
 COUNTED = ("HMMA", "HGMMA", "LDSM", "MUFU", "LDGSTS", "LDG", "STS", "SHFL")  # instructions of a loop
 DTYPE_NAMES = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}
 
@@ -82,16 +79,6 @@ def cache_key(design, arch, compiler, sources):
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:12]
 
 
-def source_key(design):
-    """What a design is built from, whatever compiles it."""
-    return cache_key(design, ARCH, "", sources_digest(design.launcher, *design.more_sources))
-
-
-def library_file(folder, design):
-    """Where a design's library lies among those that were built elsewhere."""
-    return Path(folder, f"{source_key(design)}.so")
-
-
 def by_library(designs, library):
     """{library: the designs that are launches of its one kernel}."""
     found = {}
@@ -113,42 +100,6 @@ def inner_loop(text, opcode, at_least):
         return None
     counts = {name: best.count(name) for name in COUNTED if name in best}
     return {"all": len(best), **counts}
-
-
-class Prebuilt:
-    """The libraries of a folder in place of a compiler."""
-
-    def __init__(self, folder):
-        self.folder = Path(folder)
-        index = json.loads((self.folder / INDEX).read_text(encoding="utf-8"))
-        self.versions, self.kernels = index["versions"], index["kernels"]
-
-    def library(self, design):
-        self.compile(design)
-        return library_file(self.folder, design)
-
-    def compile(self, design):
-        """What the index says of a design; BuildError if it has none."""
-        check(design)
-        if source_key(design) not in self.kernels:
-            raise BuildError("not among the built kernels, or built from other sources")
-        return self.kernels[source_key(design)]
-
-    def compile_all(self, designs, progress, jobs=None):
-        """{design: facts} of those that are there; `progress` hears of the others."""
-        found = {}
-        for design in dict.fromkeys(designs):
-            try:
-                found[design] = self.compile(design)
-            except (BuildError, ValueError) as error:
-                progress(f"LEFT OUT: {design.name}: {error}")
-        return found
-
-
-def make_compiler():
-    """Prebuilt where the environment names a folder of libraries, else nvcc."""
-    folder = os.environ.get(PREBUILT)
-    return Prebuilt(folder) if folder else Compiler()
 
 
 def run_compiler(command):
@@ -257,7 +208,7 @@ class Compiler:
 
 @functools.lru_cache(None)
 def compiler():
-    return make_compiler()
+    return Compiler()
 
 
 @functools.lru_cache(None)

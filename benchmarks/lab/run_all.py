@@ -6,26 +6,18 @@ python benchmarks/lab/run_all.py --all                  all that pages read and 
 python benchmarks/lab/run_all.py --all --small          the same in miniature on a CPU: tells whether they run
 python benchmarks/report.py --publish build/lab/run     takes the results into benchmarks/results and the documents
 
-One run in several sittings, its kernels compiled where there is no GPU:
-python benchmarks/lab/run_all.py --all --build-only     writes build/lab/kernels.tar.xz
-python benchmarks/lab/run_all.py --all --resume --within 480 --kernels build/lab/kernels.tar.xz
-...                                                     again, until nothing is left for another sitting: --resume
-                                                        skips what --out (build/lab/run) holds
-
-The seconds of the list are those for which the GPU is held: starting Python, compiling there, measuring.
+The seconds of the list: starting Python, compiling Triton's kernels, measuring.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shlex
 import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,22 +26,16 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]  # absent under PYTHONSAFEPATH
 
 from results import ROOT
-from resumable import under_way
 
 OUT = ROOT / "build" / "lab" / "run"
-ARCHIVE = ROOT / "build" / "lab" / "kernels.tar.xz"
-PREBUILT = "FLASH_ATTN_LAB_KERNELS"  # as kernel_library.py, which needs more than this program
-STATE = "state.json"  # in the folder of results: {experiment: how it ended}
 START_SECONDS = 12  # Python, torch, the GPU's context, clocks
-GRACE_SECONDS = 15  # of --within, to write what there is
-MOST_TRIES = 6  # of a program whose kernels may hang: each try leaves one out
-CPU_SECONDS = 900
+LIMIT_SECONDS = 1800  # of one experiment
 
 
 @dataclass(frozen=True)
 class Experiment:
     """command: in the repository's root, with {python}, {out} (the folder of results) and {result} (NAME.json in it).
-    seconds: of its measurement, without what it compiles on the machine of the GPU (compiles). written: what the
+    seconds: of its measurement, without what it compiles (compiles). written: what the
     program itself calls its result, where it has no choice. page: what quotes the result. small: what --small adds."""
 
     name: str
@@ -171,88 +157,34 @@ def call(command, environment, seconds):
         raise
 
 
-class Sitting:
-    """A run of experiments into one folder. within: seconds that it may take; small: on a CPU."""
+def attempt(experiment, out, small):
+    """Why it failed, or None."""
+    command = experiment.words(out) + (shlex.split(experiment.small) if small else [])
+    environment = {"PYTHON": sys.executable, **os.environ, **dict(experiment.environment)}
+    path = experiment.path(out)
+    path.unlink(missing_ok=True)
+    code = call(command, environment, LIMIT_SECONDS)
+    if code is None:
+        return f"not finished after {LIMIT_SECONDS:.0f} s"
+    if experiment.written and (out / experiment.written).is_file():
+        shutil.copyfile(out / experiment.written, path)
+    return f"exit status {code}" if code else None if path.is_file() else f"{path} was not written"
 
-    def __init__(self, out, within=None, small=False):
-        self.out, self.small = out, small
-        self.started, self.within = time.monotonic(), within
-        out.mkdir(parents=True, exist_ok=True)
-        path = out / STATE
-        self.state = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
-    def left(self):
-        return float("inf") if self.within is None else self.within - (time.monotonic() - self.started)
-
-    def is_done(self, experiment):
-        ended = self.state.get(experiment.name, {})
-        return ended.get("good", False) and experiment.path(self.out).is_file()
-
-    def attempt(self, experiment):
-        """Why it failed, or None. A program that a hanging kernel ended is run again, and leaves that kernel out."""
-        command = experiment.words(self.out) + (shlex.split(experiment.small) if self.small else [])
-        environment = {**os.environ, **dict(experiment.environment)}
-        environment.setdefault("PYTHON", sys.executable)
-        path = experiment.path(self.out)
-        reason = None
-        for _ in range(MOST_TRIES):
-            limit = min(max(1.0, self.left() - GRACE_SECONDS), CPU_SECONDS)
-            code = call(command, environment, limit)
-            if code is None:
-                under_way(path).unlink(missing_ok=True)  # the time was up, no kernel hung
-                reason = f"not finished after {limit:.0f} s"
-                break
-            reason = f"exit status {code}" if code else None
-            if not code or not under_way(path).is_file():
-                break
-        if experiment.written and (self.out / experiment.written).is_file():
-            shutil.copyfile(self.out / experiment.written, path)
-        return reason or (None if path.is_file() else f"{path} was not written")
-
-    def run(self, experiment):
-        """Runs one and keeps how it ended; returns whether it was good."""
-        print(f"== {experiment.name}: {command_line(experiment, self.out)}", flush=True)
+def run(experiments, out, small=False):
+    """Runs them in turn, also after a failure, whose result is deleted; returns the exit status."""
+    out.mkdir(parents=True, exist_ok=True)
+    good = True
+    for experiment in experiments:
+        print(f"== {experiment.name}: {command_line(experiment, out)}", flush=True)
         start = time.monotonic()
-        reason = self.attempt(experiment)
-        seconds = round(time.monotonic() - start, 1)
-        self.state[experiment.name] = {"good": reason is None, "reason": reason, "seconds": seconds}
-        (self.out / STATE).write_text(json.dumps(self.state, indent=1) + "\n", encoding="utf-8")
-        told = f"FAILED, {reason}" if reason else str(experiment.path(self.out))
+        reason = attempt(experiment, out, small)
+        if reason:
+            experiment.path(out).unlink(missing_ok=True)
+            good = False
+        seconds, told = time.monotonic() - start, f"FAILED, {reason}" if reason else str(experiment.path(out))
         print(f"== {experiment.name}: {told} ({seconds:.0f} s, {experiment.total_seconds} planned)", flush=True)
-        return reason is None
-
-    def run_all(self, experiments, resume=False):
-        """Runs them in turn, also after a failure, as far as the time goes; returns whether all were good."""
-        good, waiting = True, []
-        for experiment in experiments:
-            if resume and self.is_done(experiment):
-                print(f"== {experiment.name}: measured already", flush=True)
-            elif self.left() < experiment.total_seconds + GRACE_SECONDS and not self.small:
-                waiting.append(experiment.name)
-            else:
-                good &= self.run(experiment)
-        if waiting:
-            print(f"== for another sitting: {' '.join(waiting)}", flush=True)
-        return good
-
-
-def run(experiments, options):
-    """Runs them with the kernels of --kernels, if given; returns the exit status."""
-    sitting = Sitting(options.out.resolve(), options.within, options.small)
-    with tempfile.TemporaryDirectory() as folder:
-        if options.kernels:
-            import kernel_archive
-
-            kernel_archive.unpack(options.kernels, folder)
-            os.environ[PREBUILT] = folder
-        return 0 if sitting.run_all(experiments, options.resume) else 1
-
-
-def build(experiments, options):
-    import kernel_archive
-
-    names = [experiment.name for experiment in experiments]
-    return 0 if kernel_archive.build(names, options.kernels or ARCHIVE, jobs=options.jobs) else 1
+    return 0 if good else 1
 
 
 def parse(arguments):
@@ -261,11 +193,6 @@ def parse(arguments):
     parser.add_argument("--all", action="store_true", help="what pages read and one GPU measures")
     parser.add_argument("--small", action="store_true", help="in miniature on a CPU, those that can")
     parser.add_argument("--out", type=Path, default=OUT, help="folder of the results (build/lab/run)")
-    parser.add_argument("--resume", action="store_true", help="skip what --out holds already")
-    parser.add_argument("--within", type=float, metavar="SECONDS", help="start nothing that would take longer")
-    parser.add_argument("--build-only", action="store_true", help="compile the kernels into --kernels; needs no GPU")
-    parser.add_argument("--kernels", type=Path, metavar="FILE.tar.xz", help="compiled kernels, of --build-only")
-    parser.add_argument("--jobs", type=int, help="compilers at a time; default: what cores and memory carry")
     options = parser.parse_args(arguments)
     unknown = [name for name in options.names if name not in by_name()]
     if unknown or (options.all and options.names):
@@ -279,12 +206,9 @@ def main(arguments=None):
     chosen = of_one_gpu() if options.all else [by_name()[name] for name in options.names]
     if options.small:
         chosen = [experiment for experiment in chosen if experiment.small]
-    if not chosen:
-        print("\n".join(listing()))
-    elif options.build_only:
-        return build(chosen, options)
-    else:
-        return run(chosen, options)
+    if chosen:
+        return run(chosen, options.out.resolve(), options.small)
+    print("\n".join(listing()))
     return 0
 
 

@@ -3,7 +3,7 @@
 The sources are the shipped ones. Two headers are replaced by copies of themselves in which the functions that look up
 the tile and the policy row return this design's first (`overlay()`); the scheduler and the rescale threshold are chosen
 at the launch. Not to be had this way, because the mainloop is written around it: loads without TMA, kernels without a
-producer warpgroup, S = Q K^T behind P V of the block before.
+producer warpgroup, S = Q K^T after P V of the previous block.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ def tile_entries(base, others, kernel=""):
     ]
 
 
-# The same -> changes beside COMMON and other tiles
+# The same -> changes in addition to COMMON, and other tiles
 KERNELS = {
     (64, "kPlain", ("full", "causal")): [
         AFTER_PV,

@@ -9,12 +9,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
+import json
 import platform
 from pathlib import Path
 
-from kernel_library import BuildError, backward, forward, make_compiler, source_key
+from kernel_library import BuildError, Compiler, backward, forward
 from results import ROOT, load
-from resumable import Ended, Progress, say
 
 CHECKED = ((1, 1), (200, 200), (577, 577), (70, 333))  # (seqlen_q, seqlen_k)
 DEVICE = "cuda"  # the CPU in a dry run
@@ -22,9 +22,8 @@ TORCH_DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 BACKWARD_FLOPS = 2.5  # times the forward's
 
 
-def identity(design):
-    """A design in a word; names alone do not tell all apart."""
-    return "-".join([design.name, source_key(design), *map(str, design.options)])
+def say(line):
+    print(line, flush=True)
 
 
 def is_backward(design):
@@ -83,17 +82,11 @@ def refusal(design):
     return None
 
 
-def failures(designs, compiled, progress):
+def failures(designs, compiled):
     """{design: why it is not timed}."""
     failed = {}
     for design in dict.fromkeys(designs):
-        reason = "does not compile"
-        if design in compiled:
-            try:
-                with progress.watched(f"checking {identity(design)}"):
-                    reason = refusal(design)
-            except Ended as error:
-                reason = str(error)
+        reason = refusal(design) if design in compiled else "does not compile"
         if reason is not None:
             failed[design] = reason
             say(f"LEFT OUT: {design.name}: {reason}")
@@ -137,22 +130,21 @@ def time_cell(timer, designs, case, budget):
     return {design: summarize(values)["median"] for design, values in samples.items()}
 
 
-def measure(title, entries, compiled, seqlens, timer, budget, progress):
+def measure(entries, compiled, seqlens, timer, budget):
     """One group as plain data."""
     from shared import bench_cells
 
     designs = list(dict.fromkeys(entry.design for entry in entries))
-    failed, flops, times = failures(designs, compiled, progress), {}, {}
+    failed, flops, times = failures(designs, compiled), {}, {}
     for case in bench_cells((designs[0].head_dim,)):
         mask = "causal" if case.causal else "full"
         good = [design for design in designs if design not in failed and mask in design.masks]
         if case.seqlen_q not in seqlens or not good:
             continue
         cell = f"{mask} {case.seqlen_q}"
-        with contextlib.suppress(Ended), progress.watched(f"timing {len(good)} kernels, {title}, {cell}"):
-            for design, ms in time_cell(timer, good, case, budget).items():
-                times.setdefault(design, {})[cell] = ms
-            flops[cell] = case.flops * (BACKWARD_FLOPS if is_backward(good[0]) else 1.0)
+        for design, ms in time_cell(timer, good, case, budget).items():
+            times.setdefault(design, {})[cell] = ms
+        flops[cell] = case.flops * (BACKWARD_FLOPS if is_backward(good[0]) else 1.0)
     rows = [
         {"kind": e.kind, "label": e.label, "line": e.design.table_line, "facts": compiled.get(e.design),
          "ms": times.get(e.design, {}), "failed": failed.get(e.design)}
@@ -189,8 +181,8 @@ def without(groups, left_out):
 
 
 def run(options, groups, seqlens, store, report):
-    """Measures {title: [Entry]}. store(result, title, found): keeps a group's result, or returns whether it is there
-    where found is None; report(result): the text that is printed."""
+    """Measures {title: [Entry]}. store(result, title, found): adds a group to the result; report(result): the text that
+    is printed."""
     if options.from_json:
         say(report(load(options.from_json)))
         return
@@ -198,7 +190,7 @@ def run(options, groups, seqlens, store, report):
     if options.list:
         say("\n".join(f"{title}: {e.kind}: {e.label}: {e.design.name}" for title, es in todo.items() for e in es))
         return
-    compiler = make_compiler()
+    compiler = Compiler()
     compiled = compiler.compile_all([e.design for entries in todo.values() for e in entries], say, options.jobs)
     if options.compile_only:
         return
@@ -209,11 +201,10 @@ def run(options, groups, seqlens, store, report):
     timer = CudaTimer(torch.device(DEVICE))
     budget = Budget(min_rounds=8, min_ms=options.min_ms, warmup_ms=3.0)
     versions = {**compiler.versions, "torch": torch.__version__, "python": platform.python_version()}
-    progress = Progress(options.out, describe_run(torch.device(DEVICE), versions), {"seqlens": seqlens})
+    result = {**describe_run(torch.device(DEVICE), versions), "seqlens": seqlens}
+    options.out.parent.mkdir(parents=True, exist_ok=True)
     for title, entries in todo.items():
-        if not store(progress.result, title, None):
-            found = measure(title, entries, compiled, seqlens, timer, budget, progress)
-            store(progress.result, title, found)
-            progress.write()
-    progress.finish()
-    say("\n" + report(progress.result))
+        say(title)
+        store(result, title, measure(entries, compiled, seqlens, timer, budget))
+        options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    say("\n" + report(result))

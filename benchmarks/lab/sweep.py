@@ -1,9 +1,9 @@
 """Other tiles of the kernels in use: `python benchmarks/lab/sweep.py --out sweep.json`.
 
 Both forwards and both backwards, every head dim in bf16 and one in fp16; the tiles are data, tile_designs.py. Compiles
-what is missing on all cores, compares each kernel with float64 attention, times those of a group in turns, and writes
-the JSON after each group; then prints the tables and, where another tile won, its line for
-csrc/flash_attn/plan/tiles.h. Needs the same as ablate.py.
+what is missing on all cores, compares each kernel with float64 attention, times those of a group in turns, writes the
+JSON and prints the tables and, where another tile won, its line for csrc/flash_attn/plan/tiles.h. Needs the same as
+ablate.py.
 """
 
 from __future__ import annotations
@@ -28,11 +28,8 @@ def sizes(group):
 
 
 def store(groups, result, title, found):
-    """Keeps the result of a group of {title: Group}."""
-    rows, own = result.setdefault("groups", []), sizes(groups[title])
-    if found is not None:
-        rows.append({**own, **found})
-    return any({key: row[key] for key in own} == own for row in rows)
+    """Adds the result of a group of {title: Group}."""
+    result.setdefault("groups", []).append({**sizes(groups[title]), **found})
 
 
 def main(argv=None):

@@ -18,7 +18,7 @@ SOFTMAX_D = CSRC / "kernels" / "auxiliary" / "bwd_preprocess.cu"
 
 @dataclass(frozen=True)
 class Table:
-    """A table of plan/tiles.h: its struct, the function that looks a row up, and the columns behind the head dim."""
+    """A table of plan/tiles.h: its struct, the function that looks a row up, and the columns after the head dim."""
 
     struct: str
     lookup: str

@@ -66,7 +66,7 @@ def keys_of_tile(tile, seqlen_q, seqlen_k, CAUSAL: tl.constexpr, BLOCK_M: tl.con
 
 
 def describable(tensor):
-    """Whether a TMA descriptor can hold the tensor: 16-byte aligned base and strides, none of them 0, contiguous last
+    """Whether a TMA descriptor can hold the tensor: 16-byte aligned base and strides, no stride 0, contiguous last
     dimension."""
     strides = tensor.stride()
     aligned = all(stride > 0 and stride * tensor.element_size() % 16 == 0 for stride in strides[:-1])

@@ -161,7 +161,7 @@ struct CallGuard {
   py::gil_scoped_release release;
 };
 
-// Sets what was given by name, in the records that have it. Under the GIL.
+// Sets each keyword argument in the record that has it. Under the GIL.
 template <class... Options>
 void set_named(const py::kwargs& named, Options&... options) {
   for (const auto& [key, given] : named) {

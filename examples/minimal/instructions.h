@@ -1,4 +1,4 @@
-// The PTX instructions that the kernels of this folder use, each behind a function. The test suite runs the kernels on
+// The PTX instructions that the kernels of this folder use, each in a function. The test suite runs the kernels on
 // a CPU and brings its own versions (tests/cpp/emulated_cuda.h).
 //
 // Notation: lane = 4 g + t. A warp's 16 x 8 accumulator lies in its lanes so that lane (g, t) holds rows g and g + 8,

@@ -4,7 +4,7 @@
 // of a matrix are (lane = 4 g + t).
 #include "instructions.h"
 
-// Layouts of a shared tile: the distance of its rows, and where element (row, col) stands. Eight rows of an 8 x 8
+// Layouts of a shared tile: the distance of its rows, and where element (row, col) is. Eight rows of an 8 x 8
 // matrix are read at once, 16 bytes each: without conflicts if they fall on eight different groups of four banks.
 template <int kHeadDim>
 struct RowMajor {  // all eight on one group where rows are 128 bytes apart, or a multiple of them
@@ -103,7 +103,7 @@ __device__ void load_tile(bf16* tile, const bf16* head, int64_t row_stride, int 
 }
 
 // The work of one warp on one tile of keys: S = Q K^T, mask, softmax, out += P V. Each fragment of K and V that is read
-// from shared memory serves all bands of the warp.
+// from shared memory is used by all bands of the warp.
 template <class T>
 __device__ void process_tile(Band<T> (&bands)[T::kBands], const Problem& p, const bf16* k_tile, const bf16* v_tile,
                              int block_row, int warp_row, int first_key) {

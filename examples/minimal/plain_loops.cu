@@ -1,5 +1,5 @@
 // Rung 1, the algorithm without the hardware: out = softmax(Q K^T / sqrt(d)) V as loops over single numbers. One thread
-// block owns 64 query rows of one head, two threads a row. S and then P, 64 x 64 of them, stand in shared memory, where
+// block owns 64 query rows of one head, two threads a row. S and then P, 64 x 64 of them, are in shared memory, where
 // both threads of a row see them; the seqlen x seqlen scores exist nowhere.
 #include "instructions.h"
 

@@ -5,20 +5,16 @@
 #
 # Where flash_attn is installed for PYTHON (default python3), the library's kernels are timed too and added to the JSON.
 # ARCH: what nvcc compiles for (default: native). KNOBS: more for nvcc, like "-DRUNG=4 -DHEAD_DIM=128" (rungs.h).
-# BUILD_ONLY=1: stop after compiling. FLASH_ATTN_LAB_KERNELS: a folder of benchmarks/lab/kernel_archive.py, which has the program.
+# BUILD_ONLY=1: stop after compiling.
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 out=${1:-$here/../../build/minimal}
 mkdir -p "$out"
 
-if [ -n "${FLASH_ATTN_LAB_KERNELS:-}" ]; then
-  cp "$FLASH_ATTN_LAB_KERNELS/minimal"/* "$out/"
-else
-  nvcc=${CUDA_HOME:+$CUDA_HOME/bin/}nvcc
-  read -ra knobs <<<"${KNOBS:-}"
-  "$nvcc" -std=c++17 -O3 --use_fast_math -arch="${ARCH:-native}" "${knobs[@]}" "$here/main.cu" -o "$out/minimal"
-  "$out/minimal" --budget >"$out/budget.md"
-fi
+nvcc=${CUDA_HOME:+$CUDA_HOME/bin/}nvcc
+read -ra knobs <<<"${KNOBS:-}"
+"$nvcc" -std=c++17 -O3 --use_fast_math -arch="${ARCH:-native}" "${knobs[@]}" "$here/main.cu" -o "$out/minimal"
+"$out/minimal" --budget >"$out/budget.md"
 [ "${BUILD_ONLY:-0}" = 1 ] && exit 0
 "$out/minimal" "$out/minimal.json"
 python=${PYTHON:-python3}

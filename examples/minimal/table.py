@@ -1,7 +1,7 @@
 """The tables of the minimal kernels: `python examples/minimal/table.py RESULT.json [--write] [--budget FILE]`.
 
 RESULT.json comes from run.sh. Where flash_attn and a GPU are found, both families of the library's kernels are timed on
-the same problem and added to it. --write puts the table into the README beside this file, and with it that of shared
+the same problem and added to it. --write puts the table into the README next to this file, and with it that of shared
 memory, of which FILE holds the text (`main --budget`).
 """
 

@@ -1,6 +1,6 @@
 """Online softmax by hand: two queries, two keys, one key a step: `python examples/minimal/worked_example.py [--write]`.
 
-Prints what each step holds, beside the softmax over both keys at once; --write puts it into the README.
+Prints the state of each step, and the softmax over both keys at once; --write puts it into the README.
 """
 
 from __future__ import annotations

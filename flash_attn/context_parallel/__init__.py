@@ -1,8 +1,8 @@
 """Exact attention over a sequence whose tokens are on several GPUs: docs/context_parallel.md.
 
-plan: who holds which tokens and what each rank computes and sends when, in plain integers. exchange: how tensors move
-between ranks. compute: calls of the attention backend, the sums of their results, and gradients. The modules next to
-these folders are the public functions; imports go from each to those named before it.
+plan: the tokens of each rank, and the order of its computations and transfers, in plain integers. exchange: how
+tensors move between ranks. compute: calls of the attention backend, the sums of their results, and gradients. The
+modules next to these folders are the public functions; imports go from each to those named before it.
 """
 
 from flash_attn.context_parallel.cache import CpCache, flash_attn_cp_kvcache

@@ -223,7 +223,7 @@ def _method(plan: CpPlan, q: Tensor, k: Tensor, v: Tensor, options: Options) -> 
 def forward_rows(
     call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
 ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-    """(out, LSE (heads, rows), what the backward needs if heads move)."""
+    """(out, LSE (heads, rows), tensors saved for the backward if heads move)."""
     inputs = ForwardInputs(call.rows(q), call.rows(k), call.rows(v), sinks, call.options)
     if call.moves_heads:
         return ulysses.forward(call.plan.head_ranks, inputs)

@@ -58,13 +58,13 @@ def flash_attn_cp_func(
     Keyword arguments:
         plan: a `CpPlan`, which says which tokens this rank has.
         sinks: (nheads,) float32 or half precision. A further logit, in natural-log units, in the softmax of every row,
-            without a value. Each rank's gradient is that of its own tokens; the sum over ranks is the whole.
+            without a value. A rank's gradient is that of its tokens; the whole is the sum over ranks.
         <lse_convention>
         sm_margin: int, number of SMs that attention leaves to NCCL in forward and backward if its grid is persistent;
             no effect on CPU tensors.
 
     Returns:
-        out: like q with head_dim_v, this rank's rows of what one GPU would compute; with return_attn_probs
+        out: like q with head_dim_v, this rank's rows of one GPU's result; with return_attn_probs
             (out, softmax_lse, rng_state).
         softmax_lse: (batch, nheads, num_tokens) or (nheads, num_tokens) float32 (float64 for float64), differentiable.
         rng_state: int64 (2,), the same on all ranks, in the place of S_dmask. `flash_attn.dropout_mask` makes the mask
@@ -161,7 +161,7 @@ class _CpAttention(torch.autograd.Function):
 
 
 class _OnceDifferentiable(torch.autograd.Function):
-    """Gradients as functions of what they depend on, without derivatives."""
+    """Gradients as functions of their inputs, without derivatives."""
 
     @staticmethod
     def forward(ctx: Any, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:

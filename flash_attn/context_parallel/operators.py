@@ -101,7 +101,7 @@ def _backward_fake(args: Any) -> list[Tensor]:
 
 
 def _differentiable(args: Any) -> list[Tensor]:
-    return [x for x in (getattr(args, name) for name in ATTENTION_INPUTS) if x is not None]
+    return [x for x in (getattr(args, name, None) for name in ATTENTION_INPUTS) if x is not None]
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

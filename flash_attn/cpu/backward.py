@@ -42,7 +42,7 @@ def row_deltas(
     first_row: int | None,
     unused: Unused | None = None,
 ) -> torch.Tensor:
-    """rowsum(dout * out) - dlse, (b, h, sq) in the compute dtype: what the backward subtracts from dP.
+    """rowsum(dout * out) - dlse, (b, h, sq) in the compute dtype, which the backward subtracts from dP.
 
     The rows before `first_row`, and those that a mask leaves `unused`, are fully masked, so their output is a constant:
     their dout is not read. None: those whose LSE is infinite.
@@ -154,7 +154,7 @@ def _attend_backward_tiled(
 
 
 class _QueryBlock:
-    """What all tiles of one block of queries use: scaled queries, dout, delta, LSE, and the accumulated dq."""
+    """Data common to all tiles of one block of queries: scaled queries, dout, delta, LSE, and the accumulated dq."""
 
     def __init__(
         self,

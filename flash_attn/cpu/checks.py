@@ -14,7 +14,7 @@ import torch
 from flash_attn.limits import MAX_HEAD_DIM
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-MAX_LENGTH = 2**30 - 1  # what the kernels count in 32 bits; the same here, so that a call fits both or none
+MAX_LENGTH = 2**30 - 1  # the kernels count in 32 bits; the same limit here, so that both accept a call or neither does
 MAX_INT = 2**31 - 1
 MAX_SCALE = {torch.float32: 2e38, torch.float64: 1e308}  # by the dtype of the scores, where scale log2(e) is finite
 MIN_SOFTCAP, MAX_SOFTCAP = 1e-15, 1e15  # scale / softcap times a head's sum of products is finite in float32
@@ -31,7 +31,7 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 
 def check_strided(name: str, tensor: object) -> None:
-    """A tensor whose elements lie in memory at strides. Raises TypeError for what is no tensor."""
+    """A tensor whose elements lie in memory at strides. Raises TypeError for any other object."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name}: expected a Tensor, got {type(tensor).__name__}")
     kind = "a sparse one" if str(tensor.layout).startswith("torch.sparse") else "one of another layout"
@@ -122,7 +122,7 @@ def check_key_value(
     most_dim: int = MAX_HEAD_DIM,
 ) -> None:
     """k and v against q; the axes that k itself decides (sequence or pages, heads) are read from k. v follows k, but
-    for a head dim of its own, up to most_dim. dtypes: those of k and v where they are not q's.
+    may have another head dim, up to most_dim. dtypes: those of k and v where they are not q's.
     """
     k_name, v_name = names
     check_device(k_name, k)

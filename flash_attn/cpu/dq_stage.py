@@ -14,7 +14,7 @@ STAGES = ("", "begin", "add", "end")
 
 
 class DqStage:
-    """What a call runs: everything (""), or the sum's beginning with softmax_d, its keys' part, or the rounding."""
+    """The stage of a call: all (""), the start of the sum with softmax_d, the part of its keys, or the rounding."""
 
     def __init__(self, stage: str, dq_sum: torch.Tensor | None, softmax_d: torch.Tensor | None) -> None:
         self.stage, self._sum, self._softmax_d = stage, dq_sum, softmax_d
@@ -28,7 +28,7 @@ class DqStage:
         dv: torch.Tensor | None,
         softmax_d_shape: Sequence[int],
     ) -> None:
-        """Each stage is given what it needs and nothing that it would not write."""
+        """Each stage is given the tensors that it reads, and no output that it does not write."""
         stage = self.stage
         checks.require(stage in STAGES, "dq_stage", "'', 'begin', 'add' or 'end'", repr(stage))
         self._check_given("dq_sum", self._sum, stage in ("add", "end"))
@@ -52,7 +52,7 @@ class DqStage:
         checks.require((x is not None) == is_wanted, name, expected, "None" if x is None else "a tensor")
 
     def first_row(self, first_unmasked: int) -> int | None:
-        """For row_deltas: other calls may have keys for rows that this one has none for."""
+        """For row_deltas: rows without keys in this call may have keys in other calls."""
         return None if self.stage else first_unmasked
 
     def may_fuse(self, dlse: torch.Tensor | None) -> bool:
@@ -63,7 +63,7 @@ class DqStage:
         return q.new_zeros(shape, dtype=compute_dtype(q.dtype)) if self._softmax_d is None else self._softmax_d
 
     def new_dq(self, q: torch.Tensor, dq: torch.Tensor | None) -> torch.Tensor | None:
-        """Where the call writes its part, None if that is new: what is given, or zeros for a sum."""
+        """The tensor for the call's part of dq: zeros for a sum, else dq as given, None for a new one."""
         return q.new_zeros(q.shape, dtype=compute_dtype(q.dtype)) if self.stage else dq
 
     def added(self, part: torch.Tensor) -> torch.Tensor:

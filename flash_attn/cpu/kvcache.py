@@ -61,8 +61,8 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: b
 
 
 def rotary_rows(cached: int, queries: int, new: int, one_position: bool) -> int:
-    """Rows that the rotary tables need for a sequence: the new keys stand at the rows from `cached` on, and so do the
-    queries, one row each or, if one_position, all at the first."""
+    """Rows that the rotary tables need for a sequence: the new keys use the rows from `cached` on, and so do the
+    queries, one row each or, if one_position, all the first."""
     return cached + max(min(queries, 1) if one_position else queries, new)
 
 
@@ -98,7 +98,7 @@ class Cache(NamedTuple):
         return self.rows(self.k, entry), self.rows(self.v, entry)
 
     def rows(self, x: MaybeTensor, entry: CacheEntry) -> MaybeTensor:
-        """The rows in use of one entry of x, which is laid out as the cache is; None of None."""
+        """The rows in use of one entry of x, which is laid out as the cache is; None for None."""
         if x is None:
             return None
         if self.block_table is None:
@@ -166,7 +166,7 @@ def fwd_kvcache(
         block_table: None or int32 (b, max_blocks); only entries in use are read.
         rotary_interleaved: rotate pairs (2i, 2i + 1) instead of halves.
         num_splits: at least 0; without effect, nothing is split here.
-        plan: None, or what `kvcache_plan` returned for the same sizes and lengths; it is only checked.
+        plan: None, or the result of `kvcache_plan` for the same sizes and lengths; it is only checked.
         batch_invariant: compute every row by `attend_invariant`.
         q_descale, k_descale, v_descale, v_per_channel, out_dtype: as in `fwd`, k and v being the caches. Wider new rows
             are quantised by the descale that they will be read with.
@@ -291,7 +291,7 @@ def _check_written(
     alike: bool,
     read: dict[str, torch.Tensor | None],
 ) -> None:
-    """The caches are written where new rows come. One cache for keys and values is none if the same rows go to it.
+    """The caches count as outputs if there are new rows. One cache for k and v does not overlap if both get equal rows.
 
     alike: equal rows of k and v become equal rows of the caches.
     """
@@ -391,7 +391,7 @@ def check_entries(
 
 def _check_entry(entry: CacheEntry, cache: Cache, new: int) -> None:
     """A length that the cache holds, and a cache row, or pages of the rows that some query sees or the call writes."""
-    known = f"lengths >= 0, or {PADDING_REQUEST} for a request that takes no part"
+    known = f"lengths >= 0, or {PADDING_REQUEST} for an inactive request"
     checks.require(entry.cached >= 0, "cache_seqlens", known, entry.cached)
     fits = f"cache length plus {new} new rows of at most {cache.capacity}"
     checks.require(entry.total <= cache.capacity, "cache_seqlens", fits, f"{entry.cached} + {new}")

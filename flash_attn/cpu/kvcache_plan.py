@@ -1,4 +1,4 @@
-"""The plan of a step of decoding. On the CPU nothing is scheduled: a plan records what it was made for."""
+"""The plan of a step of decoding. On the CPU nothing is scheduled: a plan records its sizes, options and lengths."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a call writes must be memory of its own: no element twice, and none that the call reads.
+"""Outputs must not overlap: a call writes no element twice, and no element that it reads.
 
 Address ranges do not tell: those of dq, dk and dv in one packed buffer interleave. Two indices with one address are
 looked for instead, as csrc/flash_attn/api/strides.h does.

@@ -1,6 +1,6 @@
 """8-bit operands of the forwards: their arguments, their checks, and the scaling that attention computes with.
 
-8-bit keys and values are operands as they are: a tile converts what it reads to the dtype of the scores.
+8-bit keys and values stay in 8 bits: a tile converts the rows that it reads to the dtype of the scores.
 """
 
 from __future__ import annotations

@@ -233,7 +233,7 @@ class ScoreRule:
     ) -> torch.Tensor | None:
         """Make logits of products q·k, in place; s: (batches, heads, rows, cols) of the tile, of q times query_scale.
 
-        Softcap, then ALiBi and biases; masked ones become -inf. visible: what `visible` says of the tile. On request
+        Softcap, then ALiBi and biases; masked ones become -inf. visible: that of `visible` for the tile. On request
         returns d(logit) / d(scaled product), like s, or None where it is 1.
         """
         derivative = self._cap_(s, with_derivative)

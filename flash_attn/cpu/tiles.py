@@ -1,6 +1,6 @@
 """Tiling: ranges of (batch, K/V head) pairs, blocks of queries, blocks of keys.
 
-A tile of scores has at most about TILE_ELEMENTS elements whatever the problem, which bounds the temporary memory and
+A tile of scores has at most about TILE_ELEMENTS elements for any problem, which bounds the temporary memory and
 keeps a tile in the processor's cache. The query heads of a group, which have one K/V head, are stacked as rows of one
 matrix, so K and V are never repeated and their gradients are summed by the matrix product.
 """

@@ -1,4 +1,4 @@
-"""PyTorch's fused attention operators, where they compute what the tiles would."""
+"""PyTorch's fused attention operators, where they compute the same as the tiles."""
 
 from __future__ import annotations
 

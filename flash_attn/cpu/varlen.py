@@ -42,7 +42,7 @@ class Sequence(NamedTuple):
 
 def _spans(cu_seqlens: torch.Tensor, total: int) -> list[tuple[int, int]]:
     """(start, stop) of every sequence: the running maximum of cu_seqlens, clamped to the rows that exist, so that no
-    two sequences have a row in common whatever it holds.
+    two sequences share a row, for any contents.
     """
     bounds = cu_seqlens.clamp(0, total).cummax(0).values.tolist()
     return list(zip(bounds, bounds[1:]))
@@ -78,7 +78,7 @@ def sequences(
 
 
 def _problems(layout: list[Sequence]) -> list[Problem]:
-    """The sequences that have queries, as what there is to compute."""
+    """A problem for each sequence that has queries."""
     return [Problem(1, s.q1 - s.q0, s.k1 - s.k0) for s in layout if s.q1 > s.q0]
 
 
@@ -111,7 +111,7 @@ def gather_pages(cache: torch.Tensor, block_table: torch.Tensor, row: int, start
 
 
 def _sequence_keys(x: MaybeTensor, block_table: torch.Tensor | None, sequence: Sequence) -> MaybeTensor:
-    """The keys or values of one sequence as a batch of one, (1, sk, h_k, d), or None of None."""
+    """The keys or values of one sequence as a batch of one, (1, sk, h_k, d), or None for None."""
     if x is None:
         return None
     if block_table is None:
@@ -160,7 +160,7 @@ def varlen_fwd(
 
     Arguments:
         q: (total_q, h, d); k: (total_k, h_k, d), or (blocks, page_size, h_k, d) with a block_table; v: like k, or with
-            a head dim d_v of its own.
+            another head dim d_v.
         cu_seqlens_q, cu_seqlens_k: int32 (b + 1), cumulative lengths.
         seqused_k: None or int32 (b): key rows in use of each sequence; leftpad_k: None or int32 (b): key rows to skip
             at its start. The keys are rows leftpad .. seqused. Lengths are clamped to the rows that exist; with

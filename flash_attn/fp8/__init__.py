@@ -1,6 +1,6 @@
 """8 bits: quantising tensors for the attention functions, and training through 8-bit attention.
 
-The arithmetic of codes and descales: `flash_attn.eight_bit`. Shapes, bounds, what runs where: docs/fp8.md.
+The arithmetic of 8-bit values and descales: `flash_attn.eight_bit`. Shapes, bounds, kernels: docs/fp8.md.
 """
 
 from flash_attn.fp8.quantization import QuantizedQKV, hadamard, quantize, quantize_qkv

@@ -16,20 +16,20 @@ _GRANULARITIES = ("tensor", "head", "token", "channel")
 def quantize(
     x: Tensor, granularity: str = "tensor", dtype: torch.dtype = torch.float8_e4m3fn, *, power_of_two: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """(codes, descale) with x = codes * descale up to rounding. Saturates, rounds to nearest even; no gradient.
+    """(quantized, descale): x = quantized * descale up to rounding. Saturates, rounds to nearest even; no gradient.
 
-    The error of an element is at most descale * max(2^-4 * |code|, 2^-10), of int8 descale / 2.
+    The error of an element is at most descale * max(2^-4 * |quantized|, 2^-10), of int8 descale / 2.
 
     Arguments:
         x: (batch, seqlen, heads, head_dim) or packed (total, heads, head_dim), floating point, any strides.
-        granularity: what has a descale of its own, and its shape, which the attention functions take as it is:
+        granularity: the part of x with one descale, and the descale's shape, which the attention functions take:
             "tensor" (); "head" (batch, heads), packed (heads,); "token" (batch, seqlen, heads), packed
             (total, 1, heads), not for q, and heads first in memory, so that kernels read those of a head as one run;
             "channel" (batch, heads, head_dim), packed (heads, head_dim), for v with v_descale_axis="channel".
         dtype: torch.float8_e4m3fn or torch.int8 (-127 to 127).
-        power_of_two: bool. Round descales up to powers of two: then codes * descale is exact in half precision, as
-            far as its exponents go, and finite in x's dtype where x is: what would be rounded beyond its largest
-            value saturates (float16 at 61440, of int8 at 64512).
+        power_of_two: bool. Round descales up to powers of two: then quantized * descale is exact in half
+            precision, within its exponents, and finite in x's dtype where x is: values that would be rounded beyond
+            its largest one saturate (float16 at 61440, of int8 at 64512).
 
     Raises RuntimeError or TypeError that names the argument.
     """
@@ -42,15 +42,15 @@ def quantize(
     axes = {"tensor": tuple(range(x.dim())), "head": (rows, -1), "token": (-1,), "channel": (rows,)}[granularity]
     power_of_two = arguments.flag("power_of_two", power_of_two)
     descale = eight_bit.descale_of(x, axes, dtype, power_of_two)
-    codes = eight_bit.encode(
+    quantized = eight_bit.encode(
         x, descale, dtype, eight_bit.largest_stored(descale, dtype, x.dtype) if power_of_two else None
     )
     if granularity == "tensor":
-        return codes, descale.reshape(())
+        return quantized, descale.reshape(())
     if granularity == "token":
         heads_first = descale.transpose(-3, -2).contiguous()  # a sector then holds 8 tokens of one head
-        return codes, heads_first.squeeze(-1).transpose(1, 2) if rows else heads_first.permute(1, 2, 0)
-    return codes, descale.squeeze(rows) if granularity == "channel" else descale.squeeze(-1).squeeze(rows)
+        return quantized, heads_first.squeeze(-1).transpose(1, 2) if rows else heads_first.permute(1, 2, 0)
+    return quantized, descale.squeeze(rows) if granularity == "channel" else descale.squeeze(-1).squeeze(rows)
 
 
 def _check_input(name: str, x: Tensor) -> None:
@@ -79,7 +79,7 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 class QuantizedQKV(NamedTuple):
-    """What `quantize_qkv` returns: the attention functions' arguments, and what smoothing took from the scores.
+    """The result of `quantize_qkv`: arguments of the attention functions, and the shift of the LSE by smoothing.
 
     lse_shift: None, or float32 like the LSE: `softmax_lse + softmax_scale * lse_shift` is that of unsmoothed keys.
     """
@@ -115,7 +115,7 @@ def quantize_qkv(q: Tensor, k: Tensor, v: Tensor, smooth_k: bool = True, rotate:
     mean = None
     if arguments.flag("smooth_k", smooth_k):
         mean = keys.new_zeros(1)
-        if k.numel():  # in float64: the sum of keys that bfloat16 can hold may be none of float32
+        if k.numel():  # in float64: a sum of bfloat16 keys may overflow float32
             mean = keys.mean(q.dim() - 3, keepdim=True, dtype=torch.float64).float().nan_to_num(nan=0.0)
         keys = keys - mean
     if arguments.flag("rotate", rotate):

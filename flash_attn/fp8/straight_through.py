@@ -19,6 +19,7 @@ from flash_attn.batch_invariance import is_batch_invariant
 from flash_attn.fp8.quantization import quantize
 from flash_attn.ops import arguments, context, library
 from flash_attn.ops.attention_args import (
+    BACKWARD_OPTIONS,
     DENSE,
     AttentionArgs,
     AttentionBackwardArgs,
@@ -26,9 +27,8 @@ from flash_attn.ops.attention_args import (
 )
 
 _NAMES = ("q", "k", "v")
-# Of the forward's arguments, what the backward needs; by name alone, which torch.compile traces.
+# The arguments of the forward that the backward needs, by name alone, which torch.compile traces.
 _TENSORS = (*_NAMES, "cu_seqlens_q", "cu_seqlens_k", "alibi_slopes", "sinks")
-_OPTIONS = AttentionBackwardArgs._fields[AttentionBackwardArgs._fields.index("max_seqlen_q") :]
 
 
 @documented()
@@ -182,12 +182,12 @@ class _StraightThrough(torch.autograd.Function):
         ctx: Any, args: AttentionArgs, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """args: all but these tensors."""
-        codes, descales = zip(*(quantize(x, "head", power_of_two=True) for x in (q, k, v)))
-        args = args._replace(sinks=sinks, **dict(zip(_NAMES, codes)))
+        quantized, descales = zip(*(quantize(x, "head", power_of_two=True) for x in (q, k, v)))
+        args = args._replace(sinks=sinks, **dict(zip(_NAMES, quantized)))
         out, lse, _, rng_state, *_ = library.attention(
             args._replace(**{f"{name}_descale": descale for name, descale in zip(_NAMES, descales)})
         )
-        ctx.options = {name: getattr(args, name) for name in _OPTIONS}
+        ctx.options = {name: getattr(args, name) for name in BACKWARD_OPTIONS}
         ctx.save_for_backward(
             *descales, out, lse, rng_state, *(context.savable(getattr(args, name)) for name in _TENSORS)
         )

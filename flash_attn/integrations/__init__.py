@@ -1,1 +1,1 @@
-"""Adapters to libraries with an interface of their own for attention (docs/integrations.md); import each by name."""
+"""Adapters to libraries that define an interface for attention (docs/integrations.md); import each by name."""

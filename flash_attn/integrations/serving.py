@@ -18,7 +18,7 @@ from flash_attn.ops.rows import RowsInUse, equal_steps
 
 
 def reject(**given: Any) -> None:
-    """Raise NotImplementedError for the first argument given that is not served, by name; None is not given."""
+    """Raise NotImplementedError for the first given argument, by name: it is not supported. None is not given."""
     for name, value in given.items():
         if value is not None:
             raise NotImplementedError(f"{name}: expected None, got {type(value).__name__}: it is not supported")

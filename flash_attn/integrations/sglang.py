@@ -3,7 +3,7 @@
 `flash_attn_with_kvcache` and `flash_attn_varlen_func` have the signatures of sglang.kernels.ops.attention
 .flash_attention (SGLang 0.5.23), which has those of sgl_kernel.flash_attn and more. `register` makes an attention
 backend of them, `replace_fa3` makes them that of the name "fa3"; name one as an entry point of the group
-"sglang.srt.plugins". docs/integrations.md says what is served.
+"sglang.srt.plugins". docs/integrations.md lists the supported calls.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def replace_fa3() -> bool:
 def _create_backend(runner: Any) -> Any:
     """SGLang's FlashAttention backend for a model runner; its module calls these functions from now on.
 
-    Calls that they do not serve go to SGLang's own functions.
+    Calls that they do not support go to SGLang's functions.
     """
     module = importlib.import_module(f"{_LAYERS}.flashattention_backend")
     backend = module.FlashAttentionBackend(runner)
@@ -76,7 +76,7 @@ def _create_backend(runner: Any) -> Any:
             theirs = getattr(owner, name)
             if theirs.__module__ != __name__:
                 setattr(owner, name, falling_back(globals()[name], theirs, logger))
-    backend._get_scheduler_metadata = None  # nothing has to be scheduled ahead of a call
+    backend._get_scheduler_metadata = None  # nothing has to be scheduled before a call
     return backend
 
 
@@ -130,7 +130,7 @@ def flash_attn_with_kvcache(
     Arguments:
         q: (total_q, nheads, head_dim) with cu_seqlens_q, or (batch, seqlen_q, nheads, head_dim).
         k_cache, v_cache: pages with page_table, else (batch_cache, seqlen_cache, nheads_k, head_dim). v_cache may have
-            a head dim of its own where there are no new keys.
+            another head dim where there are no new keys.
         k, v, rotary_cos, rotary_sin, cache_batch_idx, rotary_interleaved: as in `flash_attn.flash_attn_with_kvcache`,
             with queries in a batch.
         cu_seqlens_k_new: without k no effect, and none have scheduler_metadata, pack_gqa, max_seqlen_q and

@@ -1,8 +1,8 @@
-"""Which tokens of a batch are there, from masks and positions, once for all layers of a model.
+"""The tokens of a batch that are no padding, from masks and positions, read once for all layers of a model.
 
-Reading a mask or positions waits for the GPU, and a model gives the same tensor to every layer: what the first layer
-read is kept for the others. In the next forward the first layer reads again, so that a buffer may be refilled by any
-means between forwards, also by those that torch does not see.
+Reading a mask or positions waits for the GPU, and a model gives the same tensor to every layer: the first layer reads
+it and the result is kept for the others. In the next forward the first layer reads again, so that a buffer may be
+refilled by any means between forwards, also by means that torch does not see.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from flash_attn.ops.rows import equal_steps
 
 class _Kept(NamedTuple):
     tensor: weakref.ref[torch.Tensor]  # that was read
-    state: tuple[Any, ...]  # of the tensor, and what else the value depends on
+    state: tuple[Any, ...]  # of the tensor, and the other inputs of the value
     reader: tuple[Any, ...] | None  # the layer that read the tensor; None: the value was known when the tensor was made
     value: Any
 
@@ -27,14 +27,14 @@ _kept: dict[int, _Kept] = {}  # by the id of the tensor, as long as it lives
 
 
 def once_a_pass(x: torch.Tensor, module: torch.nn.Module, about: Hashable, read: Callable[[], Any]) -> Any:
-    """read(), which reads x, or what it returned to an earlier layer of this pass over the layers of a model.
+    """read(), which reads x, or its result for an earlier layer of this pass over the layers of a model.
 
     A pass ends where the layer that read x asks again or another model asks, and when x is written. A layer that a
     model uses several times in a forward reads each time.
 
     Arguments:
         module: the layer that asks.
-        about: what else the value depends on.
+        about: the other inputs of the value.
     """
     state, reader, kept = _state(x, about), _identity(module), _kept.get(id(x))
     if kept is not None and kept.tensor() is x and kept.state == state and _same_pass(kept.reader, reader):

@@ -6,7 +6,7 @@
 
 Beyond "flash_attention_2": sinks of gpt-oss, which transformers sends to another package under every name with "flash"
 in it; V of another head dim (MLA) without padding; one wait for the GPU in a forward instead of one in each layer;
-padding in inference without copies; packed rows of a batch. docs/integrations.md says what holds.
+padding in inference without copies; packed rows of a batch. docs/integrations.md has the rules.
 
 transformers_cp.py has another one, for sequences whose tokens lie on several ranks.
 """
@@ -23,6 +23,7 @@ import flash_attn
 from flash_attn.bert_padding import index_first_axis, pad_input
 from flash_attn.integrations import token_layout
 from flash_attn.integrations.token_layout import PaddingLayout
+from flash_attn.masks.arguments import DEVICES
 from flash_attn.ops.rows import equal_steps
 
 NAME = "fa_native"
@@ -81,7 +82,7 @@ def padding_mask(
     """
     reject_other_masks(mask_function, use_vmap)
     columns: int | Tensor = kv_length
-    if "allow_is_bidirectional_skip" not in options:  # causal: columns behind the last query hold no tokens yet
+    if "allow_is_bidirectional_skip" not in options:  # causal: columns after the last query hold no tokens yet
         columns = q_offset + q_length - kv_offset
         if isinstance(columns, Tensor) and q_length > 1 and not token_layout.is_traced():
             columns = int(columns)
@@ -96,7 +97,7 @@ def padding_mask(
         if attention_mask is None:
             return torch.ones(batch_size, kept, dtype=torch.bool, device=device)  # type: ignore[arg-type]  # known: an int
         return attention_mask[:, :kept]
-    # One shape for all steps of a static cache, so that compiled code and graphs serve them all.
+    # One shape for all steps of a static cache, so that compiled code and graphs run them all.
     filled = torch.arange(kv_length, device=device) < columns
     if attention_mask is None:
         return filled.expand(batch_size, -1)
@@ -151,6 +152,7 @@ def attention(
     k_cache: Tensor | None = None,
     v_cache: Tensor | None = None,
     cache_seqlens: Tensor | None = None,
+    position_bias: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """Attention as models of transformers call it, an entry of `AttentionInterface`.
@@ -170,14 +172,24 @@ def attention(
         cu_seq_lens_q, cu_seq_lens_k: (sequences + 1,). Packed sequences, given explicitly.
         k_cache, v_cache, block_table, cache_seqlens: as in `flash_attn_with_kvcache`, set by a paged cache's update():
             key and value are appended, and each row of the batch attends over its pages.
+        position_bias: (1 or batch, heads, seqlen_q, seqlen_k), added to the scores, as T5 has it; where the backend
+            takes an attn_bias, without packed sequences and pages.
 
     Returns (out (batch, seqlen_q, heads, head_dim_v), None).
 
-    Raises NotImplementedError, by name, for position_bias, head_mask, output_attentions and masks per query.
+    Raises NotImplementedError, by name, for head_mask, output_attentions and masks per query, and for a position_bias
+    elsewhere.
     """
+    if position_bias is not None and query.device.type not in DEVICES:
+        options["position_bias"] = position_bias
     (q, k, v), score, training = read_arguments(
         module, query, key, value, dropout, scaling, sliding_window, softcap, is_causal, s_aux, options
     )  # fmt: skip
+    if position_bias is not None:
+        for name, other in (("cu_seq_lens_q", cu_seq_lens_q), ("k_cache", k_cache)):
+            if other is not None:
+                raise NotImplementedError(f"{name}: expected None with position_bias, got {type(other).__name__}")
+        return _biased(q, k, v, attention_mask, position_bias, score, training), None
     if k_cache is not None:
         cache: tuple[Any, ...] = (k_cache, v_cache, cache_seqlens, cu_seq_lens_k, block_table)
         return _over_pages(q, k, v, cache, s_aux, score), None
@@ -211,7 +223,7 @@ def read_arguments(
     s_aux: Tensor | None,
     options: dict[str, Any],
 ) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any], dict[str, Any]]:
-    """((q, k, v), score, training) for the functions of flash_attn, of what a model gives; q (batch, tokens, ...)."""
+    """((q, k, v), score, training) for flash_attn's functions, from a model's arguments; q (batch, tokens, ...)."""
     for name in _UNSUPPORTED:
         given = options.get(name)
         if given is not None and given is not False:
@@ -226,6 +238,24 @@ def read_arguments(
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     return (q, k, v), score, {"dropout_p": dropout, "deterministic": deterministic, "sinks": s_aux}
+
+
+def _biased(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    position_bias: Tensor,
+    score: dict[str, Any],
+    training: dict[str, Any],
+) -> Any:
+    """Attention with a bias of each score, where mask (batch, columns) says which of the first keys are tokens."""
+    keys = None
+    if mask is not None:
+        _check_tokens(mask)
+        k, v, position_bias = k[:, : mask.shape[1]], v[:, : mask.shape[1]], position_bias[..., : mask.shape[1]]
+        keys = flash_attn.AttentionMask.key_padding(mask.bool())
+    return flash_attn.flash_attn_func(q, k, v, mask=keys, attn_bias=position_bias, **score, **training)
 
 
 def _packed_by_position(
@@ -249,11 +279,7 @@ def _padded(
     training: dict[str, Any],
 ) -> Tensor:
     """Attention where mask (batch, columns) says which of the first keys are tokens; the queries are the last ones."""
-    if mask.dim() != 2:
-        raise NotImplementedError(
-            "attention_mask: expected None or a mask of tokens (batch, columns), for masks are causal or windows here, "
-            f"got {mask.dim()} dimensions"
-        )
+    _check_tokens(mask)
     mask = mask.bool() if mask.dtype != torch.bool else mask
     columns, sees_by_position = mask.shape[1], score["causal"] or score["window_size"] != (-1, -1)
     k, v = k[:, :columns], v[:, :columns]
@@ -269,6 +295,14 @@ def _padded(
         return _over_runs(q, k, v, layout.first, layout.stop, score, training)
     keys, queries = tokens(sees_by_position and q.shape[1] > 1)
     return _gathered(q, k, v, keys, queries, score, training)
+
+
+def _check_tokens(mask: Tensor) -> None:
+    if mask.dim() != 2:
+        raise NotImplementedError(
+            "attention_mask: expected None or a mask of tokens (batch, columns), for masks are causal or windows here, "
+            f"got {mask.dim()} dimensions"
+        )
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -171,7 +171,7 @@ def context_parallel_attention(
         _check_tokens_of_plan(module, cp_plan, q, k, attention_mask, position_ids, options)
     except Exception as raised:  # of any kind: the other ranks wait to be told
         cp_plan.compare("context_parallel_attention", "", raised)
-        raise  # never reached: what compare is given, it raises
+        raise  # never reached: compare raises the error that it is given
     if cp_plan.is_packed:
         q, k, v = (x.squeeze(0) for x in (q, k, v))
     out = flash_attn_cp_func(q, k, v, plan=cp_plan, **score, **training)

@@ -2,7 +2,7 @@
 
 `flash_attn_varlen_func` has the signature of the one of `vllm.vllm_flash_attn` (vLLM 0.33.0), which vLLM's flash
 attention backend calls by keyword. `register` puts it in its place; name it as an entry point of the group
-"vllm.general_plugins", for every process of vLLM loads these. docs/integrations.md says what is served.
+"vllm.general_plugins", for every process of vLLM loads these. docs/integrations.md lists the supported calls.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _NAMES = ("flash_attn_varlen_func", "get_scheduler_metadata")
 def register() -> bool:
     """Let vLLM's flash attention backend in this process call these kernels; once is enough, again changes nothing.
 
-    Calls that they do not serve (MLA's q_v, mask functions) go to vLLM's own function, as before. What vLLM decides by
-    the version of its flash attention (`get_flash_attn_version`) it still does.
+    Calls that they do not support (MLA's q_v, mask functions) go to vLLM's own function, as before. vLLM still decides
+    by the version of its flash attention (`get_flash_attn_version`).
 
     Returns whether the kernels are called from now on. Where vLLM's flash attention is missing, as on a machine without
     CUDA, vLLM stays as it is, and one warning says why.
@@ -59,7 +59,7 @@ def _metadata_of_fallbacks(theirs: Callable[..., Any]) -> Callable[..., Any]:
     """vLLM's get_scheduler_metadata for MLA, whose calls with q_v go to its own function in every layer, else None.
 
     None lets its function schedule a call by itself. The answer for one metadata builder is always of one kind: CUDA
-    graphs hold the buffer that the builder copies metadata into, and replay what was captured without it.
+    graphs hold the buffer that the builder copies metadata into, and replay the launches that were captured without it.
     """
 
     @functools.wraps(theirs)
@@ -114,7 +114,7 @@ def flash_attn_varlen_func(
     Arguments:
         q: (total_q, nheads, head_dim)
         k, v: (total_k, nheads_k, head_dim) with cu_seqlens_k, or pages (num_pages, page_size, nheads_k, head_dim) with
-            block_table and seqused_k. v may have a head dim of its own.
+            block_table and seqused_k. v may have another head dim.
         window_size: (left, right) or None, for none.
         out: (total_q, nheads, head_dim_v). Receives the result and is returned.
         s_aux: (nheads,), sinks.

@@ -13,7 +13,7 @@ from torch.utils import _pytree
 from . import blocks, ranges
 from .checks import INTEGERS, check_length, check_tensor, require
 from .conjunction import conjunction
-from .factors import INT_MAX, WHOLE, WORD_BITS, MaskFactors, pack_bits, strips
+from .factors import INT_MAX, WHOLE, MaskFactors, pack_bits, strips
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -425,12 +425,12 @@ def _is_broadcast(x: Tensor, axis: int) -> bool:
 
 
 def _packed_rows(mask: Tensor) -> Tensor:
-    """The bits of a bool tensor (..., rows, sk), made in strips of rows."""
-    *leading, rows, sk = mask.shape
-    words = torch.empty(*leading, rows, -(-sk // WORD_BITS), dtype=torch.int32, device=mask.device)
-    for part in strips(rows, sk * max(1, mask.numel() // max(1, rows * sk))):
-        words[..., part, :] = pack_bits(mask[..., part, :])
-    return words
+    """The bits of a bool tensor (..., rows, sk), made in strips of rows; compilers fuse what makes them."""
+    if torch.compiler.is_compiling():
+        return pack_bits(mask)
+    rows, sk = mask.shape[-2:]
+    parts = [pack_bits(mask[..., part, :]) for part in strips(rows, sk * max(1, mask.numel() // max(1, rows * sk)))]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, -2) if parts else pack_bits(mask)
 
 
 def _flatten(mask: AttentionMask) -> tuple[list[Tensor], tuple[Any, ...]]:

@@ -1,4 +1,4 @@
-"""Not part of this package: importing it says what to use instead."""
+"""Not part of this package: importing it raises an error that names the replacement."""
 
 raise ModuleNotFoundError(
     "flash_attn.models: the models of flash_attn 2.8.3 are not part of this package. Use those of transformers with "

@@ -145,7 +145,7 @@ class Block(_BlockBase):
         Arguments:
             hidden_states: (batch, seqlen, dim).
             residual: like hidden_states or None; with prenorm alone.
-            mixer_subset: index or slice of the positions that the mixer's queries and what follows keep.
+            mixer_subset: index or slice of the positions kept from the mixer's queries on.
             mixer_kwargs: for the mixer.
 
         Returns (hidden_states, residual) with prenorm, else hidden_states.
@@ -246,8 +246,8 @@ class ParallelBlock(_BlockBase):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """
         Arguments:
-            hidden_states1, hidden_states2: (batch, seqlen, dim), what the mixer and the MLP of the block before
-                returned; the second may be None.
+            hidden_states1, hidden_states2: (batch, seqlen, dim), outputs of the mixer and the MLP of the previous
+                block; the second may be None.
             residual: like them, or None.
             mixer_kwargs: for the mixer.
 

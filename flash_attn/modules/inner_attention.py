@@ -19,6 +19,7 @@ from flash_attn.flash_attn_interface import (
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
 )
+from flash_attn.masks import AttentionMask
 from flash_attn.ops import arguments
 from flash_attn.utils.derived_buffers import DerivedBuffers
 
@@ -114,6 +115,10 @@ class FlashSelfAttention(_FlashAttention):
         causal: bool | None = None,
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | Tensor | None = None,
+        *,
+        mask: AttentionMask | Tensor | None = None,
+        attn_bias: Tensor | None = None,
+        rel_bias: Tensor | None = None,
     ) -> Tensor:
         """
         Arguments:
@@ -121,14 +126,19 @@ class FlashSelfAttention(_FlashAttention):
             causal: bool, instead of the module's, or None.
             cu_seqlens: int32 (batch + 1,): sequence i has the rows cu_seqlens[i] to cu_seqlens[i + 1]; or None.
             max_seqlen: int, the longest sequence; needed with cu_seqlens.
+            mask: `flash_attn.AttentionMask`, or a bool tensor that broadcasts to (batch, nheads, seqlen, seqlen),
+                with cu_seqlens (1 or nheads, total, max_seqlen), True where a score takes part; or None.
+            attn_bias: numbers of these sizes, added to the scores; or None.
+            rel_bias: float32 (nheads, 2 R + 1): column R + clamp(j - p, -R, R) for key j and a query at p; or None.
 
         Returns (batch, seqlen, nheads, head_dim), or (total, nheads, head_dim).
         """
+        options = {**self._options(causal, qkv.device), "mask": mask, "attn_bias": attn_bias, "rel_bias": rel_bias}
         if cu_seqlens is None:
-            return flash_attn_qkvpacked_func(qkv, **self._options(causal, qkv.device))
+            return flash_attn_qkvpacked_func(qkv, **options)
         _require_given(max_seqlen=max_seqlen)
         assert max_seqlen is not None
-        return flash_attn_varlen_qkvpacked_func(qkv, cu_seqlens, max_seqlen, **self._options(causal, qkv.device))
+        return flash_attn_varlen_qkvpacked_func(qkv, cu_seqlens, max_seqlen, **options)
 
 
 class FlashCrossAttention(_FlashAttention):
@@ -154,6 +164,10 @@ class FlashCrossAttention(_FlashAttention):
         max_seqlen: int | Tensor | None = None,
         cu_seqlens_k: Tensor | None = None,
         max_seqlen_k: int | Tensor | None = None,
+        *,
+        mask: AttentionMask | Tensor | None = None,
+        attn_bias: Tensor | None = None,
+        rel_bias: Tensor | None = None,
     ) -> Tensor:
         """
         Arguments:
@@ -162,16 +176,19 @@ class FlashCrossAttention(_FlashAttention):
             causal: bool, instead of the module's, or None.
             cu_seqlens, max_seqlen: int32 (batch + 1,) and int, of q; or None.
             cu_seqlens_k, max_seqlen_k: the same of kv; needed with cu_seqlens.
+            mask: `flash_attn.AttentionMask`, or a bool tensor that broadcasts to (batch, nheads, seqlen, seqlen_k),
+                with cu_seqlens (1 or nheads, total, max_seqlen_k), True where a score takes part; or None.
+            attn_bias: numbers of these sizes, added to the scores; or None.
+            rel_bias: float32 (nheads, 2 R + 1): column R + clamp(j - p, -R, R) for key j and a query at p; or None.
 
         Returns a tensor like q.
         """
+        options = {**self._options(causal, q.device), "mask": mask, "attn_bias": attn_bias, "rel_bias": rel_bias}
         if cu_seqlens is None:
-            return flash_attn_kvpacked_func(q, kv, **self._options(causal, q.device))
+            return flash_attn_kvpacked_func(q, kv, **options)
         _require_given(max_seqlen=max_seqlen, cu_seqlens_k=cu_seqlens_k, max_seqlen_k=max_seqlen_k)
         assert max_seqlen is not None and cu_seqlens_k is not None and max_seqlen_k is not None
-        return flash_attn_varlen_kvpacked_func(
-            q, kv, cu_seqlens, cu_seqlens_k, max_seqlen, max_seqlen_k, **self._options(causal, q.device)
-        )
+        return flash_attn_varlen_kvpacked_func(q, kv, cu_seqlens, cu_seqlens_k, max_seqlen, max_seqlen_k, **options)
 
 
 def _require_given(**arguments: object) -> None:

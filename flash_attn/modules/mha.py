@@ -103,7 +103,7 @@ class MHA(nn.Module):
         fused_bias_fc: bool, without effect: the projections are `nn.Linear`.
         use_flash_attn: bool. Attention by `flash_attn` instead of its definition.
         return_residual: bool. Return (out, input).
-        checkpointing: bool. Compute the attention anew in the backward instead of keeping what it needs.
+        checkpointing: bool. Compute the attention anew in the backward instead of saving its inputs.
         dwconv: bool, has to be False.
         device, dtype: of the parameters.
 
@@ -243,10 +243,12 @@ class MHA(nn.Module):
             mixer_subset: index or slice of the positions of x that are queries; with cross_attn alone.
             inference_params: `flash_attn.utils.generation.InferenceParams`. The keys and values of x are appended to
                 this layer's cache, which is made if it does not exist, and x attends to all of them.
-            kwargs: passed on to the inner attention. cp_plan, a `flash_attn.context_parallel.CpPlan`: x holds this
-                rank's tokens of the plan, (batch, num_tokens, embed_dim), or (num_tokens, embed_dim) of a packed one,
-                and attends to those of all ranks; rotary embedding goes by their positions. Self-attention with
-                use_flash_attn alone, without cu_seqlens and inference_params. `set_context_parallel_group` makes one.
+            kwargs: passed on to the inner attention: causal; with use_flash_attn, and neither inference_params nor
+                context parallelism, mask, attn_bias and rel_bias of `flash_attn_func`. cp_plan, a
+                `flash_attn.context_parallel.CpPlan`: x holds this rank's tokens of the plan, (batch, num_tokens,
+                embed_dim), or (num_tokens, embed_dim) of a packed one, and attends to those of all ranks; rotary
+                embedding goes by their positions. Self-attention with use_flash_attn alone, without cu_seqlens and
+                inference_params. `set_context_parallel_group` makes one.
 
         Returns out, like x; with return_residual (out, x).
         """
@@ -254,6 +256,7 @@ class MHA(nn.Module):
         over_ranks = plan is not None or self._cp_group is not None
         try:
             self._check_call(x_kv, key_padding_mask, cu_seqlens, max_seqlen, mixer_subset, inference_params)
+            self._check_scores(kwargs, inference_params, over_ranks)
             if over_ranks:
                 self._check_over_ranks(x, plan, cu_seqlens, inference_params)
         except Exception as error:
@@ -308,6 +311,13 @@ class MHA(nn.Module):
             no("cu_seqlens", cu_seqlens, "with inference_params")
             _require(not self.cross_attn, "inference_params", "None with cross_attn", "a value")
             _require(self.layer_idx is not None, "layer_idx", "an int in the constructor for inference_params", None)
+
+    def _check_scores(self, kwargs: dict[str, Any], inference_params: Any, over_ranks: bool) -> None:
+        for name in ("mask", "attn_bias", "rel_bias"):
+            if kwargs.get(name) is not None:
+                _require(self.use_flash_attn, name, "None without use_flash_attn", "a value")
+                _require(inference_params is None, name, "None with inference_params", "a value")
+                _require(not over_ranks, name, "None with context parallelism", "a value")
 
     def _project_cross(self, x: Tensor, x_kv: Tensor | None, mixer_subset: Any) -> tuple[Tensor, Tensor, Tensor]:
         """-> (q, kv, the input to return as the residual)."""

@@ -1,7 +1,7 @@
-"""What the public functions make of their arguments before the operators see them; shapes are the backends' matter.
+"""Arguments of the public functions, checked and normalised for the operators; the backends check shapes.
 
-A number may come as a Python, NumPy or symbolic one or as a tensor of one element. Whatever is rejected here raises
-with the argument's name, what was expected and what it was, the same for CPU and GPU.
+A number may be a Python, NumPy or symbolic one or a tensor of one element. Errors name the argument, the expected and
+the given value, the same for CPU and GPU.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def check_tensors(names: Sequence[str], values: Sequence[Any]) -> None:
 
 
 def check_optional_tensors(names: Sequence[str], values: Sequence[Any]) -> None:
-    """The same where None stands for a tensor that is not given."""
+    """`check_tensors` of those that are not None."""
     for value in values:
         if value is not None and (not isinstance(value, Tensor) or value.layout is not _STRIDED or value.is_nested):
             _reject_first(*zip(*[(name, value) for name, value in zip(names, values) if value is not None]))
@@ -86,7 +86,7 @@ def _reject_first(names: Sequence[str], values: Sequence[Any]) -> None:
 
 
 def check_floating(name: str, x: Any) -> None:
-    """A tensor of numbers that PyTorch computes with; those of 8 bits are none."""
+    """A floating point tensor of at least 16 bits."""
     check_tensors((name,), (x,))
     if not x.is_floating_point() or x.element_size() == 1:
         raise RuntimeError(f"{name}: expected a floating point tensor of at least 16 bits, got {shown(x)}")
@@ -127,7 +127,7 @@ def check_lengths(name: str, value: Any, batch: int, device: torch.device) -> No
 
 
 def check_constant(name: str, value: Any) -> None:
-    """An optional tensor that gets no gradient must not ask for one."""
+    """Raise RuntimeError for an optional tensor that requires a gradient: it gets none."""
     if value is not None:
         check_tensors((name,), (value,))
         _reject_gradient(name, value)
@@ -185,7 +185,7 @@ def name_of_sinks(sinks: Tensor | None, s_aux: Tensor | None, learnable_sink: Te
 
 
 def one_of_names(names: Sequence[str], values: Sequence[Any]) -> Tensor:
-    """The one tensor that is given by any of the names of one argument; None stands for none."""
+    """The tensor that is given by one of the names of an argument; the others are None."""
     given = [(name, value) for name, value in zip(names, values) if value is not None]
     check_tensors(*zip(*given))
     first, tensor = given[0]
@@ -205,7 +205,7 @@ def padded(tensors: tuple[Any, ...], head_dim: int) -> tuple[Any, ...]:
 
 
 def head_dim(name: str, x: Tensor) -> int:
-    """The last size of x, which may have no dimensions: that is the backends' matter."""
+    """The last size of x; 1 without dimensions, which the backends reject."""
     sizes = x.shape
     size = sizes[-1] if sizes else 1
     if size == 0:
@@ -330,7 +330,7 @@ def _side(width: int) -> int:
 def max_seqlens(inputs: tuple[Tensor, ...], sequences: Sequences, exact: bool) -> tuple[int, int]:
     """(max_seqlen_q, max_seqlen_k) as ints.
 
-    A tensor is read only if S_dmask needs its value, for that waits for the GPU; a bound from shapes stands in.
+    A tensor is read, which waits for the GPU, only if S_dmask needs its value; else a bound from shapes is used.
     """
     max_seqlen_q, max_seqlen_k, table = sequences.max_seqlen_q, sequences.max_seqlen_k, sequences.block_table
     if isinstance(max_seqlen_q, Tensor):
@@ -344,7 +344,7 @@ def max_seqlens(inputs: tuple[Tensor, ...], sequences: Sequences, exact: bool) -
 
 
 def _size(x: Tensor, axis: int) -> int:
-    return x.shape[axis] if x.dim() > axis else 0  # too few dimensions are the backends' matter
+    return x.shape[axis] if x.dim() > axis else 0  # the backends reject too few dimensions
 
 
 def _max_seqlen(name: str, value: Tensor, bound: int, exact: bool) -> int:

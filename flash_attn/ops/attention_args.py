@@ -1,8 +1,8 @@
-"""The arguments of the operators as typed records, from which all that depends on their order derives.
+"""The arguments of the operators as typed records, the only place that knows their order.
 
 Each record names the parameters of an operator in the order of its schema and is a tuple of them, so that an operator
-takes one as it is: op(*args). The schema, what the forward saves for the backward and the positions of the gradients
-follow from the fields; nothing else counts positions.
+takes one as it is: op(*args). The schema, the tensors saved for the backward and the positions of the gradients follow
+from the fields; nothing else counts positions.
 Annotations stay objects (no postponed evaluation): the schemas are made of them.
 """
 
@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from flash_attn.eight_bit import EIGHT_BIT, Descales
+from flash_attn.masks.arguments import with_all_axes
+from flash_attn.masks.factors import MaskFactors
 from flash_attn.ops.quant_args import NO_QUANT, QuantArgs
 
 
@@ -32,7 +34,7 @@ DENSE = Sequences(None, None, 0, 0)
 
 
 class Options(NamedTuple):
-    """What FlashAttention-2's functions have no argument for, as the caller gave it; sinks alone travel as a tensor."""
+    """Options that FlashAttention-2 does not have, as the caller gave them; sinks are passed separately."""
 
     sinks_name: str = "sinks"  # the caller's
     return_max_logit: bool = False
@@ -44,6 +46,9 @@ class Options(NamedTuple):
     leftpad_k: Optional[Tensor] = None
     qv: Optional[Tensor] = None
     qv_name: str = "qv"  # the caller's
+    mask: Any = None  # AttentionMask or bool tensor
+    attn_bias: Optional[Tensor] = None
+    rel_bias: Optional[Tensor] = None
 
 
 PLAIN = Options()
@@ -85,25 +90,56 @@ class AttentionArgs(NamedTuple):
     out_dtype: Optional[torch.dtype] = None
     fast_exp: bool = False
     sm_margin: int = 0
+    mask_query_ranges: Optional[Tensor] = None
+    mask_key_hidden: Optional[Tensor] = None
+    mask_bits: Optional[Tensor] = None
+    mask_block_map: Optional[Tensor] = None
+    mask_block_q: int = 0
+    mask_block_k: int = 0
+    attn_bias: Optional[Tensor] = None
+    rel_bias: Optional[Tensor] = None
     qv: Optional[Tensor] = None
 
     def named(self) -> dict[str, Any]:
-        """The values of NAMED_OPTIONS and sm_margin that are given, by name: reading one costs the extension as much as
-        a check."""
+        """What is given of NAMED_OPTIONS, attn_bias, mask and sm_margin, by name, and in a backward bias_grad where it
+        is False: reading one costs the extension as much as a check."""
         given: dict[str, Any] = {}
-        if self.sinks is None and not self.sm_margin:
+        if (
+            self.sinks is self.mask_query_ranges is self.mask_key_hidden is self.mask_bits is self.mask_block_map
+            is self.attn_bias is self.rel_bias is None and not self.sm_margin
+        ):  # fmt: skip
             return given
         for name in NAMED_OPTIONS:
             value = getattr(self, name)
             if value is not None:
                 given[name] = value
+        if self.attn_bias is not None:
+            given["attn_bias"] = with_all_axes(self.attn_bias, packed=self.cu_seqlens_q is not None)
+        if not (self.attn_bias is self.rel_bias is None or getattr(self, "bias_grad", True)):
+            given["bias_grad"] = False
+        mask = self.mask()
+        if mask is not None:
+            given["mask"] = mask
         if self.sm_margin:
             given["sm_margin"] = self.sm_margin
         return given
 
+    def has_score_tensors(self) -> bool:
+        """Whether the call has a mask or a bias."""
+        return not (
+            self.mask_query_ranges is self.mask_key_hidden is self.mask_bits is self.mask_block_map
+            is self.attn_bias is self.rel_bias is None
+        )  # fmt: skip
+
+    def mask(self) -> Optional[MaskFactors]:
+        tensors = self.mask_query_ranges, self.mask_key_hidden, self.mask_bits, self.mask_block_map
+        if all(x is None for x in tensors):
+            return None
+        return MaskFactors(*tensors, (self.mask_block_q, self.mask_block_k))
+
     def differentiable(self) -> tuple[Optional[Tensor], ...]:
         """The values of ATTENTION_INPUTS."""
-        return self.q, self.k, self.v, self.sinks
+        return self.q, self.k, self.v, self.sinks, self.attn_bias, self.rel_bias
 
     def forward_only(self) -> Optional[str]:
         """The first argument given that has no backward, by name; k where it has 8 bits."""
@@ -127,11 +163,11 @@ class AttentionArgs(NamedTuple):
         return Descales(self.q_descale, self.k_descale, self.v_descale, self.v_per_channel)
 
     def scaling(self) -> dict[str, Any]:
-        """What calls with 8-bit tensors have beside the others, as the backends take it by name."""
+        """The arguments of calls with 8-bit tensors alone, which the backends take by name."""
         return {name: getattr(self, name) for name in SCALING}
 
     def without_scaling(self, q: Tensor, k: Optional[Tensor], v: Optional[Tensor]) -> "AttentionArgs":
-        """The same call of operands that descales have been applied to."""
+        """The same call with operands to which the descales have been applied."""
         return self._replace(
             q=q, k=k, v=v, q_descale=None, k_descale=None, v_descale=None, v_per_channel=False, out_dtype=None,
             fast_exp=False,
@@ -139,15 +175,17 @@ class AttentionArgs(NamedTuple):
 
 
 # Options of scores that FlashAttention-2 does not have: both records have them, and the backends take them by name.
-NAMED_OPTIONS = ("sinks",)
-# What calls with 8-bit tensors have beside the others, also taken by name.
+NAMED_OPTIONS = ("sinks", "rel_bias")
+# The tensors of a mask, which the backends take as one MaskFactors by the name of mask.
+MASK_TENSORS = ("mask_query_ranges", "mask_key_hidden", "mask_bits", "mask_block_map")
+# The arguments of calls with 8-bit tensors alone, also taken by name.
 SCALING = ("q_descale", "k_descale", "v_descale", "v_per_channel", "out_dtype")
-ATTENTION_INPUTS = ("q", "k", "v", "sinks")  # the fields that have gradients
+ATTENTION_INPUTS = ("q", "k", "v", "sinks", "attn_bias", "rel_bias")  # the fields that have gradients
 FORWARD_ONLY = ("seqused_k", "leftpad_k", "block_table", "qv")
 
 
 class AttentionBackwardArgs(NamedTuple):
-    """Of the backward, `flash_attn_core::bwd`: gradients of the results, what the forward saved, its options."""
+    """Of the backward, `flash_attn_core::bwd`: gradients of the results, tensors saved by the forward, its options."""
 
     dout: Tensor
     dlse: Optional[Tensor]
@@ -172,8 +210,25 @@ class AttentionBackwardArgs(NamedTuple):
     deterministic: bool
     batch_invariant: bool = False
     sm_margin: int = 0
+    mask_query_ranges: Optional[Tensor] = None
+    mask_key_hidden: Optional[Tensor] = None
+    mask_bits: Optional[Tensor] = None
+    mask_block_map: Optional[Tensor] = None
+    mask_block_q: int = 0
+    mask_block_k: int = 0
+    attn_bias: Optional[Tensor] = None
+    rel_bias: Optional[Tensor] = None
+    bias_grad: bool = True  # whether the biases get gradients, which cost time
 
-    named = AttentionArgs.named  # type: ignore[misc]  # mypy knows no such statement in a NamedTuple
+    # mypy knows no assignment in a NamedTuple
+    has_score_tensors = AttentionArgs.has_score_tensors  # type: ignore[misc]
+    mask = AttentionArgs.mask  # type: ignore[misc]
+    named = AttentionArgs.named  # type: ignore[misc]
+
+    def learned(self) -> tuple[Optional[Tensor], ...]:
+        """The inputs that get a gradient, in the order of ATTENTION_INPUTS."""
+        inputs = self.q, self.k, self.v, self.sinks
+        return (*inputs, self.attn_bias, self.rel_bias) if self.bias_grad else (*inputs, None, None)
 
     def differentiable(self) -> tuple[Optional[Tensor], ...]:
         """The values of BACKWARD_INPUTS."""
@@ -183,10 +238,14 @@ class AttentionBackwardArgs(NamedTuple):
 BACKWARD_INPUTS = ("dout", "dlse", "q", "k", "v")  # the fields that may ask for a gradient; none gets one
 
 
+_is_compiling = torch.compiler.is_compiling
+_make = tuple.__new__  # 0.3 us less than a call of the class, but compilers know that alone
+
+
 def saved_for_backward(
     args: AttentionArgs, out: Tensor, lse: Tensor, rng_state: Tensor
 ) -> tuple[tuple[Optional[Tensor], ...], tuple[Any, ...]]:
-    """(tensors, options) that a forward saves: with dout and dlse before them they make AttentionBackwardArgs."""
+    """(tensors, options) that a forward saves, of which `backward_args` makes AttentionBackwardArgs."""
     tensors = (
         args.q, args.k, args.v, out, lse, rng_state, args.cu_seqlens_q, args.cu_seqlens_k, args.alibi_slopes,
         args.sinks,
@@ -195,7 +254,34 @@ def saved_for_backward(
         args.max_seqlen_q, args.max_seqlen_k, args.dropout_p, args.softmax_scale, args.causal, args.window_left,
         args.window_right, args.softcap, args.deterministic, args.batch_invariant, args.sm_margin,
     )  # fmt: skip
-    return tensors, options
+    if not args.has_score_tensors():
+        return tensors, options
+    return (
+        (*tensors, *(getattr(args, name) for name in _SCORE_TENSORS)),
+        (*options, *(getattr(args, name) for name in _BLOCK_SIZE)),
+    )
+
+
+def backward_args(
+    dout: Optional[Tensor], dlse: Optional[Tensor], tensors: Sequence[Optional[Tensor]], options: Sequence[Any]
+) -> AttentionBackwardArgs:
+    """The arguments of the backward of a forward that saved these."""
+    more = options[len(BACKWARD_OPTIONS) :]
+    if not more:
+        given: Any = (dout, dlse, *tensors, *options)
+        return AttentionBackwardArgs(*given) if _is_compiling() else _make(AttentionBackwardArgs, given + _NO_SCORES)
+    plain, scores = tensors[: -len(_SCORE_TENSORS)], tensors[-len(_SCORE_TENSORS) :]
+    given = (dout, dlse, *plain, *options[: len(BACKWARD_OPTIONS)])
+    return AttentionBackwardArgs(*given, **dict(zip((*_SCORE_TENSORS, *_BLOCK_SIZE), (*scores, *more))))
+
+
+# Of the backward's arguments, those that are numbers; and what only calls with a mask or a bias save.
+BACKWARD_OPTIONS = AttentionBackwardArgs._fields[
+    AttentionBackwardArgs._fields.index("max_seqlen_q") : AttentionBackwardArgs._fields.index("sm_margin") + 1
+]
+_SCORE_TENSORS = (*MASK_TENSORS, "attn_bias", "rel_bias")
+_BLOCK_SIZE = ("mask_block_q", "mask_block_k")
+_NO_SCORES = tuple(AttentionBackwardArgs._field_defaults.values())[2:]  # after sm_margin
 
 
 class KvCacheArgs(NamedTuple):
@@ -215,8 +301,8 @@ class KvCacheArgs(NamedTuple):
     alibi_slopes: Optional[Tensor]
     out: Optional[Tensor]
     plan: Optional[Tensor]
-    k_token_descale: Optional[Tensor]  # in place of k_descale: of each row, written with new ones; what an operator
-    v_token_descale: Optional[Tensor]  # writes has no default, for torch.library counts on its position
+    k_token_descale: Optional[Tensor]  # in place of k_descale: of each row, written with new ones; a tensor that an
+    v_token_descale: Optional[Tensor]  # operator writes has no default, because torch.library counts on its position
     softmax_scale: float
     causal: bool
     window_left: int
@@ -256,7 +342,7 @@ class KvCacheArgs(NamedTuple):
         )
 
     def scaling(self) -> dict[str, Any]:
-        """What calls with 8-bit tensors have beside the others, as the backends take it by name."""
+        """The arguments of calls with 8-bit tensors alone, which the backends take by name."""
         return {name: getattr(self, name) for name in (*SCALING, "k_token_descale", "v_token_descale")}
 
     def differentiable(self) -> tuple[Optional[Tensor], ...]:
@@ -286,12 +372,12 @@ class KvCachePlanArgs(NamedTuple):
     window_right: int
     num_splits: int
     batch_invariant: bool
-    eight_bit: bool = False  # of a cache of codes
+    eight_bit: bool = False  # of an 8-bit cache
     sm_margin: int = 0
     head_dim_v: int = 0  # of the calls' qv; 0: they have none
 
     def sizes(self) -> tuple[Any, ...]:
-        """What all backends schedule by, but for the tensors."""
+        """The sizes and options that all backends schedule by."""
         return self[self._fields.index("batch") : self._fields.index("eight_bit")]
 
 

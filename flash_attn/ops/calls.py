@@ -207,7 +207,7 @@ def forward_fake(args: AttentionArgs) -> tuple[torch.Tensor, ...]:
 
 
 def backward(args: AttentionBackwardArgs, backend: Any = None) -> list[torch.Tensor]:
-    """Attention backward -> the gradients of those of (q, k, v, sinks) that are given, each a new contiguous tensor."""
+    """Attention backward -> the gradients of those of `args.learned()` that are given, each a new contiguous tensor."""
     packed = []
     if args.v is None:
         given = (args.q,) if args.k is None else (args.q, args.k)
@@ -215,13 +215,16 @@ def backward(args: AttentionBackwardArgs, backend: Any = None) -> list[torch.Ten
     targets: tuple[Any, ...] = (None, None, None)
     if packed:
         targets = unpack(packed[0], packed[1] if len(packed) > 1 else None, None)
-    dq, dk, dv, _, *dsinks = _backward_into(args, targets[0], targets[1], targets[2], backend)
-    return [*(packed or (dq, dk, dv)), *dsinks]
+    dq, dk, dv, _, *others = _backward_into(args, targets[0], targets[1], targets[2], backend)
+    if others and args.attn_bias is not None and args.bias_grad:  # backends see one with all axes
+        index = 0 if args.sinks is None else 1
+        others[index] = others[index].view(args.attn_bias.shape)
+    return [*(packed or (dq, dk, dv)), *others]
 
 
 def backward_fake(args: AttentionBackwardArgs) -> list[torch.Tensor]:
     """Outputs of `backward` by shape, dtype, strides and device alone."""
-    return [x.new_empty(x.shape) for x in (args.q, args.k, args.v, args.sinks) if x is not None]
+    return [x.new_empty(x.shape) for x in args.learned() if x is not None]
 
 
 def backward_into(
@@ -243,7 +246,8 @@ def _backward_into(
     dv: torch.Tensor | None,
     backend: Any = None,
 ) -> Any:
-    """-> [dq, dk, dv, softmax_d], and with sinks their gradient; a gradient that is not given is new and contiguous."""
+    """-> [dq, dk, dv, softmax_d], and the gradients of sinks and biases, of those there are; a gradient that is not
+    given is new and contiguous."""
     backend = backend or backends.of(args.q)
     wanted = (dq, dk, dv)
     context.check_writable(("dq", "dk", "dv"), wanted)

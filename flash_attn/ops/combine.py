@@ -78,7 +78,7 @@ def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:
 
 
 def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
-    """Gradients of out_partial and lse_partial; 0 for the splits that mask a row fully, whatever they hold."""
+    """Gradients of out_partial and lse_partial; 0 for the splits that mask a row fully, for any contents."""
     out_partial, lse_partial, out, lse = ctx.saved_tensors
     if dout is None and dlse is None:
         return None, None, None

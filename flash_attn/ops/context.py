@@ -1,7 +1,7 @@
-"""Who looks on at a call, and what its tensors carry besides numbers: the reasons not to go straight to a kernel.
+"""Whether a call may bypass the dispatcher: detects tracing, transforms, dispatch modes and autograd.
 
-A kernel reads and writes memory behind PyTorch's back. Whatever must see the call, take part in it or be told of its
-writes is asked for here, and nowhere else.
+A kernel reads and writes memory without PyTorch's knowledge. Only this module asks who must see a call, take part in
+it or be told of its writes.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _a_mode_watches() -> bool:
 
 
 def decomposes() -> bool:
-    """Whether a function with a PyTorch composition beside its kernel must use it, so that each operation is seen."""
+    """Whether a function must use its PyTorch composition instead of its kernel, so that each operation is seen."""
     return _is_compiling() or is_tracing() or transformed() or forward_ad._current_level >= 0
 
 
@@ -156,7 +156,7 @@ def by_sample(
 
 
 def check_writable(names: Sequence[str], tensors: Sequence[Tensor | None]) -> None:
-    """Raise RuntimeError for one (some None) that torch's in-place operations reject here, whatever its gradient."""
+    """Raise RuntimeError for one (some None) that torch's in-place operations reject here, gradient or not."""
     if _is_compiling() or _in_inference_mode():
         return
     for i, x in enumerate(tensors):

@@ -1,4 +1,4 @@
-"""The operators behind the public functions, in a namespace of our own, and the way the functions reach them.
+"""The operators that the public functions call, in a separate namespace, and the calls of them.
 
 `flash_attn_core::fwd` and `::bwd` carry all attention with autograd; `::kvcache_fwd`, `::kvcache_append_fwd` and
 `::kvcache_plan` the KV cache. The names `flash_attn::_flash_attn_*` are a public surface that clients register anew,
@@ -23,6 +23,7 @@ from flash_attn.ops.attention_args import (
     KvCacheArgs,
     KvCachePlanArgs,
     attention_gradients,
+    backward_args,
     saved_for_backward,
     schema,
 )
@@ -91,7 +92,7 @@ def update_kvcache_plan(args: KvCachePlanArgs) -> None:
 
 
 def save_for_backward(ctx: Any, args: AttentionArgs, output: Any) -> None:
-    """Save what `input_gradients` needs of a forward in the ctx of an autograd.Function."""
+    """Save the tensors of a forward that `input_gradients` needs in the ctx of an autograd.Function."""
     out, lse, _, rng_state, *_ = output
     tensors, ctx.options = saved_for_backward(args, out, lse, rng_state)
     ctx.save_for_backward(*context.all_savable(tensors))
@@ -99,8 +100,8 @@ def save_for_backward(ctx: Any, args: AttentionArgs, output: Any) -> None:
     ctx.set_materialize_grads(False)
 
 
-def input_gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
-    """The gradients of ATTENTION_INPUTS, None for those that are not given."""
+def input_gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None, bias_grad: bool = True) -> Any:
+    """The gradients of ATTENTION_INPUTS, None for those that are not given. bias_grad: whether biases want theirs."""
     if ctx.forward_only is not None:
         expected = "at least 16 bits" if ctx.forward_only == "k" else "None"
         raise NotImplementedError(
@@ -108,11 +109,13 @@ def input_gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
         )
     if dout is None and dlse is None:
         return (None,) * len(ATTENTION_INPUTS)
-    args = AttentionBackwardArgs(dout, dlse, *ctx.saved_tensors, *ctx.options)  # type: ignore[arg-type]  # None: next
+    args = backward_args(dout, dlse, ctx.saved_tensors, ctx.options)
     if dout is None:
         args = args._replace(dout=torch.zeros_like(args.out))
+    if not (bias_grad or args.attn_bias is args.rel_bias is None):
+        args = args._replace(bias_grad=False)
     grads = iter(attention_backward(args))
-    return tuple(None if x is None else next(grads) for x in (args.q, args.k, args.v, args.sinks))
+    return [None if x is None else next(grads) for x in args.learned()]
 
 
 def attention_backward(args: AttentionBackwardArgs) -> Any:
@@ -130,7 +133,9 @@ def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:
 
 
 def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: Any) -> Any:
-    return attention_gradients(input_gradients(ctx, dout, dlse))
+    wanted = dict(zip(AttentionArgs._fields, ctx.needs_input_grad))  # without trailing arguments that have defaults
+    bias_grad = any(wanted.get(name) for name in ("attn_bias", "rel_bias"))
+    return attention_gradients(input_gradients(ctx, dout, dlse, bias_grad))
 
 
 class _TransformedAttention(torch.autograd.Function):

@@ -13,10 +13,17 @@ from torch import Tensor
 from flash_attn.batch_invariance import is_batch_invariant
 from flash_attn.eight_bit import EIGHT_BIT
 from flash_attn.limits import MAX_HEAD_DIM
+from flash_attn.masks import AttentionMask
+from flash_attn.masks.arguments import DEVICES, check_bias, mask_factors, with_all_axes
+from flash_attn.masks.checks import require
 from flash_attn.ops import arguments, latent
-from flash_attn.ops.attention_args import DENSE, PLAIN, AttentionArgs, Options, Sequences
+from flash_attn.ops.attention_args import DENSE, MASK_TENSORS, PLAIN, AttentionArgs, Options, Sequences
 from flash_attn.ops.quant_args import NO_QUANT
+from flash_attn.ops.rows import RowsInUse
 
+_is_compiling = torch.compiler.is_compiling
+_make = tuple.__new__  # 0.3 us less than a call of the class, but compilers know that alone
+_DEFAULTS = tuple(AttentionArgs._field_defaults.values())[1:]  # of all fields after batch_invariant
 NAMES = (("qkv",), ("q", "kv"), ("q", "k", "v"))  # of the inputs in each packing
 
 
@@ -42,8 +49,8 @@ def attention(
     if options.qv is None:
         inputs = arguments.attention_inputs(names, inputs)
     else:
-        given = arguments.attention_inputs((*names, options.qv_name), (*inputs, options.qv))
-        inputs, options = given[:-1], options._replace(qv=given[-1])
+        operands = arguments.attention_inputs((*names, options.qv_name), (*inputs, options.qv))
+        inputs, options = operands[:-1], options._replace(qv=operands[-1])
     q: Tensor
     k: Tensor | None
     v: Tensor | None
@@ -71,13 +78,16 @@ def attention(
     if sequences is not DENSE:
         arguments.check_sequences(sequences)
         max_seqlen_q, max_seqlen_k = arguments.max_seqlens(inputs, sequences, wants_dmask)
+    if options is not PLAIN:
+        check_score_tensors(options, q)  # before anything is launched
     if head_dim % 8 != 0:
         q, k, v = _padded(q, k, v, head_dim)
-    args = AttentionArgs(
+    given = (
         q, k, v, sequences.cu_seqlens_q, sequences.cu_seqlens_k, sequences.seqused_k, sequences.leftpad_k,
         sequences.block_table, alibi_slopes, sinks, max_seqlen_q, max_seqlen_k, dropout_p, scale, causal, left, right,
         softcap, deterministic, wants_dmask, False, is_batch_invariant(),
     )  # fmt: skip
+    args = AttentionArgs(*given) if _is_compiling() else _make(AttentionArgs, given + _DEFAULTS)
     return args if options is PLAIN else _with_options(args, options)
 
 
@@ -100,6 +110,8 @@ def pad(x: Tensor, columns: int) -> Tensor:
 def _with_options(args: AttentionArgs, options: Options) -> AttentionArgs:
     is_quantized = options.quant is not NO_QUANT
     fields = options.quant.fields(args.q) if is_quantized else {}
+    if not (options.mask is options.attn_bias is options.rel_bias is None):
+        fields.update(_score_tensors(args, options))
     return args._replace(
         return_max_logit=arguments.flag("return_max_logit", options.return_max_logit),
         batch_invariant=arguments.flag("batch_invariant", options.batch_invariant) or args.batch_invariant,
@@ -108,6 +120,55 @@ def _with_options(args: AttentionArgs, options: Options) -> AttentionArgs:
         qv=options.qv,
         **fields,
     )
+
+
+def check_score_tensors(options: Options, q: Tensor) -> None:
+    """Raise an error that names a mask or a bias which no call takes, whatever its sizes."""
+    names, values = ("mask", "attn_bias", "rel_bias"), (options.mask, options.attn_bias, options.rel_bias)
+    given = [name for name, value in zip(names, values) if value is not None]
+    if not given:
+        return
+    if q.device.type not in DEVICES:
+        raise NotImplementedError(
+            f"{given[0]}: expected None on {q.device.type}, got one: taken on {', '.join(DEVICES)} alone"
+        )
+    mask = options.mask if isinstance(options.mask, Tensor) else None
+    arguments.check_optional_tensors(names, (mask, *values[1:]))
+    check_bias(options.attn_bias)
+
+
+def _score_tensors(args: AttentionArgs, options: Options) -> dict[str, Any]:
+    """The fields of a mask and of biases."""
+    is_packed = args.cu_seqlens_q is not None
+    seqlen_q = None if is_packed or args.q.dim() < 2 else args.q.shape[1]
+    fields: dict[str, Any] = {"attn_bias": options.attn_bias, "rel_bias": options.rel_bias}
+    mask = mask_factors(options.mask, is_packed, seqlen_q)
+    if mask is not None:
+        fields.update(zip(MASK_TENSORS, mask))
+        fields["mask_block_q"], fields["mask_block_k"] = mask.block_size
+    return fields
+
+
+def score_rows(rows: RowsInUse, options: Options, q: Tensor) -> dict[str, Any]:
+    """Mask and bias of packed queries whose rows are put in another order."""
+    mask, attn_bias, total = mask_factors(options.mask, packed=True), options.attn_bias, q.shape[0]
+    found: dict[str, Any] = {}
+    if mask is not None:
+        moved: dict[str, Any] = {}
+        for name, x in mask.tensors().items():
+            if name in ("query_ranges", "bits"):
+                _check_rows(f"mask.{name}", x, total)
+                moved[name] = rows.gather(x, 1)
+        found["mask"] = AttentionMask(mask._replace(**moved))
+    if attn_bias is not None:
+        attn_bias = with_all_axes(attn_bias, packed=True)
+        _check_rows("attn_bias", attn_bias, total)
+        found["attn_bias"] = rows.gather(attn_bias, 1)
+    return found
+
+
+def _check_rows(name: str, x: Tensor, total: int) -> None:
+    require(x.dim() == 3 and x.shape[1] == total, name, f"3 dimensions, the second of {total} rows", list(x.shape))
 
 
 def callers_names(inputs: tuple[Any, ...], sequences: Sequences, options: Options) -> dict[str, str]:

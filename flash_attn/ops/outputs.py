@@ -40,13 +40,13 @@ def check(name: str, given: Tensor, shape: Sequence[int], q: Tensor, dtype: torc
 
 
 def check_apart_from_copied(written: Iterable[tuple[str, Tensor | None]], read: Mapping[str, Any]) -> None:
-    """Of pairs of a name and a tensor or None, each apart from what is read and the backend gets a copy of."""
+    """Each tensor of the pairs (name, tensor or None) must not overlap the inputs, which the backend gets copies of."""
     for name, x in written:
         check_apart({name: x}, read)
 
 
 def check_apart(written: Mapping[str, Any], read: Mapping[str, Any]) -> None:
-    """Of tensors by name: no element is written twice, and none that is read. Other values are left out.
+    """Raise for tensors, by name, of which an element is written twice, or read too. Other values are left out.
 
     Where tensors may have no addresses, traced or transformed, nothing is checked.
     """

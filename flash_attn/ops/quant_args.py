@@ -1,4 +1,4 @@
-"""What a caller says of 8-bit tensors, and what the operators' records have of it."""
+"""The public arguments of calls with 8-bit tensors, and the fields of the operators' records made from them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class QuantArgs(NamedTuple):
         return {name: value for name, value in self._asdict().items() if name != "exp"}
 
     def fields(self, q: Tensor) -> dict[str, Any]:
-        """Those fields of an operator's record that are given, by name; numbers become tensors on q's device."""
+        """The given fields of an operator's record, by name; numbers become tensors on q's device."""
         axis, out_dtype = self.v_descale_axis, self.out_dtype
         if axis is not None:
             if not isinstance(axis, str) or axis != "channel":

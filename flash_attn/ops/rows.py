@@ -31,14 +31,14 @@ def unpack(q: Tensor, cu_seqlens: Tensor | None, out: Tensor, lse: Tensor) -> tu
 
 
 def sequence_of_rows(cu_seqlens: Tensor, rows: int) -> Tensor:
-    """The sequence of each of the packed rows, any one for those of none; nothing waits for the GPU."""
+    """The sequence of each of the packed rows, any one for rows of no sequence; nothing waits for the GPU."""
     bounds = cu_seqlens.clamp(0, rows).cummax(0).values[1:]
     index = torch.arange(rows, dtype=bounds.dtype, device=bounds.device)
     return torch.searchsorted(bounds, index, right=True).clamp(max=max(bounds.shape[0] - 1, 0))
 
 
 def length_of_each(length: int | Tensor | None, cu_seqlens: Tensor) -> Tensor | None:
-    """Lengths (batch,) where one int may stand for all; None passes."""
+    """Lengths (batch,), from one int for all too; None passes."""
     if length is None or isinstance(length, torch.Tensor):
         return length
     return cu_seqlens.new_full((cu_seqlens.shape[0] - 1,), length)

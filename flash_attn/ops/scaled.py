@@ -1,4 +1,4 @@
-"""Calls with 8-bit tensors on CUDA: checks, arguments by name, and 16-bit copies of what kernels do not take.
+"""Calls with 8-bit tensors on CUDA: checks, arguments by name, and 16-bit copies for unsupported layouts.
 
 The binding plans which kernels run. It takes 8-bit k and v of one dtype and head dim, a multiple of 8, and q of 16 bits
 or as k.
@@ -33,7 +33,7 @@ def check(args: AttentionArgs) -> None:
 
 
 def by_name(args: AttentionArgs) -> dict[str, Any]:
-    """What the binding takes by name."""
+    """The keyword arguments of the binding."""
     return {**args.scaling(), "fast_exp": args.fast_exp}
 
 

@@ -17,6 +17,7 @@ from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from flash_attn.flash_attn_interface import flash_attn_func
 from flash_attn.limits import MAX_HEAD_DIM
+from flash_attn.masks.arguments import DEVICES
 from flash_attn.ops import arguments, context
 from flash_attn.scoped import Scoped
 
@@ -36,9 +37,9 @@ def use(devices: str | Sequence[str] = ("cuda",)) -> Iterator[None]:
     """Compute `torch.nn.functional.scaled_dot_product_attention` by these kernels within a `with` block.
 
     Calls that they serve come here, all others go to PyTorch as before. Served: query, key and value of four
-    dimensions, float16 or bfloat16 (or cast to them by torch.autocast), head dims up to 256, without attn_mask (one of
-    `torch.nn.attention.bias` is served too), of plain tensors outside of torch.func transforms. is_causal is aligned to
-    the top left corner, as PyTorch's, whatever the lengths.
+    dimensions, float16 or bfloat16 (or cast to them by torch.autocast), head dims up to 256, of plain tensors outside
+    of torch.func transforms; attn_mask may be one of `torch.nn.attention.bias`, on the CPU also a bool tensor or one of
+    numbers. is_causal is aligned to the top left corner, as PyTorch's, whatever the lengths.
 
     The scope is that of the thread or asyncio task; while one is open anywhere, checkpoints that a backward on a GPU
     recomputes belong to it. It reaches callers that look the function up in torch.nn.functional at each call, as
@@ -103,9 +104,8 @@ def _replacement(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         if devices:
             inputs = _served_inputs(devices, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
             if inputs is not None:
-                bottom_right = attn_mask is not None and attn_mask.variant == CausalVariant.LOWER_RIGHT
-                q, k, v = inputs
-                return _attention(q, k, v, dropout_p, is_causal or attn_mask is not None, bottom_right, scale)
+                q, k, v, mask = inputs
+                return _attention(q, k, v, mask, dropout_p, is_causal, scale)
         options = {"scale": scale, "enable_gqa": True} if enable_gqa else {"scale": scale}  # torch 2.4 has no GQA
         if isinstance(attn_mask, CausalBias):  # compares the function with the one in torch.nn.functional
             arguments = (query, key, value, attn_mask, dropout_p, is_causal)
@@ -128,8 +128,9 @@ def _served_inputs(
     scale: float | None,
     enable_gqa: bool,
 ) -> Any:
-    """(query, key, value) as autocast wants them; None for a call that is PyTorch's, which invalid ones are too."""
-    if attn_mask is not None and (is_causal or type(attn_mask) is not CausalBias):
+    """(query, key, value, attn_mask) as autocast wants them; None for a call that is PyTorch's, which invalid ones are
+    too."""
+    if attn_mask is not None and is_causal:
         return None
     for x in (query, key, value):
         if type(x) not in _TENSOR_TYPES or x.is_nested or x.dim() != 4:
@@ -139,7 +140,10 @@ def _served_inputs(
         return None
     assert device is not None
     if torch.is_autocast_enabled(device):
-        query, key, value = _autocast(torch.get_autocast_dtype(device), query, key, value)
+        dtype = torch.get_autocast_dtype(device)
+        query, key, value = _autocast(dtype, query, key, value)
+        if type(attn_mask) in _TENSOR_TYPES:
+            (attn_mask,) = _autocast(dtype, attn_mask)
     dtype = query.dtype
     if dtype not in _DTYPES or key.dtype != dtype or value.dtype != dtype:
         return None
@@ -152,11 +156,28 @@ def _served_inputs(
         and 0 < head_dim <= MAX_HEAD_DIM
         and 0 < value_dim <= MAX_HEAD_DIM
         and batch > 0 and heads > 0 and seqlen_q > 0 and seqlen_k > 0
-        and (attn_mask is None or (seqlen_q == attn_mask.seq_len_q and seqlen_k == attn_mask.seq_len_kv))
+        and (attn_mask is None or _mask_fits(attn_mask, query, seqlen_k))
         and 0.0 <= dropout_p < 1.0
         and (scale is None or math.isfinite(scale))
     )  # fmt: skip
-    return (query, key, value) if fits else None
+    return (query, key, value, attn_mask) if fits else None
+
+
+def _mask_fits(attn_mask: Any, query: Tensor, seqlen_k: int) -> bool:
+    """Whether a mask is one that these kernels take with such queries and so many keys."""
+    if type(attn_mask) is CausalBias:
+        return query.shape[2] == attn_mask.seq_len_q and seqlen_k == attn_mask.seq_len_kv
+    if type(attn_mask) not in _TENSOR_TYPES or attn_mask.layout is not torch.strided or attn_mask.is_nested:
+        return False
+    sizes = (seqlen_k, *query.shape[2::-1])
+    fits: bool = (
+        attn_mask.device == query.device
+        and query.device.type in DEVICES
+        and attn_mask.dtype in (torch.bool, torch.float32, query.dtype)
+        and 2 <= attn_mask.dim() <= 4
+        and all(n in (1, full) for n, full in zip(attn_mask.shape[::-1], sizes))
+    )
+    return fits
 
 
 def _plain_execution() -> bool:
@@ -170,10 +191,22 @@ def _autocast(dtype: Any, *tensors: Tensor) -> Any:
 
 
 def _attention(
-    query: Tensor, key: Tensor, value: Tensor, dropout_p: float, causal: bool, bottom_right: bool, scale: float | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Any,
+    dropout_p: float,
+    causal: bool,
+    scale: float | None,
 ) -> Tensor:
     """SDPA (batch, heads, seqlen, head_dim) by the public function, whose positions are aligned bottom right."""
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+    scores: dict[str, Any] = {}
+    bottom_right = False
+    if type(attn_mask) is CausalBias:
+        causal, bottom_right = True, attn_mask.variant == CausalVariant.LOWER_RIGHT
+    elif attn_mask is not None:
+        scores = {"mask" if attn_mask.dtype == torch.bool else "attn_bias": attn_mask}
     window = (-1, -1)
     ahead = q.shape[1] - k.shape[1]
     if causal and not bottom_right and ahead != 0:
@@ -182,5 +215,5 @@ def _attention(
         else:  # no row sees a key beyond the last row
             k, v = k[:, : q.shape[1]], v[:, : q.shape[1]]
     deterministic = torch.are_deterministic_algorithms_enabled()
-    out = flash_attn_func(q, k, v, dropout_p, scale, causal, window, deterministic=deterministic)
+    out = flash_attn_func(q, k, v, dropout_p, scale, causal, window, deterministic=deterministic, **scores)
     return out.transpose(1, 2)

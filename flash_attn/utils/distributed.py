@@ -1,4 +1,4 @@
-"""Collectives with gradients, and what parameters that several ranks share need. `process_group`: of torch."""
+"""Collectives with gradients, and synchronisation of parameters that ranks share. `process_group`: of torch."""
 
 from __future__ import annotations
 

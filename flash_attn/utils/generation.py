@@ -10,7 +10,7 @@ import torch
 
 @dataclass
 class InferenceParams:
-    """Where a generation stands, and the caches of its layers.
+    """The progress of a generation, and the caches of its layers.
 
     Attributes:
         max_seqlen: int, the longest sequence, prompt included.

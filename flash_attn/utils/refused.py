@@ -12,10 +12,10 @@ def tensor_parallel_class(name: str, module: str, styles: str) -> type:
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         raise NotImplementedError(
-            f"{name}: expected {module} with {_PARALLEL} ({styles}), got {name}: it is not served"
+            f"{name}: expected {module} with {_PARALLEL} ({styles}), got {name}: it is not supported"
         )
 
-    return type(name, (), {"__init__": __init__, "__doc__": f"Not served: {module} with {_PARALLEL} ({styles})."})
+    return type(name, (), {"__init__": __init__, "__doc__": f"Not supported: {module} with {_PARALLEL} ({styles})."})
 
 
 def refuse_process_group(process_group: Any) -> None:

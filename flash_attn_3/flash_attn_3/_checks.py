@@ -1,4 +1,4 @@
-"""Checks of what FlashAttention-3's calls have beside the arguments of flash_attn's functions, which check the rest."""
+"""Checks of the arguments that only FlashAttention-3 has; flash_attn's functions check the others."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def reject_unsupported(
     cu_seqlens_k_new: Tensor | None = None,
     seqlens_rotary: Tensor | None = None,
 ) -> None:
-    """Raise NotImplementedError for the first argument given that is not served at all, by name."""
+    """Raise NotImplementedError for the first given argument that no call supports, by name."""
     tensors = {"qv": qv, "cu_seqlens_k_new": cu_seqlens_k_new, "rotary_seqlens": seqlens_rotary}
     for name, value in tensors.items():
         if value is not None:

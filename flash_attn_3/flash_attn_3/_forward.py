@@ -237,8 +237,8 @@ def over_cache(
 def packed_over_cache(*args: Any, names: dict[str, str], **named: Any) -> tuple[Tensor, Tensor]:
     """(out, lse) of packed queries, or of those of a batch, over a cache of pages or of rows, of any V head dim.
 
-    A sequence takes no part where it takes none in `flash_attn.flash_attn_with_kvcache`: its length is -1 or does not
-    fit, or its row of the cache does not exist. names: the caller's, see `_checks.renamed`.
+    Inactive requests are those of `flash_attn.flash_attn_with_kvcache`: the length is -1 or does not fit, or the row of
+    the cache does not exist. names: the caller's, see `_checks.renamed`.
     """
     try:
         return _packed_over_cache(*args, **named)
@@ -287,7 +287,7 @@ def _packed_over_cache(
     )  # fmt: skip
     score = (softmax_scale, causal, window_size, softcap)
     result, lse = _of_rows(q, k, v, rows, cu_seqlens_q, seqused_q, sequences, score, quant, sm_margin, out, sinks, qv)
-    if sinks is not None and absent is not None and batch > 0:  # a request that takes no part has no sink
+    if sinks is not None and absent is not None and batch > 0:  # an inactive request has no sink
         rows_absent = absent[sequence_of_rows(cu_rows, rows.shape[0])]
         rows_absent = rows_absent if cu_seqlens_q is not None else rows_absent.view(batch, 1, -1)
         lse = lse.masked_fill(rows_absent, float("inf"))
@@ -297,7 +297,7 @@ def _packed_over_cache(
 def _check_cache(
     q: Tensor, k: Tensor, v: Tensor, kv_batch_idx: Tensor | None, page_table: Tensor | None, cu_seqlens_q: Tensor | None
 ) -> None:
-    """What `flash_attn.flash_attn_with_kvcache` checks of a cache and its place, and attention over pages does not."""
+    """The checks of a cache in `flash_attn.flash_attn_with_kvcache` that attention over pages does not make."""
     arguments.check_optional_tensors(
         ("cu_seqlens_q", "kv_batch_idx", "page_table"), (cu_seqlens_q, kv_batch_idx, page_table)
     )  # fmt: skip
@@ -326,7 +326,7 @@ def _pages(k: Tensor, page_table: Tensor | None, kv_batch_idx: Tensor | None, ba
 
 
 def _lengths(seqused_k: Any, like: Tensor, k: Tensor, page_table: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """(lengths (batch,), which of them take no part (batch,)), each None for all and none.
+    """(lengths (batch,), whether each is inactive (batch,)), None for the full length and no inactive one.
 
     A length that does not fit is an error where the host sees it: an int, a CPU tensor.
     """

@@ -1,6 +1,6 @@
 """The records of the operators' arguments: schemas, what the forward saves and the places of gradients follow.
 
-A record of the names of its own fields stands in for tensors: each value then shows where it came from.
+Field names replace tensors: each value then shows where it came from.
 """
 
 import ast
@@ -11,16 +11,19 @@ import pytest
 import torch
 
 import flash_attn
+from flash_attn.masks import MaskFactors
 from flash_attn.ops.attention_args import (
     ATTENTION_INPUTS,
     BACKWARD_INPUTS,
     FORWARD_ONLY,
     KVCACHE_INPUTS,
+    MASK_TENSORS,
     AttentionArgs,
     AttentionBackwardArgs,
     KvCacheArgs,
     KvCachePlanArgs,
     attention_gradients,
+    backward_args,
     saved_for_backward,
     schema,
 )
@@ -32,6 +35,7 @@ OPERATORS = {
     "kvcache_append_fwd": KvCacheArgs,
     "kvcache_plan": KvCachePlanArgs,
 }
+BIAS = torch.zeros(1, 1, 1, 1)  # with all axes
 
 
 def names(record):
@@ -51,8 +55,22 @@ def test_operators_take_the_record_by_position(name):
 
 @pytest.mark.parametrize("record", (AttentionArgs, AttentionBackwardArgs, KvCacheArgs))
 def test_named_options_are_passed_where_they_are_given(record):
-    assert names(record).named() == {"sinks": "sinks", "sm_margin": "sm_margin"}
-    assert names(record)._replace(sinks=None, sm_margin=0).named() == {}
+    scores = {}
+    if record is not KvCacheArgs:
+        factors = MaskFactors(*MASK_TENSORS, block_size=("mask_block_q", "mask_block_k"))
+        scores = {"mask": factors, "attn_bias": BIAS, "rel_bias": "rel_bias"}
+        absent = dict.fromkeys((*MASK_TENSORS, "attn_bias", "rel_bias"))
+    every = names(record)._replace(**({"attn_bias": BIAS} if scores else {}))
+    assert every.named() == {"sinks": "sinks", "sm_margin": "sm_margin", **scores}
+    plain = names(record)._replace(sinks=None, sm_margin=0, **(absent if scores else {}))
+    assert plain.named() == {}
+    for name in scores and absent:
+        field = "mask" if name in MASK_TENSORS else name
+        assert list(plain._replace(**{name: BIAS if name == "attn_bias" else name}).named()) == [field]
+    if record is AttentionBackwardArgs:
+        assert plain._replace(bias_grad=False).named() == {}
+        given = plain._replace(bias_grad=False, attn_bias=BIAS).named()
+        assert given == {"attn_bias": BIAS, "bias_grad": False}
 
 
 def without_defaults(name):
@@ -110,19 +128,30 @@ def test_differentiable_values_are_those_named():
 
 def test_the_backward_takes_each_argument_of_its_forward():
     tensors, options = saved_for_backward(names(AttentionArgs), "out", "lse", "rng_state")
-    assert AttentionBackwardArgs("dout", "dlse", *tensors, *options) == names(AttentionBackwardArgs)
+    every = names(AttentionBackwardArgs)._replace(bias_grad=True)
+    assert backward_args("dout", "dlse", tensors, options) == every
+    absent = dict.fromkeys((*MASK_TENSORS, "attn_bias", "rel_bias"))
+    plain = names(AttentionArgs)._replace(**absent)
+    saved = saved_for_backward(plain, "out", "lse", "rng_state")
+    expected = every._replace(**absent, mask_block_q=0, mask_block_k=0)
+    assert (
+        backward_args("dout", "dlse", *saved) == expected == AttentionBackwardArgs("dout", "dlse", *saved[0], *saved[1])
+    )
     kinds = AttentionBackwardArgs.__annotations__
     assert all(kinds[name] in (int, float, bool) for name in options)
     assert not any(kinds[name] in (int, float, bool) for name in tensors)
 
 
 def test_gradients_stand_at_their_arguments():
-    given = dict(zip(AttentionArgs._fields, attention_gradients(("dq", "dk", "dv", "dsinks"))))
+    values = ("dq", "dk", "dv", "dsinks", "dattn_bias", "drel_bias")
+    given = dict(zip(AttentionArgs._fields, attention_gradients(values)))
     assert {name: x for name, x in given.items() if x is not None} == {
         "q": "dq",
         "k": "dk",
         "v": "dv",
         "sinks": "dsinks",
+        "attn_bias": "dattn_bias",
+        "rel_bias": "drel_bias",
     }
     assert tuple(given) == AttentionArgs._fields
 

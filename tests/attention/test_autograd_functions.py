@@ -13,7 +13,7 @@ LENGTHS = (5, 0, 13)
 TOTAL, LONGEST = sum(LENGTHS), max(LENGTHS)
 
 VARLEN = "cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k"
-# class: (function, inputs and what tells the sequences apart, what stands between return_softmax and is_grad_enabled)
+# class: (function, inputs and what tells the sequences apart, arguments between return_softmax and is_grad_enabled)
 FORMS = {
     "FlashAttnFunc": ("flash_attn_func", "q, k, v", ""),
     "FlashAttnQKVPackedFunc": ("flash_attn_qkvpacked_func", "qkv", ""),
@@ -95,7 +95,7 @@ def test_dropout_is_applied(device):
 
 
 def test_paged_keys_reach_the_forward(device):
-    """block_table stands between return_softmax and is_grad_enabled."""
+    """block_table is between return_softmax and is_grad_enabled."""
     args, _ = make(device, f"q, k, v, {VARLEN}", seed=5)
     q, k, v, cu, *_ = (x.detach() if torch.is_tensor(x) else x for x in args)
     pages = [torch.zeros(len(LENGTHS), 16, HEADS, HEAD_DIM, device=device, dtype=q.dtype) for _ in "kv"]

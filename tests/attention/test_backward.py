@@ -54,7 +54,7 @@ def test_many_key_blocks(device, features):
 
 @pytest.mark.parametrize("head_dim,head_dim_v", ((64, 0), (128, 0), (192, 128), (256, 0)))
 def test_key_blocks_that_no_row_sees(device, head_dim, head_dim_v):
-    """Most thread blocks take nothing but such blocks, one behind the other, where there are more than run at once."""
+    """Most thread blocks take only such blocks, one after the other, where there are more than run at once."""
     batch, heads = (4, 4) if device == "cuda" else (1, 2)
     case = Case(batch, 70, 4000, heads, heads, head_dim, DTYPE, window=(30, 0), head_dim_v=head_dim_v)
     _, dk, dv = check_training_step(make_problem(case, device))

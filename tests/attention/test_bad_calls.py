@@ -414,7 +414,7 @@ def test_values_beyond_32_bits(device, function, name):
 
 @pytest.mark.devices("cuda")
 def test_values_beyond_32_bits_on_the_device(device):
-    """They count as the largest int32: a sequence that takes no part, cu_seqlens that end with the rows there are."""
+    """They count as the largest int32: an inactive request, cu_seqlens that end with the rows there are."""
     call, arguments = good_arguments(device)["cache"]
     arguments["cache_seqlens"] = ints(device, 3, BIG, dtype=torch.int64)
     before = {name: arguments[name].clone() for name in ("k_cache", "v_cache")}

@@ -168,7 +168,7 @@ OTHERS = ((300, 300), (1, 50), (0, 20), (64, 0), (257, 129), (5, 5))
 
 
 class Sequence:
-    """A sequence and what its call gives, alone or beside others."""
+    """A sequence and the result of its call, alone or with others."""
 
     def __init__(self, device, lengths, heads, head_dim, options, dtype=torch.bfloat16):
         self.device, self.lengths, self.heads, self.head_dim, self.dtype = device, lengths, heads, head_dim, dtype
@@ -199,16 +199,16 @@ class Sequence:
         results = self.call(flash_attn_func, [torch.stack(x) for x in zip(*parts)])
         return [x[place] for x in results]
 
-    def packed(self, before=(), behind=(), padding=0, fill=None):
+    def packed(self, before=(), after=(), padding=0, fill=None):
         """The same among packed sequences of other lengths. fill: the value of all that is not the sequence's."""
-        parts = [self.random(*lengths) for lengths in (*before, *behind)]
+        parts = [self.random(*lengths) for lengths in (*before, *after)]
         if padding:
             parts.append(self.random(padding, 2 * padding))
         for x in (tensor for part in parts for tensor in part[:3] if fill is not None):
             x.fill_(fill)
         parts.insert(len(before), self.tensors)
         tensors = [torch.cat(x, 1 if x[0].dim() == 2 else 0) for x in zip(*parts)]
-        sequences = (*before, self.lengths, *behind)
+        sequences = (*before, self.lengths, *after)
         starts = [torch.tensor([0, *n], device=self.device).cumsum(0).int() for n in zip(*sequences)]
         longest = [max(n) for n in zip(*sequences)]
         out, lse, *grads = self.call(flash_attn_varlen_func, tensors, *starts, *longest)
@@ -221,9 +221,9 @@ def check_sequence(sequence, batches):
     assert_equal(sequence.packed(), alone)
     for batch, place in batches:
         assert_equal(sequence.dense(batch, place), alone)
-    for before, behind in (((), OTHERS), (OTHERS, ()), (OTHERS[:3], OTHERS[3:])):
-        assert_equal(sequence.packed(before, behind), alone)
-        assert_equal(sequence.packed(before, behind, padding=37, fill=float("nan")), alone)
+    for before, after in (((), OTHERS), (OTHERS, ()), (OTHERS[:3], OTHERS[3:])):
+        assert_equal(sequence.packed(before, after), alone)
+        assert_equal(sequence.packed(before, after, padding=37, fill=float("nan")), alone)
     assert_equal(sequence.packed(padding=200), alone)
 
 
@@ -278,7 +278,7 @@ def test_the_number_of_heads_does_not_matter(device, head_dim):
 
 
 @pytest.mark.parametrize("page_size", (16, 256))
-def test_pages_beside_other_pages(device, page_size):
+def test_pages_among_other_pages(device, page_size):
     """Paged keys: alone, and among requests of other lengths whose pages lie between."""
     torch.manual_seed(7)
     lengths = ((40, 300), (1, 700), (130, 130), (64, 5))
@@ -448,7 +448,7 @@ def in_thread(function):
 
 
 def test_blocks_of_two_threads_do_not_mix(device, modes):
-    """They overlap, in both orders of their ends; a third thread is in none of them."""
+    """They overlap, in both orders of their ends; a third thread is in no block."""
     steps = threading.Barrier(2, timeout=60)
     inside = threading.Event()
 
@@ -596,7 +596,7 @@ def test_plans_follow_the_switch(device, modes):
 @pytest.mark.devices("cpu")
 @pytest.mark.parametrize("value,enabled", ((None, False), ("", False), ("0", False), ("1", True)))
 def test_the_environment_turns_it_on(device, monkeypatch, value, enabled):
-    """As it is when the module is loaded, here once more beside the one in use."""
+    """As it is when the module is loaded, here once more next to the one in use."""
     monkeypatch.delenv("FLASH_ATTN_BATCH_INVARIANT", raising=False)
     if value is not None:
         monkeypatch.setenv("FLASH_ATTN_BATCH_INVARIANT", value)

@@ -1,4 +1,4 @@
-"""How a call behaves on the GPU beside its numbers: streams, graphs, devices, synchronisation."""
+"""Behaviour of a call on the GPU apart from its results: streams, graphs, devices, synchronisation."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def test_graph_replay_with_changed_inputs(device):
 
 @pytest.mark.parametrize("kind,page_size", [("packed", 0), ("padded", 0), ("packed", 16), ("leftpad", 16)])
 def test_graph_replay_with_changed_lengths(device, kind, page_size):
-    """One graph serves every split of the same rows into sequences, zero lengths and padding rows included."""
+    """One graph computes every split of the same rows into sequences, zero lengths and padding rows included."""
     case = Case(4, 0, 0, 4, 2, 64, "bfloat16", True, kind=kind, page_size=page_size)
     splits = [[(150, 300), (1, 100), (0, 70), (200, 9)], [(0, 0), (351, 400), (0, 79), (0, 0)],
               [(80, 100), (80, 100), (80, 100), (111, 179)], [(3, 2), (0, 1), (1, 0), (0, 5)]]  # fmt: skip
@@ -223,7 +223,7 @@ def test_tensors_on_two_devices_are_an_error(device):
         flash_attn_func(q, q.to("cuda:1"), q)
 
 
-def test_no_gpu_error_is_left_behind(device):
+def test_no_gpu_error_remains(device):
     """After refused calls the next one works and the device reports no error."""
     q = torch.randn(1, 4, 2, 64, device=device, dtype=torch.bfloat16)
     for wrong in (q[:, :, :1], q.float(), q[:, :3]):

@@ -139,7 +139,7 @@ def test_seed_decides_the_mask(device, kind):
 
 
 def test_no_dropout_draws_nothing(device):
-    """Without dropout the state is zeros and the generator stands still."""
+    """Without dropout the state is zeros and the generator does not advance."""
     problem = make_problem(case_of(0.0), device)
     torch.manual_seed(5)
     expected = torch.rand(4, device=device)

@@ -218,7 +218,7 @@ def poison_(x):
 
 
 class Replay:
-    """Rounds of a workload whose results are compared on the GPU; the host waits for none of them."""
+    """Rounds of a workload whose results are compared on the GPU; the host does not wait for them."""
 
     def __init__(self, workload: Workload):
         self.values = workload.inputs

@@ -85,7 +85,7 @@ def test_families_are_as_many(hopper, run_family):
 @pytest.mark.parametrize("family", FORCED)
 @pytest.mark.parametrize("head_dim", (64, 96, 128, 192, 256))
 def test_calls_wait_for_what_they_read(hopper, run_family, head_dim, family):
-    """A call may start before the one ahead of it has ended, whose output it reads, in memory that older calls read."""
+    """A call may start before the previous one has ended, whose output it reads, in memory that older calls read."""
     problem = make_problem(Case(1, 1200, 1200, 4, 4, head_dim, DTYPE, causal=True), hopper)
     first = problem.v
 
@@ -164,7 +164,7 @@ def test_scores_far_above_their_reference(hopper, run_family, head_dim, head_dim
 @pytest.mark.parametrize("window", ((63, 0), (64, 0), (128, 0), (128, 300)), ids=str)
 @pytest.mark.parametrize("head_dim, head_dim_v", ((64, 0), (96, 0), (128, 0), (192, 0), (192, 128), (256, 0)))
 def test_windows_of_short_row_blocks(hopper, run_family, head_dim, head_dim_v, window):
-    """Last row blocks of few rows, so that warpgroups without rows stand far beyond the keys that are loaded."""
+    """Last row blocks of few rows, so that the rows of some warpgroups are far beyond the keys that are loaded."""
     for seqlen_q, seqlen_k in ((1, 192), (256, 128), (1537, 1537), (1610, 1610)):
         case = Case(1, seqlen_q, seqlen_k, 2, 1, head_dim, DTYPE, head_dim_v=head_dim_v, window=window)
         check_families(make_problem(case, hopper), run_family)
@@ -304,7 +304,7 @@ def test_graph_replay_after_eager_calls(hopper, name):
 
 @pytest.mark.parametrize("causal", (False, True))
 def test_two_graphs_at_once(hopper, causal):
-    """Each has a counter of its own."""
+    """Each has a separate counter."""
     problem = make_problem(Case(9, 700, 900, 16, 4, 128, DTYPE, causal=causal, kind="packed"), hopper)
     wanted = run(problem)[:2]
     graphs = [captured(lambda: run(problem)) for _ in range(2)]
@@ -323,7 +323,7 @@ def test_two_graphs_at_once(hopper, causal):
 @pytest.mark.parametrize("causal", (False, True))
 @pytest.mark.parametrize("value", (float("nan"), float("inf")))
 def test_neighbouring_sequences_never_leak(hopper, run_family, head_dim, head_dim_v, causal, value):
-    """Loads and stores are clipped at the ends of the sequence, although one tensor map serves all of them."""
+    """Loads and stores are clipped at the ends of the sequence, although all of them have one tensor map."""
     lengths = [(70, 90), (150, 201), (1, 64), (129, 130), (33, 40)]
     case = Case(5, 0, 0, 4, 2, head_dim, DTYPE, causal=causal, kind="packed", head_dim_v=head_dim_v)
     problem = make_problem(case, hopper, lengths)

@@ -86,7 +86,7 @@ def test_batches_over_a_cache(device):
 
 @pytest.mark.parametrize("name", ("sinks", "s_aux", "learnable_sink"))
 def test_new_keys_with_sinks(device, name):
-    """What a model with sinks decodes with: the cache receives the new rows, the sink counts beside all of them."""
+    """Decoding with sinks: the cache receives the new rows, and the sink is one more key."""
     q, k_cache, v_cache, table, _, lengths = cache_problem(device)
     q, new = q[:3, None], [torch.randn(3, 1, 2, 32, device=device, dtype=torch.bfloat16) for _ in "kv"]
     lengths = lengths - torch.tensor([1, 1, 20], dtype=torch.int32, device=device)
@@ -106,7 +106,7 @@ def test_new_keys_with_sinks(device, name):
 
 
 def test_rows_without_keys_have_the_sink(device):
-    """A cache without keys: LSE the sink; a padding request: -inf."""
+    """A cache without keys: LSE the sink; an inactive request: -inf."""
     q, k, v, table, *_ = cache_problem(device)
     sinks = torch.tensor([0.5, -1.0, 3.0, -float("inf")], device=device)
     lengths = torch.tensor([0, -1, 20], dtype=torch.int32, device=device)

@@ -223,7 +223,7 @@ def test_the_backward_is_checked(device, form):
             assert torch.equal(given[other], before)
 
 
-# ---- requests that take no part ----
+# ---- inactive requests ----
 
 
 @pytest.mark.parametrize("paged", (False, True))

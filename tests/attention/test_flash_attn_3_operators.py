@@ -20,7 +20,7 @@ def lengths_of(problem):
 @pytest.mark.parametrize("name", TRAINING)
 @pytest.mark.parametrize("strided", (False, True))
 def test_backward_operators(device, name, strided):
-    """fwd, then bwd and _flash_attn_backward into given gradients, as clients with an autograd of their own do it."""
+    """fwd, then bwd and _flash_attn_backward into given gradients, as clients with their autograd.Function do it."""
     problem = make_problem(TRAINING[name], device)
     c, lengths, (q, k, v) = problem.case, lengths_of(problem), (problem.q, problem.k, problem.v)
     out, lse, *scratch = OPS.fwd(q, k, v, None, None, None, None, *lengths[:2], None, *lengths[2:], is_causal=c.causal)

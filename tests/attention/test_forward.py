@@ -140,7 +140,7 @@ def test_softcaps(device, softcap):
     ids=str,
 )
 def test_running_maximum_over_many_key_blocks(device, trend, features):
-    """The maximum of a row rises with every block, or stands from the first one on."""
+    """The maximum of a row rises with every block, or is in the first one."""
     problem = make_problem(Case(1, 140, 2600, 2, 1, 64, DTYPE, **features), device)
     size = {"rising": (0.1, 3.0), "falling": (3.0, 0.1), "level": (1.0, 1.0)}[trend]
     if problem.layout is None:

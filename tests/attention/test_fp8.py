@@ -1,6 +1,6 @@
 """Accuracy of 8-bit attention against float64 on the dequantised inputs, where formats and orders of keys go wrong.
 
-Plain inputs show neither an accumulator that loses bits nor probabilities that underflow behind a sink: V with a mean,
+Plain inputs show neither an accumulator that loses bits nor probabilities that underflow next to a sink: V with a mean,
 sinks, large and rising logits and outliers do.
 """
 
@@ -67,7 +67,7 @@ def quantized(x, dtype=E4M3):
 
 
 def check(q, k, v, bound, lse_bound=LSE, **options):
-    """One call of (codes, descale) or wide tensors -> the relative RMSE, which must be within the bound."""
+    """One call of (quantized, descale) or wide tensors -> the relative RMSE, which must be within the bound."""
     (q, q_descale), (k, k_descale), (v, v_descale) = (x if isinstance(x, tuple) else (x, None) for x in (q, k, v))
     wide_q, wide_k = dequantized(q, q_descale), dequantized(k, k_descale)
     exact = attention(wide_q, wide_k, dequantized(v, v_descale), **options)

@@ -34,7 +34,7 @@ B, SQ, SK, H, HK, D = 2, 33, 50, 4, 2, 32
 HALF = torch.float16
 
 
-def codes(device, *shape, dtype=E4M3):
+def random_8_bit(device, *shape, dtype=E4M3):
     return (torch.randn(shape, device=device) * (40 if dtype is INT8 else 1)).clamp(-120, 120).to(dtype)
 
 
@@ -85,8 +85,8 @@ def test_descales(device, name, wide):
     """wide: q of 16 bits, whose K and V are int8."""
     of_q, of_kv = SHAPES[name]
     stored = INT8 if wide else E4M3
-    q = torch.randn(B, SQ, H, D, device=device, dtype=HALF) if wide else codes(device, B, SQ, H, D)
-    k, v = (codes(device, B, SK, HK, D, dtype=stored) for _ in "kv")
+    q = torch.randn(B, SQ, H, D, device=device, dtype=HALF) if wide else random_8_bit(device, B, SQ, H, D)
+    k, v = (random_8_bit(device, B, SK, HK, D, dtype=stored) for _ in "kv")
     q_descale, k_descale, v_descale = None if wide else of_q(device), of_kv(device), of_kv(device)
     if wide:
         k_descale, v_descale = k_descale * 0.03, v_descale * 0.03
@@ -102,7 +102,7 @@ def test_descales(device, name, wide):
 
 @pytest.mark.parametrize("shape", ((HK, D), (B, HK, D)))
 def test_values_with_a_descale_for_each_channel(device, shape):
-    q, k, v = codes(device, B, SQ, H, D), codes(device, B, SK, HK, D), codes(device, B, SK, HK, D)
+    q, k, v = random_8_bit(device, B, SQ, H, D), random_8_bit(device, B, SK, HK, D), random_8_bit(device, B, SK, HK, D)
     v_descale = scale(device, *shape)
     options = {"v_descale": v_descale, "v_descale_axis": "channel", "out_dtype": HALF}
     out, lse, _ = flash_attn_func(q, k, v, return_attn_probs=True, **options)
@@ -126,9 +126,9 @@ FEATURES = {
 def test_features(device, name):
     options = dict(FEATURES[name])
     q, k, v = (
-        codes(device, B, options.pop("seqlen_q", SQ), H, D),
-        codes(device, B, SK, HK, D),
-        codes(device, B, SK, HK, D),
+        random_8_bit(device, B, options.pop("seqlen_q", SQ), H, D),
+        random_8_bit(device, B, SK, HK, D),
+        random_8_bit(device, B, SK, HK, D),
     )
     options = {key: torch.rand(H, device=device) if value == "heads" else value for key, value in options.items()}
     descales = {"q_descale": scale(device, B, H), "k_descale": scale(device, B, HK), "v_descale": scale(device, B, HK)}
@@ -147,7 +147,11 @@ def test_features(device, name):
 
 
 def test_values_of_another_head_dim(device):
-    q, k, v = codes(device, B, SQ, H, 48), codes(device, B, SK, HK, 48), codes(device, B, SK, HK, 20)
+    q, k, v = (
+        random_8_bit(device, B, SQ, H, 48),
+        random_8_bit(device, B, SK, HK, 48),
+        random_8_bit(device, B, SK, HK, 20),
+    )
     out, lse, _ = flash_attn_func(q, k, v, return_attn_probs=True, v_descale=2.0)
     assert out.shape == (B, SQ, H, 20)
     check(out, lse, attention(q, k, 2 * v.double()), device)
@@ -155,7 +159,7 @@ def test_values_of_another_head_dim(device):
 
 @pytest.mark.parametrize("head_dim", (20, 33))
 def test_head_dims_that_are_padded(device, head_dim):
-    q, k, v = (codes(device, B, n, h, head_dim) for n, h in ((SQ, H), (SK, HK), (SK, HK)))
+    q, k, v = (random_8_bit(device, B, n, h, head_dim) for n, h in ((SQ, H), (SK, HK), (SK, HK)))
     out, lse, _ = flash_attn_func(q, k, v, return_attn_probs=True, k_descale=1.3)
     check(out, lse, attention(q, 1.3 * k.double(), v), device)
 
@@ -177,10 +181,10 @@ def cumulative(lengths, device):
 @pytest.mark.parametrize("rows", ("batch", "token"))
 @pytest.mark.parametrize("stored", (E4M3, INT8))
 def test_packed(device, stored, rows):
-    """Rows of no sequence hold NaN codes, and descales of NaN where each row has one."""
+    """Rows of no sequence hold NaN, their descales too where each row has one."""
     total_q, total_k, batch = sum(LENGTHS_Q) + 3, sum(LENGTHS_K) + 5, len(LENGTHS_Q)
-    q = codes(device, total_q, H, D) if stored is E4M3 else torch.randn(total_q, H, D, device=device, dtype=HALF)
-    k, v = (codes(device, total_k, HK, D, dtype=stored) for _ in "kv")
+    q = random_8_bit(device, total_q, H, D) if stored is E4M3 else torch.randn(total_q, H, D, device=device, dtype=HALF)
+    k, v = (random_8_bit(device, total_k, HK, D, dtype=stored) for _ in "kv")
     size = 0.03 if stored is INT8 else 1.0
     if stored is E4M3:
         set_nan(k, slice(sum(LENGTHS_K), None))
@@ -210,7 +214,7 @@ def test_packed(device, stored, rows):
 
 @pytest.mark.parametrize("rows", ("tensor", "batch", "page", "token"))
 def test_paged(device, rows):
-    """Unused rows and pages hold NaN codes, table entries beyond the keys name no page."""
+    """Unused rows and pages hold NaN, table entries beyond the keys name no page."""
     page_size, batch, total_q = 8, len(LENGTHS_Q), sum(LENGTHS_Q)
     pages = [-(-n // page_size) for n in LENGTHS_K]
     pool = torch.randperm(sum(pages) + 2)
@@ -220,7 +224,7 @@ def test_paged(device, rows):
         table[i, :count], taken = pool[taken : taken + count].int(), taken + count
         for cache in (k, v):
             for j in range(n):
-                cache[table[i, j // page_size], j % page_size] = codes(device, HK, D)
+                cache[table[i, j // page_size], j % page_size] = random_8_bit(device, HK, D)
     shape = {"tensor": (), "batch": (batch, HK), "page": (len(pool), 1, HK), "token": (len(pool), page_size, HK)}[rows]
     k_descale, v_descale = scale(device, *shape), scale(device, *shape)
     q, used = torch.randn(total_q, H, D, device=device, dtype=HALF), torch.tensor(LENGTHS_K, dtype=torch.int32)
@@ -288,7 +292,7 @@ def test_bad_calls_are_named(device, given, message):
 
 
 def test_descales_on_another_device_are_named(device):
-    q = codes(device, B, SQ, HK, D)
+    q = random_8_bit(device, B, SQ, HK, D)
     with pytest.raises(RuntimeError, match="^k_descale: expected a tensor on q's device"):
         flash_attn_func(q, q, q, k_descale=torch.ones((), device="meta"))
 
@@ -297,24 +301,28 @@ def test_descales_on_another_device_are_named(device):
     ("flash_attn_qkvpacked_func", (B, SQ, 3, H, D)), ("flash_attn_kvpacked_func", (B, SK, 2, HK, D)),
 ))  # fmt: skip
 def test_packed_tensors_have_at_least_16_bits(device, name, shape):
-    x = codes(device, *shape)
-    inputs = (x,) if "qkv" in name else (codes(device, B, SQ, H, D), x)
+    x = random_8_bit(device, *shape)
+    inputs = (x,) if "qkv" in name else (random_8_bit(device, B, SQ, H, D), x)
     with pytest.raises(RuntimeError, match="^q?kv: expected at least 16 bits .*, got float8_e4m3fn"):
         getattr(flash_attn, name)(*inputs)
 
 
 def test_no_backward(device):
     q = torch.randn(B, SQ, H, D, device=device, dtype=HALF, requires_grad=True)
-    k, v = (codes(device, B, SK, HK, D) for _ in "kv")
+    k, v = (random_8_bit(device, B, SK, HK, D) for _ in "kv")
     out = flash_attn_func(q, k, v)
     with pytest.raises(NotImplementedError, match="^k: expected at least 16 bits in training"):
         out.sum().backward()
 
 
-def test_autocast_leaves_codes_alone(device):
+def test_autocast_leaves_8_bit_tensors_alone(device):
     if device == "cuda":
         pytest.skip("CUDA has no float32 attention")
-    q, k, v = torch.randn(B, SQ, H, D), codes(device, B, SK, HK, D, dtype=INT8), codes(device, B, SK, HK, D, dtype=INT8)
+    q, k, v = (
+        torch.randn(B, SQ, H, D),
+        random_8_bit(device, B, SK, HK, D, dtype=INT8),
+        random_8_bit(device, B, SK, HK, D, dtype=INT8),
+    )
     with torch.autocast(device, dtype=torch.bfloat16):
         out = flash_attn_func(q, k, v, k_descale=0.03, v_descale=0.03)
     assert out.dtype == torch.bfloat16
@@ -351,7 +359,7 @@ def test_compiled(device, backend):
 def test_opcheck(device):
     """With int8 keys, for opcheck compares arguments by operations that float8 does not have."""
     q = torch.randn(B, SQ, H, D, device=device, dtype=HALF)
-    k, v = (codes(device, B, SK, HK, D, dtype=INT8) for _ in "kv")
+    k, v = (random_8_bit(device, B, SK, HK, D, dtype=INT8) for _ in "kv")
     args = (q, k, v, *[None] * 7, 0, 0, 0.0, 0.1, True, -1, -1, 0.0, False, False, False, False)
     opcheck(
         torch.ops.flash_attn_core.fwd.default, (*args, None, scale(device, B, HK), scale(device, HK, D), True, None)
@@ -386,8 +394,8 @@ def test_explain(device):
 
 @pytest.mark.parametrize("wide", (False, True))
 def test_batch_invariant(device, wide):
-    q = torch.randn(3, SQ, H, D, device=device, dtype=HALF) if wide else codes(device, 3, SQ, H, D)
-    k, v, descale = codes(device, 3, SK, HK, D), codes(device, 3, SK, HK, D), scale(device, 3, HK)
+    q = torch.randn(3, SQ, H, D, device=device, dtype=HALF) if wide else random_8_bit(device, 3, SQ, H, D)
+    k, v, descale = random_8_bit(device, 3, SK, HK, D), random_8_bit(device, 3, SK, HK, D), scale(device, 3, HK)
     whole = flash_attn_func(q, k, v, k_descale=descale, batch_invariant=True)
     alone = flash_attn_func(q[1:2], k[1:2], v[1:2], k_descale=descale[1:2], batch_invariant=True)
     assert torch.equal(whole[1:2], alone)

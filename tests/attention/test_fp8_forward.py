@@ -31,7 +31,7 @@ from flash_attn import explain, flash_attn_func, flash_attn_varlen_func
 HEAD_DIMS = (64, 128, 256)
 D = 128  # where the head dim makes no difference
 FAST_ERROR = 1.2  # of the output, relative to that by exp2: 3.1e-2 where that has 2.6e-2
-FAST_LSE = 1e-1  # of one key: a code is linear between powers of two (3 %), and has 3 bits after the point (6 %)
+FAST_LSE = 1e-1  # of one key: e4m3 bits are linear between powers of two (3 %), and has 3 bits after the point (6 %)
 
 
 def few_keys_lse(d):
@@ -48,7 +48,7 @@ def by_its_own_kernels(monkeypatch):
     monkeypatch.setenv("FLASH_ATTN_FAMILY", "wgmma")
 
 
-def codes(device, *shape, mean=0.0):
+def random_8_bit(device, *shape, mean=0.0):
     return (torch.randn(shape, device=device) + mean).to(E4M3)
 
 
@@ -68,16 +68,16 @@ def check(result, expected, exp="exact", bound=PLAIN, lse=0.0):
 
 
 def dense(device, batch, seqlen_q, seqlen_k, heads, heads_k, d=D):
-    q = codes(device, batch, seqlen_q, heads, d)
-    return q, *(codes(device, batch, seqlen_k, heads_k, d) for _ in "kv")
+    q = random_8_bit(device, batch, seqlen_q, heads, d)
+    return q, *(random_8_bit(device, batch, seqlen_k, heads_k, d) for _ in "kv")
 
 
-# Factors of q and k: with descales as large as amax / 448, codes straight from the scores come without clamping.
+# Factors of q and k: with descales as large as amax / 448, e4m3 bits straight from the scores come without clamping.
 SIZES = {"wide": 1.0, "quantized": 64.0}
 
 
 def enlarged(size, *tensors):
-    """Codes of `size` times the values, for descales of 1 / size."""
+    """e4m3 of `size` times the values, for descales of 1 / size."""
     return [(x.float() * size).to(E4M3) for x in tensors]
 
 
@@ -155,7 +155,7 @@ def test_descales(device, name, query_heads, size, exp):
 @pytest.mark.devices("cuda")
 @pytest.mark.parametrize("d", HEAD_DIMS)
 def test_descales_that_the_stream_has_just_written(device, d):
-    """The kernels start before the one ahead of them has ended."""
+    """The kernels start before the previous one has ended."""
     q, k, v = dense(device, 2, 300, 400, 4, 2, d)
     descale = torch.empty((), device=device)
     for value in torch.rand(50).tolist():
@@ -177,15 +177,15 @@ def test_output_dtype_scale_and_sinks(device, out_dtype):
 
 
 def packed(device, lengths_q, lengths_k, heads, heads_k, unused=(0, 0), d=D):
-    """Sequences with rows of none before and after them, of NaN codes."""
+    """Sequences between rows of no sequence, which hold NaN."""
     before, after = unused
     cu_q, cu_k = (
         torch.tensor([before, *lengths], dtype=torch.int32, device=device).cumsum(0, dtype=torch.int32)
         for lengths in (lengths_q, lengths_k)
     )
     total_q, total_k = (int(cu[-1]) + after for cu in (cu_q, cu_k))
-    q = codes(device, total_q, heads, d)
-    k, v = (codes(device, total_k, heads_k, d) for _ in "kv")
+    q = random_8_bit(device, total_q, heads, d)
+    k, v = (random_8_bit(device, total_k, heads_k, d) for _ in "kv")
     for x, cu in ((q, cu_q), (k, cu_k), (v, cu_k)):
         set_nan(x, slice(0, before))
         set_nan(x, slice(int(cu[-1]), None))
@@ -248,7 +248,7 @@ def test_cu_seqlens_of_anything(device, cu_k, d):
 
 @pytest.mark.parametrize("d", HEAD_DIMS)
 def test_nan_before_a_window_and_in_masked_rows(device, d):
-    """Keys that no query sees may hold NaN codes."""
+    """Keys that no query sees may hold NaN."""
     q, k, v = dense(device, 2, 100, 700, 2, 2, d)
     expected = attention(q, k, v, window=(150, 10))
     for x in (k, v):
@@ -331,9 +331,9 @@ def test_zero_descales(device):
 @pytest.mark.parametrize("d", HEAD_DIMS)
 def test_strides(device, d):
     """Heads before rows, and columns of a wider tensor."""
-    q, k, v = (codes(device, 2, 4, 300, d).transpose(1, 2) for _ in "qkv")
+    q, k, v = (random_8_bit(device, 2, 4, 300, d).transpose(1, 2) for _ in "qkv")
     check(flash_attn_func(q, k, v, return_attn_probs=True), attention(q, k, v))
-    q, k, v = codes(device, 2, 300, 4, 3 * d).split(d, -1)
+    q, k, v = random_8_bit(device, 2, 300, 4, 3 * d).split(d, -1)
     check(flash_attn_func(q, k, v, return_attn_probs=True), attention(q, k, v))
 
 
@@ -358,14 +358,14 @@ def test_cuda_graph(device, exp, d):
     graph, out = captured(lambda: flash_attn_func(q, k, v, causal=True, exp=exp))
     for _ in range(3):
         for x in (q, k, v):
-            x.copy_(codes(device, *x.shape))
+            x.copy_(random_8_bit(device, *x.shape))
         graph.replay()
         assert torch.equal(out, flash_attn_func(q, k, v, causal=True, exp=exp))
 
 
 @pytest.mark.devices("cuda")
 @pytest.mark.parametrize("d", HEAD_DIMS)
-def test_the_kernels_serve_such_calls(device, d):
+def test_the_kernels_support_such_calls(device, d):
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("no wgmma")
     q, k, v = dense(device, 1, 200, 200, 2, 2, d)

@@ -1,6 +1,6 @@
-"""8-bit K and V of packed and paged calls with 16-bit queries: a GPU dequantises what a call sees, or reads the codes.
+"""8-bit K and V of packed and paged calls with 16-bit queries: a GPU reads them as they are or dequantises them.
 
-What no query sees is NaN: codes, and descales of rows. The reference is float64 attention, one sequence at a time.
+Values, and descales of rows, that no query sees are NaN. The reference is float64 attention, one sequence at a time.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import dataclasses
 import pytest
 import torch
 from cases import Case
-from fp8_cache_harness import FORMATS, codes_of
+from fp8_cache_harness import FORMATS, as_8_bit
 from fp8_harness import E4M3, INT8, LSE, WIDE_P, lse_error, relative_rmse
 from harness import captured, make_problem, run
 from reference import Varlen, attention_varlen
@@ -34,7 +34,7 @@ FAMILIES = (None, "wgmma", "mma_sync", "split_kv")
 
 @pytest.fixture(params=FAMILIES, ids=str)
 def family(request, device, monkeypatch):
-    """Forced where it serves the call."""
+    """Forced where it supports the call."""
     if device == "cpu" and request.param is not None:
         pytest.skip("the CPU backend has no families")
     if request.param is not None:
@@ -43,11 +43,11 @@ def family(request, device, monkeypatch):
 
 
 def problem_of(device, stored, shape, lengths=MANY, **options):
-    """(problem over codes, {descales}): of K by sequence where those of V are by channel."""
+    """(problem with 8-bit k and v, {descales}): of K by sequence where those of V are by channel."""
     values = {"nheads": 4, "nheads_k": 2, "head_dim": 64, "dtype": "float16", "kind": "packed", **options}
     problem = make_problem(Case(len(lengths), 0, 0, **values), device, list(lengths))
     unseen = [x.isnan().all(-1) for x in (problem.k, problem.v)]
-    problem.k, problem.v = (codes_of(x, stored) for x in (problem.k, problem.v))
+    problem.k, problem.v = (as_8_bit(x, stored) for x in (problem.k, problem.v))
     descales = []
     for name, rows in zip((shape if shape != "channel" else "batch", shape), unseen):
         size = SHAPES[name](problem.k, len(lengths))
@@ -107,7 +107,7 @@ def test_descales(device, family, stored, shape, page_size, lengths, dtype):
     check(problem, out, lse, descales)
 
 
-# Codes times descales in bf16: where a row may be a key of two sequences.
+# 8-bit values times descales in bf16: where a row may be a key of two sequences.
 COPIED = {"bound": 4e-3, "lse_bound": 3e-3}
 FEATURES = (
     {"window": (50, 20), "softcap": 12.0}, {"alibi": "batch", "causal": True}, {"sinks": True, "causal": True},
@@ -129,7 +129,7 @@ def test_features(device, family, features, stored, shape, page_size):
 
 @pytest.mark.parametrize("stored", FORMATS)
 def test_pages_shared_between_sequences(device, family, stored):
-    """Each sequence has its own descale of the same codes."""
+    """Each sequence has another descale of the same stored values."""
     problem, descales = problem_of(device, stored, "batch", ((60, 200), (70, 200)), page_size=16)
     problem.block_table[1] = problem.block_table[0]
     out, lse, _ = run(problem, **descales)
@@ -181,7 +181,7 @@ def test_max_logit_with_a_small_max_seqlen_k(device, family):
 @pytest.mark.parametrize("stored", FORMATS)
 @pytest.mark.parametrize("forced", ("wgmma", "mma_sync"))
 def test_extreme_descales_of_heads(device, stored, forced, monkeypatch):
-    """They multiply queries and results: no 16-bit number has to hold code * descale."""
+    """They multiply queries and results: no 16-bit number has to hold stored value * descale."""
     monkeypatch.setenv("FLASH_ATTN_FAMILY", forced)
     problem, descales = problem_of(device, stored, "batch", dtype="bfloat16", causal=True)
     q = problem.q
@@ -228,7 +228,7 @@ def test_graph_with_changed_lengths(device, page_size):
 
 @pytest.mark.devices("cuda")
 def test_explained(device):
-    """Few rows are decoded over the codes, many read what a pass makes of them."""
+    """Few rows read 8-bit values by the decode kernels, many read a dequantised copy."""
     for lengths, name in ((FEW, "decode"), (((2000, 2000),) * 4, "chunk")):
         problem, descales = problem_of(device, E4M3, "token", lengths, page_size=16, head_dim=128, causal=True)
         plan = flash_attn.explain(

@@ -1,4 +1,4 @@
-"""flash_attn.fp8.quantize and quantize_qkv: codes and descales to the bit, bounds, smoothing and rotation."""
+"""flash_attn.fp8.quantize and quantize_qkv: quantized and descales to the bit, bounds, smoothing and rotation."""
 
 from __future__ import annotations
 
@@ -22,33 +22,33 @@ def every_half(dtype, device):
 
 
 def e4m3_table():
-    """The 127 finite values that are not negative, by code, from the definition of the format."""
+    """The 127 finite values that are not negative, by their bits, from the definition of the format."""
     exponent, mantissa = np.divmod(np.arange(127), 8)
     return np.where(exponent == 0, mantissa * 2.0**-9, (1 + mantissa / 8) * 2.0 ** (exponent - 7.0))
 
 
 def nearest_even(x, table):
-    """Codes of float64 values in a table of ascending values of which those at even places win ties."""
+    """Indices of the nearest entries of an ascending table for float64 values; even indices win ties."""
     above = np.clip(np.searchsorted(table, x), 1, len(table) - 1)
     low, high = table[above - 1], table[above]
     upper = (x - low > high - x) | ((x - low == high - x) & (above % 2 == 0))
     return above - 1 + upper
 
 
-def expected_codes(x, descale, dtype):
-    """Codes by the documented arithmetic in numpy: x and descale float32, of one shape."""
+def expected_values(x, descale, dtype):
+    """8-bit values by the documented arithmetic in numpy: x and descale float32, of one shape."""
     with np.errstate(all="ignore"):
         scaled = x * (np.float32(1) / descale)
     assert scaled.dtype == np.float32
     if dtype is INT8:
         return np.where(np.isnan(scaled), 0, np.rint(np.clip(scaled, -127, 127))).astype(np.int8)
     magnitude = np.where(np.isnan(scaled), 0, np.minimum(np.abs(scaled), 448)).astype(np.float64)
-    code = nearest_even(magnitude, e4m3_table()) | np.where(np.signbit(scaled), 0x80, 0)
-    return np.where(np.isnan(scaled), 0x7F, code).astype(np.uint8)
+    found = nearest_even(magnitude, e4m3_table()) | np.where(np.signbit(scaled), 0x80, 0)
+    return np.where(np.isnan(scaled), 0x7F, found).astype(np.uint8)
 
 
-def bits(codes):
-    return codes.cpu().contiguous().view(torch.int8 if codes.dtype is INT8 else torch.uint8).numpy()
+def bits(quantized):
+    return quantized.cpu().contiguous().view(torch.int8 if quantized.dtype is INT8 else torch.uint8).numpy()
 
 
 def broadcast_descale(descale, granularity, x):
@@ -67,10 +67,10 @@ def test_table_is_that_of_torch():
 @pytest.mark.parametrize("dtype", FORMATS)
 @pytest.mark.parametrize("half", (torch.float16, torch.bfloat16))
 @pytest.mark.parametrize("scale", (1.0, 0.0137, 3.0e-5, 2.0**-126, 1e30))
-def test_every_half_precision_value_has_its_code(device, dtype, half, scale):
+def test_every_half_precision_value_is_rounded_to_nearest(device, dtype, half, scale):
     x = every_half(half, device)
     descale = torch.tensor(scale, device=device)
-    expected = expected_codes(x.float().cpu().numpy(), np.float32(scale), dtype)
+    expected = expected_values(x.float().cpu().numpy(), np.float32(scale), dtype)
     assert np.array_equal(bits(eight_bit.encode(x, descale, dtype)), expected)
 
 
@@ -83,14 +83,14 @@ def test_random_values_to_the_bit(device, dtype, granularity, packed):
     axes = {"tensor": None, "head": (x.dim() - 3, x.dim() - 1), "token": x.dim() - 1, "channel": x.dim() - 3}
     largest = np.abs(x.numpy()).max(axes[granularity], keepdims=True)
     expected = np.maximum(largest * np.float32(1 / (127 if dtype is INT8 else 448)), np.float32(2.0**-126))
-    codes, descale = fp8.quantize(x.to(device), granularity, dtype)
+    quantized, descale = fp8.quantize(x.to(device), granularity, dtype)
     shapes = {"tensor": (), "head": (3, 4), "token": (3, 17, 4), "channel": (3, 4, 24)}
     if packed:
         shapes = {"tensor": (), "head": (4,), "token": (51, 1, 4), "channel": (4, 24)}
-    assert descale.shape == shapes[granularity] and descale.dtype == torch.float32 and codes.dtype is dtype
+    assert descale.shape == shapes[granularity] and descale.dtype == torch.float32 and quantized.dtype is dtype
     shown = broadcast_descale(descale.cpu(), granularity, x).numpy()
     assert np.array_equal(shown.reshape(expected.shape), expected.astype(np.float32))
-    assert np.array_equal(bits(codes), expected_codes(x.numpy(), np.broadcast_to(expected, x.shape), dtype))
+    assert np.array_equal(bits(quantized), expected_values(x.numpy(), np.broadcast_to(expected, x.shape), dtype))
 
 
 @pytest.mark.parametrize("packed", (False, True))
@@ -110,9 +110,9 @@ def test_round_trip_error_bounds(device, granularity):
         x = torch.randn(2, 9, 3, 16, generator=generator, dtype=torch.float32) * 10.0 ** (seed - 10)
         x = (x * (torch.rand(x.shape, generator=generator) < 0.9)).to(device)
         for dtype in FORMATS:
-            codes, descale = fp8.quantize(x, granularity, dtype)
+            quantized, descale = fp8.quantize(x, granularity, dtype)
             scale = broadcast_descale(descale, granularity, x).double()
-            value = codes.double() * scale
+            value = quantized.double() * scale
             step = scale * 0.5 if dtype is INT8 else torch.maximum(value.abs() * 2.0**-4, scale * 2.0**-10)
             assert ((value - x.double()).abs() <= step * (1 + 2.0**-19) + value.abs() * 2.0**-22).all()
 
@@ -120,28 +120,28 @@ def test_round_trip_error_bounds(device, granularity):
 @pytest.mark.parametrize("dtype", FORMATS)
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 def test_zeros_empty_and_subnormals(device, dtype, granularity):
-    codes, descale = fp8.quantize(torch.zeros(2, 3, 2, 8, device=device), granularity, dtype)
-    assert (codes.float() == 0).all() and (descale == 2.0**-126).all()
+    quantized, descale = fp8.quantize(torch.zeros(2, 3, 2, 8, device=device), granularity, dtype)
+    assert (quantized.float() == 0).all() and (descale == 2.0**-126).all()
     tiny = torch.full((2, 3, 2, 8), 1e-45, device=device)
-    codes, descale = fp8.quantize(tiny, granularity, dtype)
-    assert (descale == 2.0**-126).all() and (codes.float() == 0).all()
+    quantized, descale = fp8.quantize(tiny, granularity, dtype)
+    assert (descale == 2.0**-126).all() and (quantized.float() == 0).all()
     for shape in ((2, 0, 2, 8), (0, 3, 2, 8), (2, 3, 2, 0)):
-        codes, descale = fp8.quantize(torch.zeros(shape, device=device), granularity, dtype)
-        assert codes.shape == shape and not descale.isnan().any()
+        quantized, descale = fp8.quantize(torch.zeros(shape, device=device), granularity, dtype)
+        assert quantized.shape == shape and not descale.isnan().any()
 
 
 def test_saturation_infinities_and_nan(device):
     x = torch.randn(1, 4, 2, 8, device=device)
     x[0, 1, 0, 3], x[0, 2, 1, 5], x[0, 3, 0, 0] = math.inf, -math.inf, math.nan
-    codes, descale = fp8.quantize(x, "token")
+    quantized, descale = fp8.quantize(x, "token")
     largest = torch.finfo(torch.float32).max
     assert descale[0, 1, 0] == descale[0, 2, 1] == largest * torch.tensor(1 / 448).item()
-    assert codes[0, 1, 0, 3].float() == 448 and codes[0, 2, 1, 5].float() == -448
-    assert bits(codes)[0, 3, 0, 0] == 0x7F
-    assert torch.isfinite(descale).all() and codes.float().isnan().sum() == 1
-    codes, descale = fp8.quantize(x, "token", INT8)
+    assert quantized[0, 1, 0, 3].float() == 448 and quantized[0, 2, 1, 5].float() == -448
+    assert bits(quantized)[0, 3, 0, 0] == 0x7F
+    assert torch.isfinite(descale).all() and quantized.float().isnan().sum() == 1
+    quantized, descale = fp8.quantize(x, "token", INT8)
     assert descale.isnan().nonzero().tolist() == [[0, 3, 0]]
-    assert (codes[0, 3, 0] == 0).all() and codes[0, 1, 0, 3] == 127 and codes[0, 2, 1, 5] == -127
+    assert (quantized[0, 3, 0] == 0).all() and quantized[0, 1, 0, 3] == 127 and quantized[0, 2, 1, 5] == -127
     given = eight_bit.encode(x * 1000, torch.tensor(0.5, device=device), E4M3)
     assert given.float().nan_to_num(0).abs().max() == 448 and given.float().isnan().sum() == 1
 
@@ -157,21 +157,21 @@ def test_strides_change_nothing(device, granularity, dtype):
     ]  # fmt: skip
     for layout in layouts:
         assert not layout.is_contiguous()
-        codes, descale = fp8.quantize(layout, granularity, dtype)
-        assert np.array_equal(bits(codes), bits(expected[0])) and torch.equal(descale, expected[1])
-    codes, descale = fp8.quantize(x[:1].expand(2, -1, -1, -1), granularity, dtype)
+        quantized, descale = fp8.quantize(layout, granularity, dtype)
+        assert np.array_equal(bits(quantized), bits(expected[0])) and torch.equal(descale, expected[1])
+    quantized, descale = fp8.quantize(x[:1].expand(2, -1, -1, -1), granularity, dtype)
     alone = fp8.quantize(x[:1], granularity, dtype)
-    assert np.array_equal(bits(codes[1:]), bits(alone[0]))
+    assert np.array_equal(bits(quantized[1:]), bits(alone[0]))
 
 
 @pytest.mark.parametrize("half", (torch.float16, torch.bfloat16))
 def test_powers_of_two_are_exact_in_half_precision(device, half):
     x = torch.randn(2, 50, 4, 16, device=device).to(half)
-    codes, descale = fp8.quantize(x, "head", power_of_two=True)
+    quantized, descale = fp8.quantize(x, "head", power_of_two=True)
     exact = fp8.quantize(x, "head")[1]
     assert torch.equal(descale.log2(), exact.log2().ceil()) and (descale < 2 * exact).all()
-    value = codes.double() * descale[:, None, :, None].double()
-    assert torch.equal(eight_bit.decode(codes, descale[:, None, :, None], half).double(), value)
+    value = quantized.double() * descale[:, None, :, None].double()
+    assert torch.equal(eight_bit.decode(quantized, descale[:, None, :, None], half).double(), value)
     assert torch.equal(fp8.quantize(torch.full((1, 1, 1, 1), 448.0), power_of_two=True)[1], torch.tensor(1.0))
 
 
@@ -190,11 +190,11 @@ def of_any_size(dtype, device):
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_powers_of_two_of_values_of_any_size(device, dtype, format):
-    """codes * descale is finite in x's dtype; within the bound, or the largest multiple of descale that is finite."""
+    """quantized * descale is finite in x's dtype, and within the bound or the largest finite multiple of descale."""
     x = of_any_size(dtype, device)
-    codes, descale = fp8.quantize(x, "head", format, power_of_two=True)
+    quantized, descale = fp8.quantize(x, "head", format, power_of_two=True)
     scale = descale[:, None, :, None]
-    value = eight_bit.decode(codes, scale, dtype)
+    value = eight_bit.decode(quantized, scale, dtype)
     largest = min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)
     assert (value.double().abs() <= largest).all()
     step = scale.double() * 0.5

@@ -32,8 +32,8 @@ TAIL = (
     "deterministic=False, return_attn_probs=False"
 )
 KEYWORDS = (
-    "*, sinks=None, return_max_logit=False, batch_invariant=False, s_aux=None, learnable_sink=None, "
-    "lse_convention='fa2'"
+    "*, sinks=None, mask=None, attn_bias=None, rel_bias=None, return_max_logit=False, batch_invariant=False, "
+    "s_aux=None, learnable_sink=None, lse_convention='fa2'"
 )
 SCALING = "q_descale=None, k_descale=None, v_descale=None, v_descale_axis=None, out_dtype=None"
 VARLEN = "cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k"

@@ -1,7 +1,7 @@
 """Nothing of a call outlives it: first calls inside of captures and compiled graphs, streams without number, lengths
 that change under a running kernel.
 
-First calls need a process of their own each.
+Each first call needs a separate process.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def test_memory_does_not_grow_with_streams(device):
 
 @pytest.mark.parametrize("deterministic", (False, True))
 def test_lengths_that_change_under_a_running_kernel(device, deterministic):
-    """Whatever the calls in between make of them, later calls with lengths that stand still are right."""
+    """Calls in between change the lengths; later calls with unchanged lengths are right."""
     case = Case(9, 700, 900, 16, 4, 128, "bfloat16", causal=True, kind="packed")
     problem = make_problem(case, device)
     lengths = problem.cu_seqlens_q

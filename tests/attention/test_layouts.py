@@ -119,7 +119,7 @@ def test_inputs_are_never_modified(device):
 @pytest.mark.parametrize("layout", ("contiguous", "heads_first", "nan_buffer", "unaligned", "odd_row_pitch"))
 @pytest.mark.parametrize("kind", ("dense", "packed"))
 def test_given_out_is_written_completely(device, layout, kind):
-    """out= with any strides, poisoned with NaN; nothing beside it is touched."""
+    """out= with any strides, poisoned with NaN; nothing outside it is touched."""
     problem = make_problem(Case(4, 130, 70, 4, 2, 64, "bfloat16", causal=True, kind=kind), device)
     forward = backend_varlen_forward if kind == "packed" else lambda p, out=None: backend_forward(
         p.q, p.k, p.v, out, causal=True
@@ -135,7 +135,7 @@ def test_given_out_is_written_completely(device, layout, kind):
     assert torch.equal(out, expected_out) and torch.equal(lse, expected_lse)
     if around is not None:
         written = out.numel()
-        assert out._base.isnan().sum() == around.numel() - written, "elements beside the view were written"
+        assert out._base.isnan().sum() == around.numel() - written, "elements outside the view were written"
 
 
 def test_outputs_are_contiguous(device):

@@ -114,7 +114,7 @@ def test_nan_in_a_key(device, each_family, seqlen_k, features):
 @pytest.mark.parametrize("first", (INF, 1.0, -1.0))
 @pytest.mark.parametrize("seqlen_k", (5, 40, 700))
 def test_a_score_of_plus_infinity(device, each_family, seqlen_k, first):
-    """As in torch.softmax, NaN: all scores, or one beside others that are -inf or finite."""
+    """As in torch.softmax, NaN: all scores, or one among others that are -inf or finite."""
     problem = make_problem(Case(1, 3, seqlen_k, 2, 2, 64, DTYPE), device)
     problem.q[..., 0], problem.k[..., 0] = 0.0, first if first < INF else 1.0
     problem.k[0, seqlen_k // 2, 1, 0] = 1.0
@@ -224,7 +224,7 @@ def poison_unseen(problem) -> int:
 @pytest.mark.parametrize("features", ({}, {"head_dim": 128, "causal": True}, {"softcap": 20.0, "leftpad": (3, 0, 11)}),
                          ids=str)  # fmt: skip
 def test_cache_rows_that_no_query_sees(device, page_size, seqlen_q, new, features):
-    """Pages behind a sliding window are freed and used again. One token, several, chunks of prompts, with appends."""
+    """Pages before a sliding window are freed and used again. One token, several, chunks of prompts, with appends."""
     window = (21, 0) if seqlen_q > 1 else (37, -1)
     case = kv.KvCase(lengths=(700, 150, 90), capacity=1000, page_size=page_size, seqlen_q=seqlen_q, seqlen_new=new,
                      window=window, **features)  # fmt: skip

@@ -15,8 +15,9 @@ from fp8_harness import E4M3, INT8, PLAIN, WIDE_P, dequantized, of_query_heads, 
 from kvcache_harness import rotated
 from reference import attention
 
-from flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
+from flash_attn import AttentionMask, flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from flash_attn.context_parallel import CpPlan, LocalGroup, flash_attn_cp_func
+from flash_attn.masks.arguments import DEVICES
 
 fa3 = flash_attn_3_harness.fa3
 B, SQ, SK, H, HK, D = 2, 24, 40, 4, 2, 64
@@ -129,7 +130,31 @@ def channel_scale(call):
     call.given["v_descale_axis"] = "channel"
 
 
+def mask(call):
+    """Ranges of keys; those of a sequence count from leftpad on."""
+    lo, hi = (torch.randint(first, stop, (SQ,), device=call.device) for first, stop in ((0, 9), (12, SK)))
+    copies = B if is_packed(call) else 1
+    call.given["mask"] = AttentionMask.query_ranges(lo.repeat(copies), hi.repeat(copies), packed=is_packed(call))
+    keys = torch.arange(SK, device=call.device)
+    call.scores["mask"] = ((lo[:, None] <= keys) & (keys < hi[:, None])).expand(1, H, SQ, SK)
+    call.changes = True
+
+
+def attn_bias(call):
+    bias = torch.randn(1, H, SQ, SK, device=call.device)
+    call.given["attn_bias"] = bias[0].repeat(1, B, 1) if is_packed(call) else bias
+    call.scores["attn_bias"] = bias.double()
+    call.changes = True
+
+
+def is_packed(call):
+    return call.kind in ("packed", "paged")
+
+
 OPTIONS = {
+    "mask": mask,
+    "attn_bias": attn_bias,
+    "rel_bias": scores("rel_bias", lambda call: torch.randn(H, 11, device=call.device), rel_bias=None),
     "softcap": scores("softcap", 1.0, softcap=None),
     "alibi_slopes": scores("alibi_slopes", lambda call: call.rand(H) + 0.1, alibi_slopes=None),
     "window_size": scores("window_size", (9, 2), window=None),
@@ -265,7 +290,9 @@ def expected(call, keep=None, plain=False):
         q_i, k_i, v_i = q[i : i + 1], k[row : row + 1, :stop], v[row : row + 1, :stop]
         if call.rotary and not plain:
             q_i, k_i, v_i = append_rotated(call, i, stop, q_i, k_i, v_i)
-        options = {} if plain else call.scores
+        options = {} if plain else dict(call.scores)
+        for name in {"mask", "attn_bias"} & set(options):
+            options[name] = options[name][..., : stop - first]
         keep_i = None if keep is None else keep[i : i + 1, :, : q_i.shape[1], : stop - first]
         rp = {} if keep is None else {"keep": keep_i, "rp_dropout": 1 / (1 - 0.3)}
         part = attention(q_i, k_i[:, first:], v_i[:, first:], **options, **rp)
@@ -347,5 +374,8 @@ def covering(taken, size=6):
 def test_no_option_is_dropped(device, kind):
     taken = [name for name in OPTIONS if outcome(device, kind, [name])]
     assert {"softcap", "causal", "window_size", "softmax_scale", "sinks"} <= set(taken)
+    score_tensors = {"mask", "attn_bias", "rel_bias"}
+    takes_tensors = device in DEVICES and kind in ("dense", "packed", "paged", "eight_bit", "fp8")
+    assert score_tensors & set(taken) == (score_tensors if takes_tensors else set())
     for names in covering([name for name in taken if " of " not in name]):
         outcome(device, kind, names)

@@ -58,7 +58,7 @@ def test_out_of_the_forward(device):
         refuses("out", name, lambda given=given, out=out: forward(q, given["k"], given["v"], out), buffer)
 
 
-def test_out_beside_the_inputs_in_one_buffer(device):
+def test_out_and_the_inputs_in_one_buffer(device):
     """Address ranges that interleave are not an overlap."""
     for axis in (2, 3):
         buffer = torch.stack(

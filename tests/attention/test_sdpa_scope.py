@@ -14,6 +14,7 @@ from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 import flash_attn.sdpa
 from flash_attn.dropout import dropout_mask
+from flash_attn.masks.arguments import DEVICES
 
 BOTH = ("cuda", "cpu")
 ORIGINAL = F.scaled_dot_product_attention
@@ -75,6 +76,64 @@ def test_causal_biases(device, scope, lengths):
     assert ours and torch.equal(upper, sdpa(*inputs, is_causal=True))
 
 
+MASKS = {  # heads, rows and columns of a mask in the first batch entry
+    "full": (2, 4, 31, 50),
+    "of batches": (2, 1, 31, 50),
+    "of heads": (4, 31, 50),
+    "of scores": (31, 50),
+    "of keys": (2, 1, 1, 50),
+    "of rows": (2, 1, 31, 1),
+    "of one number": (1, 1),
+}
+
+
+@pytest.mark.parametrize("kind", ("bool", "numbers", "float32", "expanded"))
+@pytest.mark.parametrize("name", MASKS)
+def test_masks(masked_device, scope, name, kind):
+    """Against torch itself, with the gradient of numbers; rows without keys are among those of bool masks."""
+    device = masked_device
+    inputs, shape = make(device, 31, 50), MASKS[name]
+    mask = torch.randn(shape, device=device, dtype=inputs[0].dtype)
+    leaves = [*inputs]
+    if kind == "bool":
+        mask = mask > -0.5
+        if mask.shape[-2] > 1:
+            mask[..., 5, :] = False
+    elif kind in ("numbers", "float32"):
+        mask = mask.float() if kind == "float32" else mask
+        leaves.append(mask.requires_grad_())
+    else:
+        mask = (mask > -0.5).expand(2, 4, 31, 50)
+    out, ours = served(device, sdpa, *inputs, mask, scale=0.3)
+    assert ours
+    wide = mask if mask.dtype == torch.bool else mask.double()
+    reference = as_torch_alone(*inputs, attn_mask=wide, scale=0.3, enable_gqa=True)
+    reference = reference.nan_to_num(0.0)  # of rows without keys, in older versions of torch
+    torch.testing.assert_close(out.double(), reference, atol=4e-3, rtol=1e-2)
+    dout = torch.randn_like(out)
+    grads = torch.autograd.grad(out, leaves, dout), torch.autograd.grad(reference, leaves, dout.double())
+    for mine, right in zip(*grads):
+        torch.testing.assert_close(mine, right, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("backend", ("eager", "aot_eager"))
+def test_masks_under_autocast_and_compiled(masked_device, scope, backend):
+    q, k, v = (x.detach().float() for x in make(masked_device, heads_k=4))
+    mask = torch.randn(40, 40, device=masked_device)
+
+    def step(mask):
+        with torch.autocast(masked_device, torch.bfloat16):
+            return F.scaled_dot_product_attention(q, k, v, mask)
+
+    compiled = torch.compile(step, backend=backend, fullgraph=True)
+    for given in (mask, mask > 0):
+        out, ours = served(masked_device, step, given)
+        assert ours and out.dtype == torch.bfloat16
+        torch.testing.assert_close(compiled(given), out)
+        with flash_attn.sdpa.use(()):
+            torch.testing.assert_close(out, step(given), atol=2e-2, rtol=2e-2)
+
+
 @pytest.mark.parametrize("value_dim", (8, 16, 40))
 @pytest.mark.parametrize("scale", (None, -0.2, 0.7))
 def test_scales_and_value_dims(device, scope, value_dim, scale):
@@ -112,9 +171,11 @@ def not_served(device):
     mask = torch.rand(40, 40, device=device) > 0.2
     single = [x.float() for x in (q, k, v)]
     bias = torch.randn(40, 40, device=device, dtype=q.dtype)
+    half, takes_no_mask = (q, k, v), device not in DEVICES
     return {
-        "mask": ((q, k, v), {"attn_mask": mask}),
-        "bias": ((q, k, v, bias), {}),
+        "mask": (half if takes_no_mask else single, {"attn_mask": mask}),
+        "bias": ((*half, bias) if takes_no_mask else (*single, bias.float()), {}),
+        "bias of three dimensions": (single, {"attn_mask": bias.float()[None]}),
         "float32": (single, {"is_causal": True}),
         "float64": ([x.double() for x in single], {}),
         "three dimensions": ((q[0], k[0], v[0]), {}),
@@ -313,7 +374,7 @@ def test_compiled_code_of_two_threads(device):
     assert found == [True, False, True, False, True]
 
 
-def test_tasks_have_their_own(device):
+def test_tasks_have_separate_scopes(device):
     inputs = [x.detach() for x in make(device)]
 
     async def inside():

@@ -111,7 +111,7 @@ def test_any_contents(device, cu_q):
 
 
 def test_other_results(device):
-    """The largest logit is that of the rows in use; the S_dmask stands by sequences."""
+    """The largest logit is that of the rows in use; the S_dmask is by sequence."""
     q, k, v = problem(device)
     q[9:17] *= 1000
     _, max_logit = call(device, (q, k, v), USED, return_max_logit=True)

@@ -43,7 +43,7 @@ def training_step(problem, **overrides):
 @pytest.mark.parametrize("head_dim", (32, 64, 128, 256))
 @pytest.mark.parametrize("seqlen_k", (1, 17, 64, 300, 1500))
 def test_the_sink_counts_once(device, head_dim, seqlen_k):
-    """However many key blocks and threads share a row: keys of logit 0 beside a sink of logit log(5)."""
+    """However many key blocks and threads share a row: keys of logit 0 and a sink of logit log(5)."""
     q = torch.zeros(1, 150, 2, head_dim, device=device, dtype=torch.bfloat16)
     k = torch.zeros(1, seqlen_k, 2, head_dim, device=device, dtype=torch.bfloat16)
     v = torch.ones_like(k)
@@ -141,7 +141,7 @@ def test_key_layouts(device, features):
 
 @pytest.mark.parametrize("head_dim", (64, 128))
 def test_dropout_keeps_the_sink(device, head_dim):
-    """A sink has no value to drop: the LSE is that without dropout, S_dmask has the probabilities beside the sink."""
+    """A sink has no value to drop: the LSE is that without dropout; rows of S_dmask sum to less than 1."""
     problem = make_problem(Case(2, 140, 200, 2, 2, head_dim, DTYPE, dropout=0.4, sinks=True), device)
     out, lse, dmask = run(problem)
     reference = check_forward(problem, out, lse, keep=dmask >= 0)
@@ -176,7 +176,7 @@ def test_gradient_repeats_bitwise(device, kind):
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float16, torch.bfloat16))
 def test_dtypes_and_strides(device, dtype):
-    """Half precision sinks are converted, with a gradient of their own dtype; any strides."""
+    """Half precision sinks are converted, with a gradient of the same dtype; any strides."""
     q, k, v = (torch.randn(1, 30, 4, 32, device=device, dtype=torch.bfloat16) for _ in "qkv")
     base = torch.randn(4, 3, device=device).to(dtype).requires_grad_()
     out = flash_attn_func(q, k, v, sinks=base[:, 1])

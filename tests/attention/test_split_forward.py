@@ -109,7 +109,7 @@ def test_packed_decoding_takes_the_split(device, run_family):
         assert torch.equal(own, run(problem, max_seqlen_q=longest, max_seqlen_k=longest)[0])
 
 
-def test_what_is_not_served(device, run_family):
+def test_unsupported_calls(device, run_family):
     """The other families take it, although this one is asked for."""
     problem = make_problem(Case(1, 3, 1200, 4, 2, 64, DTYPE, dropout=0.2), device)
     out, lse, dmask = run_family(problem, "split_kv")
@@ -128,7 +128,7 @@ def test_random_state_is_zero(device):
 
 
 def test_strides(device, run_family):
-    """Heads before rows, and a sequence that stands for all."""
+    """Heads before rows, and one sequence expanded to all."""
     problem = make_problem(Case(3, 5, 900, 4, 2, 128, DTYPE, causal=True), device)
     problem.q = problem.q.transpose(1, 2).contiguous().transpose(1, 2)
     problem.k, problem.v = (x[:1].expand_as(x) for x in (problem.k, problem.v))
@@ -163,7 +163,7 @@ def change_lengths(problem, starts_q, starts_k):
 
 
 def test_graph_with_changed_lengths(device, monkeypatch):
-    """One graph serves every split of the same rows into sequences."""
+    """One graph computes every split of the same rows into sequences."""
     monkeypatch.setenv("FLASH_ATTN_FAMILY", "split_kv")
     case = Case(4, 0, 0, 4, 2, 64, DTYPE, kind="packed", causal=True)
     problem = make_problem(case, device, [(40, 600), (1, 900), (7, 100), (16, 400)])

@@ -1,4 +1,4 @@
-"""Memory of training: what a backward allocates grows linearly, and no step leaves anything behind."""
+"""Memory of training: what a backward allocates grows linearly, and after a step all of it is free."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SMALL = 2**16  # random states, lengths, turn counters of deterministic mode: no
 
 def accumulator_bytes(rows, head_dim, sequences):
     """The float32 dq accumulator and softmax_d: rows of each sequence rounded up to 128, head dims up to 256. The rows
-    before the first and after the last sequence of a packed batch have tiles of their own."""
+    before the first and after the last sequence of a packed batch have separate tiles."""
     padded = (rows + 128 * (sequences + 2)) * HEADS
     return padded * (head_dim if head_dim in (32, 64, 96, 128, 192, 256) else head_dim + 64) * 4 + padded * 4
 

@@ -1,4 +1,4 @@
-"""How training steps behave beside their numbers: checkpoints, compilation, CUDA graphs, lengths on the device."""
+"""Training steps apart from their results: checkpoints, compilation, CUDA graphs, lengths on the device."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ def traced_calls(device):
 
 
 @pytest.mark.parametrize("name", traced_calls("cpu"))
-def test_trace_serves_other_inputs(device, name):
+def test_trace_computes_other_inputs(device, name):
     function, first, second = traced_calls(device)[name]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of sizes that the trace keeps, such as the head dim

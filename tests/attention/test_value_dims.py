@@ -72,7 +72,7 @@ def test_default_scale(device):
 
 @pytest.mark.parametrize("head_dims", [(192, 128), (32, 72), (64, 13)])
 def test_slices_of_wider_tensors(device, head_dims):
-    """k and v beside each other in one tensor; its other columns are NaN, and so is what surrounds out."""
+    """k and v in one tensor, whose other columns are NaN; so is the memory around out."""
     d, d_v = head_dims
     problem = make_problem(Case(2, 90, 140, 4, 2, d, DTYPE, causal=True, head_dim_v=d_v), device)
     wide = torch.full((2, 140, 2, d + d_v + 8), float("nan"), device=device, dtype=problem.q.dtype)

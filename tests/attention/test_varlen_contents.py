@@ -45,7 +45,7 @@ def any_int32(total, count):
 
 
 def one_step_back(total, count):
-    """Sorted, but for one value that lies far before the one ahead of it."""
+    """Sorted, but for one value that is far below the previous one."""
     values = [0, *sorted(random.randint(0, total) for _ in range(count - 2)), total]
     values[random.randrange(1, count)] = random.randint(0, total // 4)
     return values
@@ -117,7 +117,7 @@ def family(request, device, monkeypatch):
     if forced and device == "cpu":
         pytest.skip("the CPU backend has no families")
     if forced.startswith("wgmma") and torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("the wgmma family serves compute capability 9.0 only")
+        pytest.skip("the wgmma family supports compute capability 9.0 only")
     if forced:
         monkeypatch.setenv("FLASH_ATTN_FAMILY", forced)
     return forced

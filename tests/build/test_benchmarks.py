@@ -17,9 +17,7 @@ sys.path.append(str(ROOT / "benchmarks"))
 
 import check
 import implementations
-import markdown
 import measure
-import plots
 import report
 import results
 import rows
@@ -84,29 +82,10 @@ def test_rounds_stay_within_the_budget():
     assert timing.Budget(20, 60.0, max_ms=0.1).rounds({"a": 1.0}) == {"a": timing.FEWEST_ROUNDS}
 
 
-def test_allowance_shares_what_is_left(monkeypatch):
-    now = [100.0]
-    monkeypatch.setattr(timing.time, "monotonic", lambda: now[0])
-    allowance = timing.Allowance(seconds=10.0, rows=5)
-    assert allowance.budget(timing.Budget(), 0).max_ms == pytest.approx(1000.0)
-    assert allowance.budget(timing.Budget(max_ms=30.0), 0).max_ms == 30.0
-    now[0] = 106.0
-    assert allowance.budget(timing.Budget(), 3).max_ms == pytest.approx(1000.0)
-    assert allowance.behind(1) and not allowance.behind(3)
-    assert not allowance.exhausted()
-    now[0] = 112.5
-    assert allowance.exhausted()
-
-
 class RecordedTimer(timing.HostTimer):
     """A host timer whose calls take as many ms as they say."""
 
-    def __init__(self):
-        super().__init__(CPU)
-        self.leads = []
-
     def record(self, call, lead_ms=0.0):
-        self.leads.append(lead_ms)
         return call()
 
     def milliseconds(self, records):
@@ -128,37 +107,11 @@ def test_interleave_rotates_and_spares_slow_calls():
         return lambda: order.append(name) or ms
 
     calls = {name: (measure.contextlib.nullcontext, call(name, ms)) for name, ms in (("a", 1), ("b", 2), ("slow", 50))}
-    times, clock = timing.interleave(RecordedTimer(), calls, timing.Budget(min_rounds=4, min_ms=11.5, warmup_ms=0.0))
+    times, clock = timing.interleave(RecordedTimer(CPU), calls, timing.Budget(min_rounds=4, min_ms=11.5, warmup_ms=0.0))
     assert {name: len(samples) for name, samples in times.items()} == {"a": 12, "b": 12, "slow": 3}
     timed = [name for name in order[3:] if name != "slow"]
     assert timed[:6] == ["a", "b", "b", "a", "a", "b"]
     assert clock is None
-
-
-def test_calls_that_the_host_is_slow_to_enqueue_get_a_lead(monkeypatch):
-    """The host takes 0.3 ms for each call, the device 0.1 or 5."""
-    now = [0.0]
-    monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(RecordedTimer, "lead_ms", timing.CudaTimer.lead_ms)
-
-    def call(ms):
-        now[0] += 3e-4
-        return ms
-
-    calls = {
-        name: (measure.contextlib.nullcontext, lambda ms=ms: call(ms)) for name, ms in (("short", 0.1), ("long", 5))
-    }
-    timer = RecordedTimer()
-    times, _ = timing.interleave(timer, calls, timing.Budget(min_rounds=3, min_ms=0.0, warmup_ms=0.0))
-    assert times == {"short": [0.1, 0.1, 0.1], "long": [5, 5, 5]}
-    assert timer.leads == pytest.approx([0, 0, 0.6, 0, 0, 0.6, 0.6, 0])  # a warm-up of each, then rounds in turns
-    assert timing.CudaTimer.lead_ms(timer, 5000.0, 5000.0) == 2.0  # a call that compiled
-
-
-def test_true_clock_is_cycles_over_time():
-    before, after = {0: (1000, 0), 1: (0, 0), 2: (5, 5)}, {0: (2_701_000, 1500_000), 1: (2_700_000, 1500_000)}
-    assert timing.mean_clock_mhz(before, after) == pytest.approx(1800.0)
-    assert timing.mean_clock_mhz(before, {}) is None
 
 
 def features():
@@ -217,39 +170,6 @@ def test_wrong_results_are_not_timed():
         assert "wrong result" in notes["ours"] and failures == {"ours"}
 
 
-def test_missing_pieces_become_notes():
-    def unfinished(row, inputs):
-        raise NotImplementedError("no backward yet")
-
-    def broken(row, inputs):
-        raise OSError("no compiler")
-
-    def large(row, inputs):
-        raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 64.00 GiB")
-
-    inputs = implementations.make_inputs(TINY, CPU)
-    peers = [implementations.Implementation(f.__name__, "", f) for f in (unfinished, broken, large)]
-    calls, _, notes, failures = measure.prepare(peers, TINY, inputs, "fwd", CPU)
-    assert not calls and failures == {"broken"}
-    assert notes == {
-        "unfinished": "not implemented: no backward yet", "broken": "failed: no compiler", "large": "out of memory"
-    }  # fmt: skip
-    flex = implementations.IMPLEMENTATIONS["flex"]
-    _, _, notes, failures = measure.prepare([flex], TINY, inputs, "fwd", CPU, may_compile=False)
-    assert notes == {"flex": "skipped: no time left to compile"} and not failures
-
-
-def test_choice_of_peers():
-    assert [impl.name for impl in implementations.choose(["naive"])] == ["ours", "naive"]
-    everything = [impl.name for impl in implementations.choose(["all"])]
-    assert not {"ours_deterministic", "ours_plain"} & set(everything)
-    assert everything[0] == "ours" and {"sdpa_flash", "sdpa_cudnn", "sdpa_math", "flex", "naive"} <= set(everything)
-    with pytest.raises(ValueError, match="nobody: expected one of all, ours"):
-        implementations.choose(["nobody"])
-    absent = implementations.Implementation("absent", "", None, package="no_such_module_here")
-    assert not absent.installed
-
-
 def test_result_states_what_was_measured(result):
     assert result["schema"] == 2
     assert set(result["implementations"]) == {"ours", "sdpa_flash", "naive"}
@@ -263,34 +183,6 @@ def test_result_states_what_was_measured(result):
         assert ours["tflops"] == pytest.approx(row["flops"] / ours["ms"] / 1e9)
         assert ours["rounds"] >= 2 and ours["p10"] <= ours["ms"] <= ours["p90"]
         assert ours["relative_error"] < 1e-4
-
-
-def test_implementations_join_their_groups(tmp_path, capsys):
-    """The deterministic ones and our plain call; elsewhere they run when they are named."""
-    groups = ("gqa", "varlen", "varlen_equal", "features", "deterministic")
-    status, found = measured(tmp_path, "--groups", *groups, "--mode", "fwd", "bwd", "--peers")
-    assert status == 0
-    deterministic = ["ours_deterministic", "sdpa_flash_deterministic"]
-    assert set(found["implementations"]) == {"ours", "ours_plain", *deterministic}
-    for row in found["rows"]:
-        group, reason = row["group"], row["notes"].get("ours_plain", "")
-        assert ("ours_deterministic" in row["results"]) == (group == "deterministic")
-        assert ("ours_plain" in row["results"]) == (not reason)
-        assert group in ("varlen_equal", "features") or reason
-        assert (reason == "plain itself") == (group in groups[2:4] and row["plain_id"] == row["id"])
-        assert row["mode"] == "bwd" or group != "deterministic"
-    printed = capsys.readouterr().out
-    assert "| `deterministic` bwd | `ours_deterministic` | `ours` |" in printed
-    assert "| `gqa` bwd | `ours_deterministic`" not in printed
-    named = implementations.choose(["ours_deterministic"], ["deterministic"])
-    assert [impl.limits(TINY, "cpu", "bwd") for impl in named if impl.name == "ours_deterministic"] == [None]
-
-
-def test_spent_budget_skips_rows(tmp_path, capsys):
-    status, found = measured(tmp_path, "--groups", "gqa", "--peers", "naive", "--budget", 1e-9)
-    assert status == 0 and len(found["rows"]) == 2
-    assert all(row["results"] == {} and "budget" in row["notes"]["ours"] for row in found["rows"])
-    assert "not measured: naive, 2 rows fwd: skipped" in capsys.readouterr().out
 
 
 @pytest.mark.devices("cuda")
@@ -337,28 +229,6 @@ def test_the_commit_is_that_of_the_package(result, built, shown):
     assert results.environment_line(changed).endswith(f", commit {shown}")
 
 
-def test_a_compact_result_has_the_same_figures(result):
-    """Medians and ranges to six digits, and no notes or facts of how they were taken."""
-    small = results.compact(result)
-    for row, kept in zip(result["rows"], small["rows"]):
-        for name, entry in row["results"].items():
-            small_entry = kept["results"][name]
-            figures = [small_entry["ms"], small_entry["tflops"], *small_entry["range"]]
-            assert figures == pytest.approx([entry[key] for key in ("ms", "tflops", "p10", "p90")], rel=1e-5)
-    entry = small["rows"][0]["results"]["ours"]
-    assert set(entry) == {"ms", "tflops", "range"} and entry["range"][0] <= entry["ms"] <= entry["range"][1]
-    text = results.text_of(small)
-    assert json.loads(text) == json.loads(json.dumps(small))
-    assert sum(line.lstrip().startswith('{"batch"') for line in text.splitlines()) == len(small["rows"])
-
-
-def test_plots_are_png(result, tmp_path):
-    pytest.importorskip("matplotlib")
-    assert [length for length, _ in plots.curves(result, 128, "fwd", True)["ours"]] == [16, 128]
-    (path,) = plots.write_plots(result, tmp_path, "caption", only={"fwd_d64.png"})
-    assert path.read_bytes().startswith(b"\x89PNG")
-
-
 # ---- publishing ------------------------------------------------------------------------------------------------------
 
 
@@ -367,9 +237,8 @@ def finished_run(result, tmp_path):
     """A folder as lab/run_all.py leaves it."""
     folder = tmp_path / "run"
     folder.mkdir()
-    for name in ("grid", "deterministic", "fwd_other"):
+    for name in ("grid", "deterministic"):
         (folder / f"{name}.json").write_text(json.dumps(result))
-    (folder / "state.json").write_text(json.dumps({"grid": {"good": True}, "fwd_other": {"good": False}}))
     return folder
 
 
@@ -386,7 +255,6 @@ def test_results_of_one_run_are_stored(finished_run, tmp_path):
     [
         ({"build": {"commit": 40 * "b"}}, "results of one commit"),
         ({"device": {"name": "NVIDIA H200", "type": "cuda"}}, "results of one GPU"),
-        ({"finished": False}, "not finished: deterministic"),
     ],
 )
 def test_results_of_several_runs_are_refused(finished_run, tmp_path, change, reason):
@@ -396,16 +264,6 @@ def test_results_of_several_runs_are_refused(finished_run, tmp_path, change, rea
         report.publish(finished_run, tmp_path / "results")
     with pytest.raises(SystemExit, match="no results"):
         report.publish(tmp_path, tmp_path / "results")
-
-
-def test_blocks_are_written_between_their_markers():
-    text = "before\n<!-- speed:begin -->\nold\n<!-- speed:end -->\nafter\n"
-    assert markdown.rewritten(text, "speed", ["new"]) == text.replace("old", "new")
-    with pytest.raises(SystemExit, match="<!-- speed:begin -->"):
-        markdown.rewritten("no markers", "speed", [])
-    span = "`python benchmarks/run.py --mode fwd`"
-    lines = markdown.wrapped("word " * 20 + span + " word" * 20)
-    assert any(span in line for line in lines) and max(map(len, lines)) <= markdown.COLUMNS
 
 
 # ---- graphs ----------------------------------------------------------------------------------------------------------

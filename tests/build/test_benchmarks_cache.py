@@ -62,15 +62,6 @@ def test_peers_agree_with_the_reference(variant, name, timing):
         assert facts["relative_error"] < 1e-5
 
 
-def test_what_has_no_cache_is_not_measured():
-    row = rows.Row("decode", BASE)
-    assert implementations.IMPLEMENTATIONS["naive"].limits(row, "cuda", "fwd") == "no KV cache"
-    assert implementations.IMPLEMENTATIONS["ours"].limits(row, "cuda", "bwd") == "forward only"
-    paged = rows.Row("decode", dataclasses.replace(BASE, page_size=16))
-    assert implementations.IMPLEMENTATIONS["sdpa_cudnn"].limits(paged, "cuda", "fwd") == "no pages"
-    assert implementations.IMPLEMENTATIONS["flash_attn_3"].limits(paged, "cuda", "fwd") is None
-
-
 @pytest.fixture(scope="module")
 def result_path(tmp_path_factory):
     folder = tmp_path_factory.mktemp("bench")

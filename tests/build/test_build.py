@@ -201,10 +201,10 @@ def test_the_default_architectures_are_the_tuned_ones():
 
 def test_the_tree_has_every_instantiation():
     files = kernel_manifest.kernel_files(ROOT / "csrc" / "flash_attn")
-    codes = {(f.head_dim, f.dtype) for f in files if f.dtype in kernel_manifest.CACHE_DTYPES}
-    assert codes == {(d, t) for d in (64, 128, 256) for t in ("e4m3", "int8")}
+    cached = {(f.head_dim, f.dtype) for f in files if f.dtype in kernel_manifest.CACHE_DTYPES}
+    assert cached == {(d, t) for d in (64, 128, 256) for t in ("e4m3", "int8")}
     assert {f.direction for f in files if f.dtype in kernel_manifest.CACHE_DTYPES} == {"fwd_split"}
-    assert {(f.head_dim, f.dtype) for f in files} - codes == {
+    assert {(f.head_dim, f.dtype) for f in files} - cached == {
         (d, t) for d in (32, 64, 96, 128, 192, 256) for t in ("fp16", "bf16")
     }
     assert {(f.path.stem, f.arguments) for f in files if f.head_dim_v} == {
@@ -353,7 +353,7 @@ def test_progress_is_seen_on_the_terminal_of_an_install_that_pip_keeps_quiet(tmp
 
 @needs_ninja
 @needs_compiler
-def test_compile_commands_are_the_compilers_own(stand_in, tmp_path):
+def test_compile_commands_are_those_of_the_compiler(stand_in, tmp_path):
     stand_in()
     database = tmp_path / "out" / compile_commands.NAME
     entries = {Path(entry["file"]).name: entry for entry in json.loads(database.read_text())}

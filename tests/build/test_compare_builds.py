@@ -3,10 +3,8 @@
 import dataclasses
 import json
 import os
-import shutil
 import subprocess
 import sys
-import sysconfig
 from pathlib import Path
 
 import pytest
@@ -74,34 +72,6 @@ def test_calls_over_a_cache(options, timing_of_row):
     assert all(torch.equal(call()[0], expected) for _ in range(timing.CALLS_PER_GRAPH + 1))
 
 
-EXTENSION = """\
-#include <pybind11/pybind11.h>
-PYBIND11_MODULE(flash_attn_2_cuda, module) { module.def("build_info", [] { return R"({"commit": "%s"})"; }); }
-"""
-has_headers = Path(sysconfig.get_paths()["include"], "Python.h").is_file()
-
-
-@pytest.mark.skipif(shutil.which("g++") is None or not has_headers, reason="g++ or Python.h is missing")
-def test_two_modules_of_one_name(tmp_path, monkeypatch):
-    monkeypatch.delitem(sys.modules, builds.MODULE, raising=False)
-    found = []
-    for name in ("old", "new"):
-        site = tmp_path / name
-        site.mkdir()
-        source = site / "module.cpp"
-        source.write_text(EXTENSION % f"of {name}")
-        include = [f"-I{sysconfig.get_paths()['include']}", f"-I{Path(torch.__file__).parent / 'include'}"]
-        module = site / f"flash_attn_2_cuda{sysconfig.get_config_var('EXT_SUFFIX')}"
-        subprocess.run(
-            ["g++", "-std=c++17", "-shared", "-fPIC", "-fvisibility=hidden", *include, source, "-o", module], check=True
-        )
-        found.append(builds.load_build(name, site))
-    assert [build.commit for build in found] == ["of old", "of new"]
-    assert [json.loads(build.module.build_info())["commit"] for build in found] == ["of old", "of new"]
-    assert builds.MODULE not in sys.modules
-    assert builds.module_file(module) == module and found[1].site == module.parent
-
-
 # ---- statistics ------------------------------------------------------------------------------------------------------
 
 
@@ -125,38 +95,6 @@ def test_results_of_the_builds_are_compared():
         assert (compare_builds.is_wrong({"difference": difference}), same) == (wrong, equal)
     dropped = small_row(dropout=0.5)
     assert compare_builds.prepare([BUILD, BUILD], dropped, "fwd", inputs, CPU)[1] is None
-
-
-def test_the_interval_holds_the_median():
-    assert compare_builds.median_interval([3.0, 1.0, 2.0]) == (1.0, 3.0)
-    values = [float(i) for i in range(101)]
-    low, high = compare_builds.median_interval(values)
-    assert (low, high) == (40.0, 60.0)
-    assert compare_builds.median_interval([1.0] * 5000) == (1.0, 1.0)
-
-
-def test_rows_below_the_limit_are_measured_again(monkeypatch, capsys):
-    """What was chance is then none, what was not stays."""
-    times = {"d32 full h4/2 b2 s40": [1.02, 1.0], "d32 causal h4/2 b2 s40": [1.05, 1.05]}
-    asked = []
-
-    def measure(found, row, mode, timers, device, budget):
-        asked.append((row.label, budget.min_ms))
-        slow = times[row.label][len([label for label, _ in asked if label == row.label]) - 1]
-        count = 10 if len(asked) <= 2 else 30
-        return {"old": [1.0] * count, "new": [slow] * count}, {"difference": 0.0, "equal_bits": True}
-
-    monkeypatch.setattr(compare_builds, "measure", measure)
-    monkeypatch.setattr(compare_builds, "select", lambda *_: [small_row(), small_row(causal=True)])
-    options = compare_builds.parse(["--device", "cpu", "--groups", "cells", "--mode", "fwd"])
-    entries = compare_builds.measure_rows([], options, CPU, {})
-    assert [label for label, _ in asked] == list(times) * 2 and asked[2][1] > asked[0][1]
-    assert [entry["below"] for entry in entries] == [False, True]
-    assert [entry["ratio"] for entry in entries] == [1.0, pytest.approx(1 / 1.05)]
-    assert entries[0]["first_ratio"] == pytest.approx(1 / 1.02)
-    (score,) = compare_builds.scores(entries)
-    assert score["below"] == ["d32 causal h4/2 b2 s40"] == [score["worst_label"]]
-    assert score["mean"] == pytest.approx(1.05**-0.5) and (score["rows"], score["equal_bits"]) == (2, 2)
 
 
 # ---- a run -----------------------------------------------------------------------------------------------------------
@@ -191,8 +129,3 @@ def test_host_times_of_two_packages():
     samples = builds_host.measure_host({"old": site, "new": site}, "cpu", loops=2, calls_per_loop=1)
     assert set(samples) == {"dense fwd", "dense fwd+bwd", "packed fwd", "cache"}
     assert all(len(us) == 2 and min(us) > 0 for found in samples.values() for us in found.values())
-
-
-def test_host_times_are_of_the_package_that_is_asked_for(tmp_path):
-    with pytest.raises(RuntimeError, match="the process of the host times ended"):
-        builds_host.measure_host({"old": tmp_path}, "cpu", loops=1, calls_per_loop=1)

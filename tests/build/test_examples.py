@@ -1,4 +1,4 @@
-"""The examples run: training with flash_attn beside plain attention, transformers' Trainer and server loop, the demo.
+"""The examples run: training with flash_attn and with plain attention, transformers' Trainer and server loop, the demo.
 
 tests/attention/test_sdpa_clients.py: examples/sdpa.py; tests/decode/test_generate_paged.py: examples/generate_paged.py.
 """

@@ -1,6 +1,6 @@
 """The distribution flash_attn_3 as installed, and the look-ups by which clients find it.
 
-Each look-up runs in an interpreter of its own, with the distribution in a folder of its own on the path.
+Each look-up runs in a new interpreter, with the distribution in a separate folder on the path.
 """
 
 from __future__ import annotations

@@ -194,7 +194,7 @@ def make_library(path, text):
 
 @pytest.fixture
 def stand_in_torch(tmp_path):
-    """A torch whose libraries hold one function each, and CUDA's runtime from pip beside it, in a site-packages."""
+    """A torch whose libraries hold one function each, and CUDA's runtime from pip, in one site-packages."""
     site = tmp_path / "machine" / "site-packages"
     for name in binding_build.TORCH_LIBRARIES:
         make_library(site / "torch" / "lib" / f"lib{name}.so", f'extern "C" int of_{name}() {{ return 1; }}')
@@ -414,7 +414,7 @@ def modules_of(folder):
 
 @pytest.mark.parametrize("project", ["flash_attn", "flash_attn_3", "flash_mla"])
 def test_installs_of_one_checkout_at_once_are_complete(tree, tmp_path, project):
-    """Each in a folder of its own, so that none deletes what another is about to copy."""
+    """Each in a separate folder, so that none deletes files that another is about to copy."""
     if project == "flash_attn":
         folder, expected = tree, {f"flash_attn/{name}" for name in modules_of(ROOT / "flash_attn")}
         expected.add("flash_attn_2_cuda.py")

@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CSRC = ROOT / "csrc" / "flash_attn"
 SOURCES = sorted(p for p in CSRC.rglob("*") if p.suffix in (".h", ".cpp", ".cu", ".cuh"))
 
-# layer of csrc/flash_attn -> the layers that it may include beside itself
+# layer of csrc/flash_attn -> the other layers that it may include
 LAYERS = {
     "core": [],
     "params": ["core"],
@@ -136,7 +136,7 @@ def test_each_family_applies_score_modifiers_at_one_place():
 
 
 def test_environment_is_read_under_the_gil():
-    """os.environ changes the environment under it; a getenv beside that reads freed memory. The entry points read what
+    """os.environ changes the environment under it; a getenv at that time reads freed memory. The entry points read what
     they need before they release it, in one place."""
     readers = {
         p.relative_to(CSRC).as_posix(): len(re.findall(r"getenv", p.read_text(encoding="utf-8"))) for p in SOURCES

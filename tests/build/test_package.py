@@ -1,4 +1,4 @@
-"""The package as others see it: typed, and beside the package flash_attn.cute of flash-attn-4."""
+"""The package as others see it: typed, and installed together with flash-attn-4's flash_attn.cute."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def test_the_package_says_that_it_is_typed():
 
 
 def import_beside(other, program, first=False):
-    """Run a program with `other` on sys.path, before the package's own folder or behind it."""
+    """Run a program with `other` on sys.path, before the package's own folder or after it."""
     folders = [str(other), str(PACKAGE.parent)] if first else [str(PACKAGE.parent), str(other)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(folders)}
     elsewhere = Path(sys.executable).parent  # the working directory comes first on sys.path

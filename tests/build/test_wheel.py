@@ -96,7 +96,7 @@ def test_the_notices_are_those_of_what_is_compiled_in():
     for path in (ROOT / "csrc").rglob("*"):
         if path.suffix in (".h", ".cu", ".cpp"):
             included |= set(re.findall(r"#include <(\w+)/", path.read_text(encoding="utf-8")))
-    assert included == {"cute", "cutlass", "ATen", "c10", "torch"}, "their projects stand in LICENSE-THIRD-PARTY"
+    assert included == {"cute", "cutlass", "ATen", "c10", "torch"}, "LICENSE-THIRD-PARTY names their projects"
 
 
 # ---- a release -------------------------------------------------------------------------------------------------------

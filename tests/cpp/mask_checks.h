@@ -232,7 +232,7 @@ inline void check_load_order(const BlockRange& range, int apart, int block_n) {
   }
 }
 
-// Blocks that a warpgroup of an m_block skips: exactly those after the first step that none of its rows sees. A
+// Blocks that a warpgroup of an m_block skips: exactly those after the first step that no row of it sees. A
 // warpgroup of a short m_block may have no rows: it skips what the last row does not see.
 template <class Mask>
 void check_skipped_blocks(const Mask& mask, const BlockRange& range, int row_begin, int row_end, int part_rows,

@@ -1,4 +1,4 @@
-// Division by a fixed divisor, and the published known answers of the random generators behind dropout.
+// Division by a fixed divisor, and the published known answers of the random generators of dropout.
 #include <algorithm>
 #include <utility>
 #include <vector>

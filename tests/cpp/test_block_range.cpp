@@ -29,7 +29,7 @@ using flash::kUnbounded;
 using flash::Visibility;
 using flash::Window;
 
-// The common start of the loads of work tiles behind a window.
+// The common start of the loads of work tiles with a left window bound.
 void check_alignment(const Visibility& visibility, int block_m, int block_n) {
   const Window& window = visibility.window;
   const int apart = flash::max_unmasked_blocks(window, block_m, block_n);

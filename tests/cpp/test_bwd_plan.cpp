@@ -161,7 +161,7 @@ void check_stages() {
   check::that(!plan_of(dense(32, 512, 32, 64), kH100).has_dq_sum, "dQ in shared memory has no sum");
 }
 
-// Above head dim 128 dQ has a pass of its own: no accumulator, no semaphores but those of work tiles, one way in both
+// Above head dim 128 dQ has a separate pass: no accumulator, no semaphores but those of work tiles, one way in both
 // modes.
 void check_dq_pass() {
   BwdProblem problem = dense(2, 1000, 24, 256);
@@ -181,7 +181,7 @@ void check_dq_pass() {
   check::that(!plan_of(dense(2, 1000, 24, 256), kA100).dq_pass, "mma.sync");
 }
 
-// At head dim 128 a pass of its own where sequences are short, in calls whose bits may depend on that.
+// At head dim 128 a separate pass where sequences are short, in calls whose bits may depend on that.
 void check_two_passes() {
   using flash::plan::BwdStage;
   const auto longest = [](bool masked_right, bool deterministic) {
@@ -240,7 +240,7 @@ void check_other_families() {
   check::that(is_mma_sync(padded) && padded.pad_head_dim == 128, "padded");
   check::that(!is_mma_sync(odd) && odd.pad_head_dim == 128, "V of no whole 16-byte vectors");
   const BwdPlan direct = plan_of(changed(pair, [](BwdProblem& p) { p.head_dim_v = 64; }), kH100);
-  check::that(!is_mma_sync(direct) && direct.pad_head_dim == 0 && direct.head_dim == 128, "V of its own head dim");
+  check::that(!is_mma_sync(direct) && direct.pad_head_dim == 0 && direct.head_dim == 128, "V of another head dim");
 }
 
 // A GPU of less shared memory made of a larger one.

@@ -76,15 +76,15 @@ uint32_t by_half(const Function& function, uint32_t a, uint32_t b, uint32_t c = 
 
 // ---- conversions of kernels/decode/eight_bit.h ----
 
-double e4m3_value(uint32_t code) {
-  const int exponent = code >> 3 & 15, mantissa = code & 7;
+double e4m3_value(uint32_t stored) {
+  const int exponent = stored >> 3 & 15, mantissa = stored & 7;
   double magnitude = exponent == 0 ? std::ldexp(mantissa, -9) : std::ldexp(8 + mantissa, exponent - 10);
-  if ((code & 0x7f) == 0x7f) magnitude = NAN;
-  return code & 0x80 ? -magnitude : magnitude;
+  if ((stored & 0x7f) == 0x7f) magnitude = NAN;
+  return stored & 0x80 ? -magnitude : magnitude;
 }
 
 struct E4m3 {
-  static double value(uint8_t code) { return e4m3_value(code); }
+  static double value(uint8_t stored) { return e4m3_value(stored); }
 
   // By the instruction: the low, or the high half of the word.
   static uint32_t decode(uint32_t word, bool second) {
@@ -103,7 +103,7 @@ struct E4m3 {
 };
 
 struct Int8 {
-  static double value(uint8_t code) { return static_cast<int8_t>(code); }
+  static double value(uint8_t stored) { return static_cast<int8_t>(stored); }
 
   static uint32_t decode(uint32_t word, uint32_t selector) {
     const auto add = [](double a, double b, double) { return a + b; };
@@ -136,27 +136,27 @@ uint32_t decode_e4m3_by_bits(uint32_t word, bool second) {
 }
 
 void check_conversions() {
-  for (uint32_t code = 0; code < 256; ++code) {
+  for (uint32_t stored = 0; stored < 256; ++stored) {
     for (uint32_t other : {0x00u, 0x7eu, 0x7fu, 0x81u, 0xffu}) {
-      const uint32_t words[] = {code | other << 8, code << 16 | other << 24, other | code << 8,
-                                other << 16 | code << 24};
+      const uint32_t words[] = {stored | other << 8, stored << 16 | other << 24, other | stored << 8,
+                                other << 16 | stored << 24};
       for (int i = 0; i < 4; ++i) {
         const uint32_t got = decode_e4m3_by_bits(words[i], i % 2 == 1) >> (i < 2 ? 0 : 16) & 0xffff;
-        const double expected = e4m3_value(code), value = half_value(got);
-        check::that(value == expected || (std::isnan(value) && std::isnan(expected)), "e4m3 by bits", code, value);
+        const double expected = e4m3_value(stored), value = half_value(got);
+        check::that(value == expected || (std::isnan(value) && std::isnan(expected)), "e4m3 by bits", stored, value);
       }
     }
   }
 }
 
-// Nearest code by search, ties to the even one.
+// Nearest e4m3 bits by search, ties to the even one.
 uint32_t nearest_e4m3(float value) {
   if (std::isnan(value)) return 0x7f;
   const double magnitude = std::fabs(static_cast<double>(value));
   uint32_t best = 0;
-  for (uint32_t code = 1; code <= 0x7e; ++code) {
-    const double distance = std::fabs(e4m3_value(code) - magnitude), least = std::fabs(e4m3_value(best) - magnitude);
-    if (distance < least || (distance == least && code % 2 == 0)) best = code;
+  for (uint32_t stored = 1; stored <= 0x7e; ++stored) {
+    const double distance = std::fabs(e4m3_value(stored) - magnitude), least = std::fabs(e4m3_value(best) - magnitude);
+    if (distance < least || (distance == least && stored % 2 == 0)) best = stored;
   }
   return best | (std::signbit(value) ? 0x80 : 0);
 }
@@ -167,10 +167,10 @@ void check_encoding() {
     uint32_t bits, sum;
     std::memcpy(&bits, &value, 4);
     std::memcpy(&sum, &below_normal, 4);
-    check::that(e4m3_bits(bits, sum) == nearest_e4m3(value), "code", value, e4m3_bits(bits, sum));
+    check::that(e4m3_bits(bits, sum) == nearest_e4m3(value), "e4m3 bits", value, e4m3_bits(bits, sum));
   };
-  for (uint32_t code = 0; code < 0x7e; ++code) {
-    const float low = static_cast<float>(e4m3_value(code)), high = static_cast<float>(e4m3_value(code + 1));
+  for (uint32_t stored = 0; stored < 0x7e; ++stored) {
+    const float low = static_cast<float>(e4m3_value(stored)), high = static_cast<float>(e4m3_value(stored + 1));
     const float middle = (low + high) / 2;
     for (float value : {low, middle, std::nextafter(middle, 0.0f), std::nextafter(middle, 1e9f)}) {
       check_value(value);
@@ -201,12 +201,12 @@ struct Warp {
 
 // Small numbers that fp16 holds, different for different elements.
 double element(int row, int col) { return (row * 37 + col * 11) % 29 - 14; }
-uint8_t code_of(int row, int col) {
-  const int code = (row * 73 + col * 149 + 7) % 256;
-  return static_cast<uint8_t>((code & 0x7f) == 0x7f ? 0x42 : code);
+uint8_t stored_value(int row, int col) {
+  const int stored = (row * 73 + col * 149 + 7) % 256;
+  return static_cast<uint8_t>((stored & 0x7f) == 0x7f ? 0x42 : stored);
 }
 
-// Q K^T over a 16-byte vector of columns: Q's pairs stand where KvQuery::narrow() puts them.
+// Q K^T over a 16-byte vector of columns: Q's pairs are where KvQuery::narrow() puts them.
 template <class Format>
 void check_keys(int vector) {
   const int first = vector * kVectorCols;
@@ -221,7 +221,7 @@ void check_keys(int vector) {
   }
   uint8_t k[kKeys][kVectorCols];
   for (int key = 0; key < kKeys; ++key) {
-    for (int col = 0; col < kVectorCols; ++col) k[key][col] = code_of(key, first + col);
+    for (int col = 0; col < kVectorCols; ++col) k[key][col] = stored_value(key, first + col);
   }
   Warp warp;
   for (int lane = 0; lane < 32; ++lane) {
@@ -252,7 +252,7 @@ template <class Format>
 void check_values(int first_key, int head_dim) {
   std::vector<std::vector<uint8_t>> v(16, std::vector<uint8_t>(head_dim));
   for (int key = 0; key < 16; ++key) {
-    for (int col = 0; col < head_dim; ++col) v[key][col] = code_of(first_key + key, col);
+    for (int col = 0; col < head_dim; ++col) v[key][col] = stored_value(first_key + key, col);
   }
   Warp even, odd;
   for (int lane = 0; lane < 32; ++lane) {
@@ -288,7 +288,7 @@ void check_values(int first_key, int head_dim) {
   for (int count : met) check::that(count == kRows, "every element once", count);
 }
 
-// The vectors of a step of kHeadDim columns: the ring writes each to a place of its own, ldmatrix finds it, and eight
+// The vectors of a step of kHeadDim columns: the ring writes each to a separate place, ldmatrix finds it, and eight
 // lanes together, a phase of either, touch all banks once.
 template <int kHeadDim>
 void check_swizzle() {
@@ -303,7 +303,7 @@ void check_swizzle() {
         const int lane_row = lane / kLanes, row = pass * kPassRows + lane_row, vector = lane % kLanes;
         const int swizzled = vector ^ Swizzle::key(lane_row) ^ Swizzle::key(pass * kPassRows);  // KvRing::copy()
         const int place = row * kVectors + Swizzle::next(swizzled, 0);
-        check::that(content[place] < 0, "a place of its own", kHeadDim, row, vector);
+        check::that(content[place] < 0, "a separate place", kHeadDim, row, vector);
         content[place] = row * kVectors + vector;
         banks.insert(place % 8);
       }
@@ -348,15 +348,16 @@ float from_bits(uint32_t bits) {
   return value;
 }
 
-// Codes times the power that K takes are exact in fp16; what is left for queries is at most 1, up to 2^7.
+// 8-bit values times the power that K takes are exact in fp16; the rest, for queries, is at most 1, up to 2^7.
 void check_key_power() {
   for (uint32_t exponent = 0; exponent < 256; ++exponent) {
     for (uint32_t mantissa : {0u, 1u, 0x400000u, 0x7fffffu}) {
       const uint32_t descale = exponent << 23 | mantissa, power = key_power(descale);
-      for (uint32_t code = 0; code < 256; ++code) {
-        for (double value : {e4m3_value(code), static_cast<double>(static_cast<int8_t>(code))}) {
+      for (uint32_t stored = 0; stored < 256; ++stored) {
+        for (double value : {e4m3_value(stored), static_cast<double>(static_cast<int8_t>(stored))}) {
           const double product = value * from_bits(power);
-          check::that(std::isnan(value) || half_value(half_bits(product)) == product, "a code", exponent, code);
+          check::that(std::isnan(value) || half_value(half_bits(product)) == product, "an 8-bit value", exponent,
+                      stored);
         }
       }
       check::that(from_bits(power) * from_bits(reciprocal_power(power)) == 1, "a reciprocal", exponent);

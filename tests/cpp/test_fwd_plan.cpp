@@ -165,7 +165,7 @@ void check_other_families() {
               "pages with dropout");
   const FwdProblem pair = changed(problem, [](FwdProblem& p) { p.head_dim_v = 64; });
   const FwdPlan direct = plan_of(pair, kH100), padded = plan_of(pair, kA100);
-  check::that(direct.family == Family::kWgmma && direct.pad_head_dim == 0, "V of its own head dim");
+  check::that(direct.family == Family::kWgmma && direct.pad_head_dim == 0, "V of another head dim");
   check::that(is_mma_sync(padded) && padded.pad_head_dim == 128 && padded.head_dim == 128, "padded");
   const FwdPlan odd = plan_of(changed(problem, [](FwdProblem& p) { p.head_dim_v = 131; }), kH100);
   check::that(odd.family == Family::kWgmma && odd.pad_head_dim == 136 && odd.head_dim == 192, "V of odd head dim");
@@ -180,7 +180,7 @@ void check_tile_order() {
   const FwdPlan full = plan_of(dense(1, 8192, 32, 64), kH100);
   check::that(full.band_heads == 1 && full.num_tail_tiles == 0 && !full.is_dynamic, "equal trip counts");
   const FwdPlan sliding = plan_of(dense(1, 8192, 16, 128, kSliding), kH100);
-  check::that(sliding.unmasked_blocks > 1 && causal.unmasked_blocks == 1, "blocks behind a window");
+  check::that(sliding.unmasked_blocks > 1 && causal.unmasked_blocks == 1, "blocks after a left window bound");
   check::that(plan_of(packed(32, 512, 16, 128, kCausal), kH100).sort_varlen_tiles, "sorted");
   check::that(!plan_of(packed(33, 512, 16, 128, kCausal), kH100).sort_varlen_tiles, "too many sequences to sort");
 }

@@ -37,7 +37,7 @@ constexpr NamedFeature kFeatures[kCount] = {
     {kIntFlags, "int_flags"},
 };
 
-uint32_t measured[std::size(kFwdMeasurements)] = {};  // cells that each measurement stands for
+uint32_t measured[std::size(kFwdMeasurements)] = {};  // cells that each measurement covers
 
 void check_row(const Sm90FwdTile& tile, const FwdPolicy& policy, FwdVariant variant) {
   const char* name = kVariantNames[static_cast<int>(variant)];
@@ -94,20 +94,20 @@ int main() {
     const FwdVariant variant = static_cast<FwdVariant>(v);
     for (const int head_dim : kHeadDims) {
       const FwdPolicy policy = sm90_fwd_policy(head_dim, head_dim, variant);
-      check::that(policy.head_dim == head_dim, "rows stand in the order of head dims", kVariantNames[v], head_dim);
+      check::that(policy.head_dim == head_dim, "rows are in the order of head dims", kVariantNames[v], head_dim);
       const bool exists = sm90_has_variant(head_dim, variant);
       check::that((policy.row_sums > 0) == exists, "a row for every kernel", kVariantNames[v], head_dim);
       if (!exists) continue;
       check_row(sm90_fwd_tile(head_dim, variant), policy, variant);
       check::that(policy.has(kNoMask) == (variant == FwdVariant::kPlain && sm90_splits_masked(head_dim)),
-                  "kNoMask where masked calls have a kernel of their own", kVariantNames[v], head_dim);
+                  "kNoMask where masked calls have a separate kernel", kVariantNames[v], head_dim);
     }
   }
   const Sm90FwdTile value_dim = kSm90ValueDimTile;
   check_row(value_dim, sm90_fwd_policy(value_dim.head_dim, value_dim.value_dim(), FwdVariant::kPlain),
             FwdVariant::kPlain);
   for (size_t i = 0; i < std::size(kFwdMeasurements); ++i) {
-    check::that(measured[i] > 0, "a measurement stands for some cell", kFwdMeasurements[i].figure);
+    check::that(measured[i] > 0, "a measurement covers some cell", kFwdMeasurements[i].figure);
   }
   check_conflicts();
   return check::report();

@@ -1,5 +1,5 @@
 // The stream-K schedule: every n_block of every tile is computed once, split points are where the rule permits, and
-// partial results have slots of their own.
+// partial results have separate slots.
 #include <algorithm>
 #include <random>
 #include <set>

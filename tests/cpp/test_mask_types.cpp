@@ -1,5 +1,5 @@
 // A second mask type: keys of each row as intervals in a table, as packed documents, blocks of an image or a prefix
-// give them. What windows use serves it as it is.
+// give them. All functions of windows accept it.
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -75,7 +75,7 @@ void check_documents(const std::vector<int>& lengths, int block) {
   check_intervals(first, begin, end);
 }
 
-// Rows behind each other with any intervals whose ends do not move back and which leave no key out, after some rows
+// Consecutive rows with any intervals whose ends do not move back and which leave no key out, after some rows
 // that see none.
 void check_random(uint32_t seed) {
   const auto random = [&seed](int limit) {

@@ -28,8 +28,7 @@ void check_atom(int atom_cols, int rows) {
       offsets.insert(offset);
     }
   }
-  check::that(static_cast<int>(offsets.size()) == rows * atom_cols / kVectorCols,
-              "every vector has an offset of its own");
+  check::that(static_cast<int>(offsets.size()) == rows * atom_cols / kVectorCols, "every vector has another offset");
   check::that(*offsets.begin() == 0 && *offsets.rbegin() == rows * atom_cols - kVectorCols,
               "the offsets fill the atom");
 }

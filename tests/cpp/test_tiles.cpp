@@ -65,7 +65,7 @@ int main() {
       check::that(tile.head_dim > previous, "head dims grow", tile.head_dim, previous);
       previous = tile.head_dim;
     }
-    check::that(previous == flash::plan::kMaxHeadDim, "the last tile serves the largest head dim", previous);
+    check::that(previous == flash::plan::kMaxHeadDim, "the last tile is for the largest head dim", previous);
     check_head_dim_choice(variant);
   }
   for (const flash::plan::BwdTile& tile : flash::plan::kBwdTiles) check_backward_tile(tile, false);

@@ -69,7 +69,7 @@ def test_dtypes(device, dtype, out_dtype):
 
 
 def test_parts_without_keys(device):
-    """Either infinity; what stands in their out_partial is not read."""
+    """Either infinity; their out_partial is not read."""
     out_partial, lse_partial = partials(device, splits=4)
     lse_partial[1, 0], lse_partial[2, 0], lse_partial[0, 1] = INF, -INF, -INF
     out_partial[1, 0], out_partial[2, 0], out_partial[0, 1] = math.nan, INF, math.nan
@@ -122,7 +122,7 @@ def test_parts_of_the_keys_give_the_whole(device, causal):
     dtype = torch.float32 if device == "cpu" else torch.float16
     q, k, v = (torch.randn(2, n, 4, 64, device=device, dtype=dtype) for n in (70, 150, 150))
     parts = [(k[:, :50], v[:, :50], {"window_size": (-1, -1)}), (k[:, 50:], v[:, 50:], {"causal": causal})]
-    # of the first 50 keys every query sees all, as the queries stand at the last 70 of 150 keys
+    # of the first 50 keys every query sees all, as the queries are at the last 70 of 150 keys
     results = [flash_attn_func(q, ki, vi, return_attn_probs=True, **options)[:2] for ki, vi, options in parts]
     out_partial = torch.stack([out for out, _ in results])
     lse_partial = torch.stack([lse for _, lse in results]).transpose(2, 3)

@@ -1,6 +1,6 @@
 """`flash_attn_with_kvcache` over 8-bit caches: accuracy, shapes of descales, rows quantised where they are appended.
 
-The caches come from the harness of 16-bit ones: what no query may see was NaN there, and is the code of NaN here.
+The caches come from the harness of 16-bit ones: keys that no query may see are NaN.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def test_8_bit_queries(device, out_dtype):
 
 
 def quantized_rows(rows, descale, stored):
-    """(codes, descales) of new rows (rows, heads_k, head_dim): descale None is that of each row and head."""
+    """(quantized rows, descales) of new rows (rows, heads_k, head_dim): descale None is that of each row and head."""
     if descale is None:
         descale = eight_bit.descale_of(rows, (-1,), stored)
     return eight_bit.encode(rows, descale, stored), descale
@@ -89,7 +89,7 @@ def quantized_rows(rows, descale, stored):
 @pytest.mark.parametrize("page_size", (0, 16))
 @pytest.mark.parametrize("rotary_dim", (0, 32))
 def test_append(device, stored, shape, page_size, rotary_dim):
-    """New rows are quantised bit for bit as by `flash_attn.eight_bit`, behind rotary; the rest stays as it is."""
+    """New rows are quantised bit for bit as by `flash_attn.eight_bit`, after rotary; other rows are unchanged."""
     case = KvCase(
         lengths=(40, 0, 91, -1), seqlen_q=3, seqlen_new=3, dtype="float16", causal=True, page_size=page_size,
         rotary_dim=rotary_dim,
@@ -111,10 +111,10 @@ def test_append(device, stored, shape, page_size, rotary_dim):
             new[0], queries[i] = (rotate(x[i].cpu(), *angles, False).to(device) for x in (problem.k, problem.q))
         for (now, then), rows, given, descale in zip(caches(problem, before), new, old, descales):
             given = None if by_token else given_of(problem, given, i, length)
-            codes, row_descales = quantized_rows(rows, given, stored)
+            quantized, row_descales = quantized_rows(rows, given, stored)
             place = places(problem, i, length, length + 3)
             if device == "cpu" or not rotary_dim:
-                assert torch.equal(now[place], codes.view(torch.int8))
+                assert torch.equal(now[place], quantized.view(torch.int8))
                 assert not by_token or torch.equal(descale[place], row_descales.squeeze(-1))
             then[place] = now[place]
     for now, then in caches(problem, before):
@@ -141,7 +141,7 @@ def given_of(problem, descale, i, length):
 
 
 @pytest.mark.parametrize("shape", ("tensor", "batch", "page"))
-def test_rows_that_are_codes_already_are_copied(device, shape):
+def test_8_bit_rows_are_copied(device, shape):
     case = KvCase(lengths=(40, 0), seqlen_q=2, seqlen_new=2, dtype="float16", causal=True)
     problem, *descales = eight_bit_problem(case, device, E4M3, shape)
     problem.k, problem.v = ((x * 30).to(E4M3) for x in (problem.k, problem.v))
@@ -193,7 +193,7 @@ def test_axes_of_descales_are_checked(device):
 
 @pytest.mark.parametrize("stored", FORMATS)
 def test_one_cache_is_quantised_once(device, stored):
-    """One tensor as both caches receives equal rows, if one descale makes codes of them."""
+    """One tensor as both caches receives equal rows, if one descale quantises them."""
     q, cache, _ = dense(device, stored)
     new, descales = torch.ones_like(NEW, device=device), [torch.full((), x, device=device) for x in (0.5, 0.25)]
 
@@ -205,13 +205,13 @@ def test_one_cache_is_quantised_once(device, stored):
     for k_descale, v_descale in (descales, (descales[0], None), (None, descales[1])):
         with pytest.raises(RuntimeError, match="^v_cache: "):
             append(new, new, k_descale=k_descale, v_descale=v_descale)
-    codes = new.to(stored)
-    append(codes, codes, k_descale=descales[0], v_descale=descales[1])
+    quantized = new.to(stored)
+    append(quantized, quantized, k_descale=descales[0], v_descale=descales[1])
     assert (cache[:, 4].float() == 1).all()
 
 
 def test_non_finite_rows(device):
-    """Infinities saturate; NaN is NaN for the queries that see it: as a code of e4m3, in the descale of int8."""
+    """Infinities saturate; NaN is NaN for the queries that see it: as an e4m3 value, in the descale of int8."""
     for stored in FORMATS:
         case = KvCase(lengths=(5, 5), seqlen_q=2, seqlen_new=2, dtype="float16", causal=True)
         problem, *descales = eight_bit_problem(case, device, stored, "token")
@@ -220,8 +220,8 @@ def test_non_finite_rows(device):
         nan = out.isnan()
         assert nan[0, 1, :2].all(-1).all() if stored is INT8 else nan[0, 1, :2, 3].all()
         assert not nan[0, :, 2:].any() and not nan[1].any() and not lse.isnan().any()
-        code = get_rows(problem, problem.v_cache.view(torch.int8), 1, 5, 6)[0, 1, 2].view(torch.int8)
-        assert code.item() == (127 if stored is INT8 else 0x7E)
+        value = get_rows(problem, problem.v_cache.view(torch.int8), 1, 5, 6)[0, 1, 2].view(torch.int8)
+        assert value.item() == (127 if stored is INT8 else 0x7E)
 
 
 # ---- errors, operators ----

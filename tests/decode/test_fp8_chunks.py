@@ -21,7 +21,7 @@ MOST = 800
 
 @pytest.fixture(params=("wgmma", "wgmma:1", "mma_sync"))
 def family(request, device, monkeypatch):
-    """Forced where it serves the call."""
+    """Forced where it supports the call."""
     if device == "cpu" and request.param != "wgmma":
         pytest.skip("the CPU backend has no families")
     monkeypatch.setenv("FLASH_ATTN_FAMILY", request.param)
@@ -76,7 +76,7 @@ def test_features(device, family, features, stored, shape, page_size):
     "head_dim,dtype", ((32, "bfloat16"), (72, "float16"), (96, "bfloat16"), (192, "float16"), (256, "bfloat16"))
 )
 def test_layouts(device, family, layout, head_dim, dtype):
-    """Codes are read as they lie: in vectors of 8 bytes, in words, or one by one."""
+    """8-bit values are read in vectors of 8 bytes, in words, or one by one, by their alignment."""
     case = {"seqlen_new": 40, "seqlen_q": 40, "layout": layout, "head_dim": head_dim, "dtype": dtype}
     problem, *descales = problem_of(device, INT8, **case)
     check_chunk(problem, device, descales)
@@ -221,9 +221,9 @@ def test_graph_with_changed_lengths(device, page_size, dtype):
         graph.replay()
         expected = call(problem, device, *descales)
         assert torch.equal(out, expected[0]) and torch.equal(lse, expected[1])
-        by_codes = call(problem, device, *descales, num_splits=1)
-        assert torch.linalg.norm(out - by_codes[0]) < 0.01 * torch.linalg.norm(by_codes[0])
-        assert torch.equal(lse.isinf(), by_codes[1].isinf())
+        decoded = call(problem, device, *descales, num_splits=1)
+        assert torch.linalg.norm(out - decoded[0]) < 0.01 * torch.linalg.norm(decoded[0])
+        assert torch.equal(lse.isinf(), decoded[1].isinf())
 
 
 @pytest.mark.devices("cuda")

@@ -144,13 +144,13 @@ def test_bfloat16_queries_beyond_half_range(device, stored):
     assert out[0, 0, 1].isnan().all() and not out[0, 0, 0].isnan().any() and not out[0, 0, 2:].isnan().any()
 
 
-def test_nan_codes_of_visible_keys(device):
-    """NaN in a key makes NaN of the row, in a value of the column; e4m3 has two codes of it, int8 none."""
-    for code in (0x7F, 0xFF):
+def test_nan_in_visible_keys(device):
+    """NaN in a key makes NaN of the row, in a value of the column; e4m3 has two bit patterns of it, int8 none."""
+    for bits in (0x7F, 0xFF):
         problem, *descales = problem_of(device, E4M3, "head", lengths=(300, 300), capacity=320)
         rows = [0, 1] if problem.rows is None else problem.rows.tolist()
-        problem.k_cache.view(torch.uint8)[rows[0], 77, 0, 5] = code
-        problem.v_cache.view(torch.uint8)[rows[1], 77, 1, 6] = code
+        problem.k_cache.view(torch.uint8)[rows[0], 77, 0, 5] = bits
+        problem.v_cache.view(torch.uint8)[rows[1], 77, 1, 6] = bits
         out, lse = call(problem, device, *descales)
         nan = out.isnan()
         assert nan[0, 0, :2].all() and not nan[0, 0, 2:].any() and lse[0, :2].isnan().all()
@@ -173,8 +173,8 @@ def test_appended_rows_equal_the_reference_bits(device, stored, head_dim, dtype)
             expected = eight_bit.descale_of(new[i], (-1,), stored)
             written = get_rows(problem, descale, i, length, length + 7)
             assert torch.equal(written, expected.squeeze(-1))
-            codes = get_rows(problem, cache.view(torch.uint8), i, length, length + 7)
-            assert torch.equal(codes, eight_bit.encode(new[i], expected, stored).view(torch.uint8))
+            stored_bits = get_rows(problem, cache.view(torch.uint8), i, length, length + 7)
+            assert torch.equal(stored_bits, eight_bit.encode(new[i], expected, stored).view(torch.uint8))
     finite = dataclasses.replace(problem, case=dataclasses.replace(problem.case, lengths=problem.case.lengths[:2]))
     check(finite, out[:2], lse[:2], *descales)
 

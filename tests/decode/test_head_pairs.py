@@ -1,5 +1,5 @@
 """Decoding by so many tiles that each has two K/V heads (csrc/flash_attn/plan/decode_plan.h), where rows of a head are
-short: every feature, over codes and over 16 bits, and the calls whose tiles have one head all the same."""
+short: every feature, over 8 and over 16 bits, and the calls whose tiles have one head all the same."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ ONE_HEAD = ({"group": 16}, {"seqlen_q": 3, "group": 4}, {"nheads_k": 81}, {"head
 
 @pytest.mark.parametrize("stored,shape", ((E4M3, "token"), (INT8, "inline"), (E4M3, "tensor"), (INT8, "head")))
 @pytest.mark.parametrize("sizes", PAIRED + ONE_HEAD, ids=str)
-def test_over_codes(device, sizes, stored, shape):
+def test_over_8_bits(device, sizes, stored, shape):
     problem, *descales = problem_of(device, stored, shape, **sizes)
     if device == "cuda":
         assert explained(problem)["tile_heads"] == (1 if sizes in ONE_HEAD else 2)
@@ -84,7 +84,7 @@ def test_appended_and_rotated(device, stored, shape, page_size):
 @pytest.mark.parametrize("page_size", (0, 16, 64))
 @pytest.mark.parametrize("sizes", ({}, {"group": 8, "sinks": True}, {"head_dim": 64, "window": (600, 0)}), ids=str)
 def test_splits(device, stored, num_splits, page_size, sizes):
-    """Partial results of both heads, combined; a plan made ahead gives the same bits."""
+    """Partial results of both heads, combined; a plan made before gives the same bits."""
     case = {"lengths": LONG, "capacity": 1200, "page_size": page_size, **sizes}
     problem, *descales = problem_of(device, stored, "token", **case)
     plan = plan_for(problem, num_splits=num_splits)

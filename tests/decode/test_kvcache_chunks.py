@@ -1,4 +1,4 @@
-"""Chunks of a prompt against a cache: many query rows, which the families of the forward serve on a GPU."""
+"""Chunks of a prompt against a cache: many query rows, which the prefill kernels compute on a GPU."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FEATURES = {
 
 @pytest.fixture(params=("wgmma", "wgmma:1", "mma_sync"))
 def family(request, monkeypatch):
-    """Forced where it serves the call; the CPU backend has no families."""
+    """Forced where it supports the call; the CPU backend has no families."""
     monkeypatch.setenv("FLASH_ATTN_FAMILY", request.param)
     return request.param
 

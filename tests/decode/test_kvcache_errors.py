@@ -28,7 +28,7 @@ def test_lengths_that_the_host_sees(device, page_size):
     for lengths, message in (
         ((10, CAPACITY - 1, 5, 0), r"cache_seqlens: expected cache length plus 2 new rows of at most 96, got 95 \+ 2"),
         ((10, 3, 5, 2**31 - 1), r"cache_seqlens: expected cache length plus 2 new rows of at most 96, got 2147483647"),
-        ((10, 3, -2, 0), "cache_seqlens: expected lengths >= 0, or -1 for a request that takes no part, got -2"),
+        ((10, 3, -2, 0), "cache_seqlens: expected lengths >= 0, or -1 for an inactive request, got -2"),
     ):
         refused(problem, message, cache_seqlens=torch.tensor(lengths, dtype=torch.int32))
 

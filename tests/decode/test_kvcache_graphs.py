@@ -1,4 +1,4 @@
-"""flash_attn_with_kvcache beside its numbers on the GPU: CUDA graphs, streams, memory, synchronisation."""
+"""flash_attn_with_kvcache on the GPU apart from its results: CUDA graphs, streams, memory, synchronisation."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ def test_pages_do_not_matter(device, features, page_size):
 
 
 def decoded(q, k, v, chunk, page_size, **options):
-    """All tokens (1, n, ...) through a cache of their own, `chunk` at a time -> (out, lse)."""
+    """All tokens (1, n, ...) through a new cache, `chunk` at a time -> (out, lse)."""
     n = q.shape[1]
     shape = (-(-n // page_size) if page_size else 1, page_size or n, *k.shape[2:])
     caches = [torch.full(shape, float("nan"), device=q.device, dtype=q.dtype) for _ in "kv"]

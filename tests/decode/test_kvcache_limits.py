@@ -46,7 +46,7 @@ def test_splits_of_the_batch_invariant_mode(device, num_splits):
 
 @pytest.mark.parametrize("window", ((2**31 - 1, 2**31 - 1), (2**40, 2**40), (2**62, -1)), ids=str)
 def test_windows_wider_than_32_bits_are_unbounded(device, window):
-    """With a plan too; and the queries stand at one row of the rotary tables, as without a window."""
+    """With a plan too; and the queries use one row of the rotary tables, as without a window."""
     problem = make_problem(KvCase(seqlen_q=3, seqlen_new=3, rotary_dim=32), device)
     expected = run(problem.clone())
     for options in ({}, {"plan": plan_for(problem, window_size=window)}):

@@ -35,7 +35,7 @@ FEATURES = {
 @pytest.mark.parametrize("features", FEATURES.values(), ids=FEATURES)
 @pytest.mark.parametrize("num_splits", (0, 1, 3, 2**31 - 1))
 def test_splits(device, features, num_splits):
-    """The sink counts once per row; sequences without keys have it alone, padding requests do not have it."""
+    """The sink counts once per row; sequences without keys have it alone, inactive requests do not have it."""
     for seqlen_q, seqlen_new, nheads, nheads_k in ((1, None, 8, 1), (3, 3, 4, 2)):
         case = KvCase(LONG, seqlen_q, seqlen_new, 3003, nheads, nheads_k, sinks=True, **features)
         check_call(case, device, num_splits=num_splits)
@@ -45,7 +45,7 @@ def test_splits(device, features, num_splits):
 @pytest.mark.parametrize("head_dim", (32, 64, 128, 192, 256))
 @pytest.mark.parametrize("seqlen_k", (1, 64, 511, 5000))
 def test_the_sink_counts_once(device, head_dim, seqlen_k, options):
-    """However many warps, parts and thread blocks share a row: keys of logit 0 beside a sink of logit log(5)."""
+    """However many warps, parts and thread blocks share a row: keys of logit 0 and a sink of logit log(5)."""
     for heads in (2, 24, 48):  # tiles of 16, 32 and 64 rows
         q = torch.zeros(1, 1, heads, head_dim, device=device, dtype=torch.bfloat16)
         k = torch.zeros(1, seqlen_k, 1, head_dim, device=device, dtype=torch.bfloat16)
@@ -180,7 +180,7 @@ def test_nan_in_queries_keys_and_values(device, options, sink):
 
 
 @pytest.mark.parametrize("options", ({}, {"num_splits": 3}, {"batch_invariant": True}), ids=str)
-def test_a_plan_serves_calls_with_and_without_sinks(device, options):
+def test_a_plan_for_calls_with_and_without_sinks(device, options):
     """It knows nothing of them: in turns, each has the bits of a call without a plan."""
     problem = make_problem(KvCase(LONG, 2, None, 3000, nheads=8, causal=True, sinks=True), device)
     plan = plan_for(problem, **options)
@@ -214,7 +214,7 @@ def test_replay_with_other_sinks_and_lengths(device, num_splits):
 @pytest.mark.parametrize("page_size", (0, 16))
 @pytest.mark.parametrize("num_splits", (0, 1, 3))
 def test_requests_that_do_not_fit_have_no_sink(device, page_size, num_splits):
-    """A length, and a page or cache row, that do not exist: LSE +inf, as for padding requests."""
+    """A length, and a page or cache row, that do not exist: LSE +inf, as for inactive requests."""
     problem = make_problem(KvCase((400, 1890, 1700, 0), 1, 1, 2000, page_size=page_size, sinks=True), device)
     before = problem.clone()
     problem.lengths[1] = 10**6

@@ -149,17 +149,17 @@ def test_varlen(device, paged):
 @pytest.mark.parametrize("without_scales", (False, True))
 def test_eight_bits(device, without_scales):
     """kv_cache_dtype="fp8_e4m3": q converted as it is, scales where the checkpoint has some; both functions."""
-    codes, descales, values = make_8_bit_batch(device)
+    quantized, descales, values = make_8_bit_batch(device)
     if without_scales:
-        codes, descales = codes._replace(k=codes.v), {}
+        quantized, descales = quantized._replace(k=quantized.v), {}
         v = values.v / torch.tensor([0.0625, 0.5], dtype=torch.float64).unsqueeze(-1)
         values = values._replace(q=values.q / 0.25, k=v, v=v)
     scale = 0.02 if without_scales else HEAD_DIM**-0.5
     expected, expected_lse = values.by_sequence(causal=True, softmax_scale=scale)
-    given = torch.empty_like(codes.q, dtype=torch.bfloat16)
-    out, lse, *_ = call(codes, out=given, return_softmax_lse=True, softmax_scale=scale, **descales)
+    given = torch.empty_like(quantized.q, dtype=torch.bfloat16)
+    out, lse, *_ = call(quantized, out=given, return_softmax_lse=True, softmax_scale=scale, **descales)
     packed = sglang.flash_attn_varlen_func(
-        codes.q, codes.k, codes.v, codes.cu_q, None, seqused_k=codes.lengths, page_table=codes.table, causal=True,
+        *quantized[:3], quantized.cu_q, None, seqused_k=quantized.lengths, page_table=quantized.table, causal=True,
         softmax_scale=scale, **descales,
     )  # fmt: skip
     assert out is given
@@ -172,7 +172,7 @@ REJECTED = ("qv", "score_mod", "mask_mod", "sfq", "rel_bias")
 
 
 @pytest.mark.parametrize("name", REJECTED)
-def test_what_is_not_served_is_named(device, name):
+def test_unsupported_arguments_are_named(device, name):
     batch = make_batch(device)
     one = {name: torch.zeros(1, device=device)}
     with pytest.raises(NotImplementedError, match=f"^{name}: expected None, got Tensor"):
@@ -181,7 +181,7 @@ def test_what_is_not_served_is_named(device, name):
         sglang.flash_attn_varlen_func(batch.q, batch.q, batch.q, batch.cu_q, batch.cu_q, **one)
 
 
-def test_numbers_and_dtypes_that_are_not_served(device):
+def test_unsupported_numbers_and_dtypes(device):
     batch = make_batch(device)
     with pytest.raises(NotImplementedError, match="^attention_chunk: expected None, got int"):
         call(batch, attention_chunk=64)

@@ -121,12 +121,12 @@ REJECTED = ("q_v", "output_scale", "mask_mod", "block_sparse_tensors", "dynamic_
 
 
 @pytest.mark.parametrize("name", REJECTED)
-def test_what_is_not_served_is_named(device, name):
+def test_unsupported_arguments_are_named(device, name):
     with pytest.raises(NotImplementedError, match=f"^{name}: expected None, got Tensor"):
         call(make_batch(device), **{name: torch.zeros(1, device=device)})
 
 
-def test_other_calls_that_are_not_served(device):
+def test_other_unsupported_calls(device):
     batch = make_batch(device)
     with pytest.raises(NotImplementedError, match="^cp_world_size: expected None, got int"):
         call(batch, cp_world_size=2)
@@ -141,11 +141,11 @@ def test_other_calls_that_are_not_served(device):
 @pytest.mark.parametrize("wide_queries", (False, True))
 def test_eight_bits(device, options, wide_queries):
     """vLLM's kv_cache_dtype="fp8": e4m3 q, k and v, of one scale each or one a head; or q as it was."""
-    codes, descales, values = make_8_bit_batch(device, wide_queries)
+    quantized, descales, values = make_8_bit_batch(device, wide_queries)
     sinks = torch.linspace(-1, 2, HEADS, device=device)
-    dtype = codes.q.dtype if wide_queries else torch.bfloat16
-    given = torch.full_like(codes.q, 7.0, dtype=dtype)
-    (out, lse), _ = call(codes, out=given, s_aux=sinks, return_softmax_lse=True, **descales, **options)
+    dtype = quantized.q.dtype if wide_queries else torch.bfloat16
+    given = torch.full_like(quantized.q, 7.0, dtype=dtype)
+    (out, lse), _ = call(quantized, out=given, s_aux=sinks, return_softmax_lse=True, **descales, **options)
     theirs = {name: value for name, value in options.items() if name != "num_splits"}
     expected, expected_lse = values.by_sequence(sinks.cpu(), causal=True, **theirs)
     assert out is given
@@ -153,17 +153,17 @@ def test_eight_bits(device, options, wide_queries):
     torch.testing.assert_close(lse.cpu(), expected_lse, atol=1e-2, rtol=1e-3)
 
 
-def test_8_bit_tensors_that_are_not_served(device):
-    codes, descales, _ = make_8_bit_batch(device)
+def test_unsupported_8_bit_tensors(device):
+    quantized, descales, _ = make_8_bit_batch(device)
     for name, options, expected in (
-        ("k", {"k": codes.k.view(torch.float8_e5m2)}, "the dtype of q .float8_e4m3fn., got float8_e5m2"),
-        ("v", {"v": codes.v.float()}, "the dtype of k .float8_e4m3fn., got float32"),
-        ("v", {"v": codes.v[..., :16]}, "the head dim of q .32. in 8 bits, got 16"),
+        ("k", {"k": quantized.k.view(torch.float8_e5m2)}, "the dtype of q .float8_e4m3fn., got float8_e5m2"),
+        ("v", {"v": quantized.v.float()}, "the dtype of k .float8_e4m3fn., got float32"),
+        ("v", {"v": quantized.v[..., :16]}, "the head dim of q .32. in 8 bits, got 16"),
     ):
         with pytest.raises(NotImplementedError, match=f"^{name}: expected {expected}"):
-            call(codes, **{"out": None, **descales, **options})
+            call(quantized, **{"out": None, **descales, **options})
     with pytest.raises(RuntimeError, match="^out: expected dtype float16 or bfloat16, got float32"):
-        call(codes, **descales, out=torch.empty_like(codes.q, dtype=torch.float32))
+        call(quantized, **descales, out=torch.empty_like(quantized.q, dtype=torch.float32))
 
 
 @pytest.mark.devices("cuda")

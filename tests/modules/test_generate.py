@@ -131,8 +131,8 @@ def test_generate_of_a_left_padded_batch(device, calls, kind, cache):
 def continuous_batching(page_size, **options):
     """The configuration, whose field for the page size has had two names.
 
-    Without asynchronous batching: where the GPU lags behind the host, as beside other processes, its captured graphs
-    read inputs of another step (transformers 5.17; its own eager and sdpa attention then fail by a device assertion).
+    Without asynchronous batching: where the GPU is slower than the host, as with other processes, its captured graphs
+    read inputs of another step (transformers 5.17; its eager and sdpa attention then fail by a device assertion).
     """
     config = transformers.ContinuousBatchingConfig
     names = {field.name for field in dataclasses.fields(config)}

@@ -1,4 +1,4 @@
-"""Names and signatures of the helpers beside attention: those of flash_attn 2.8.3, which clients call by position."""
+"""Names and signatures of the helpers around attention: those of flash_attn 2.8.3, which clients call by position."""
 
 import importlib
 import inspect
@@ -78,10 +78,11 @@ SIGNATURES = {
     "device=None, dtype=None)",
     "ops.triton.layer_norm.RMSNorm.forward": "(self, x, residual=None, prenorm=False, residual_in_fp32=False)",
     "modules.mha.FlashSelfAttention": f"({FLASH}, window_size=(-1, -1), alibi_slopes=None, deterministic=False)",
-    "modules.mha.FlashSelfAttention.forward": "(self, qkv, causal=None, cu_seqlens=None, max_seqlen=None)",
+    "modules.mha.FlashSelfAttention.forward": "(self, qkv, causal=None, cu_seqlens=None, max_seqlen=None, *, "
+    "mask=None, attn_bias=None, rel_bias=None)",
     "modules.mha.FlashCrossAttention": f"({FLASH}, alibi_slopes=None, window_size=(-1, -1), deterministic=False)",
     "modules.mha.FlashCrossAttention.forward": "(self, q, kv, causal=None, cu_seqlens=None, max_seqlen=None, "
-    "cu_seqlens_k=None, max_seqlen_k=None)",
+    "cu_seqlens_k=None, max_seqlen_k=None, *, mask=None, attn_bias=None, rel_bias=None)",
     "modules.mha.SelfAttention": f"({FLASH})",
     "modules.mha.SelfAttention.forward": "(self, qkv, causal=None, key_padding_mask=None)",
     "modules.mha.CrossAttention": f"({FLASH})",

@@ -8,6 +8,8 @@ import pytest
 import torch
 from reference import assert_accurate, assert_gradient_accurate, attention
 
+from flash_attn import AttentionMask
+from flash_attn.context_parallel import CpPlan, LocalGroup
 from flash_attn.modules.mha import (
     MHA,
     CrossAttention,
@@ -348,3 +350,37 @@ def test_bad_arguments(device):
         assert str(caught.value) == message
     with pytest.raises(NotImplementedError, match="^dwconv: expected False, got True"):
         MHA(32, 4, dwconv=True)
+
+
+@pytest.mark.parametrize("heads_k", (HEADS, 2))
+def test_masks_and_biases(masked_device, heads_k):
+    """As the module by definition has it; without use_flash_attn, over a cache or ranks they are refused by name."""
+    device = masked_device
+    module = MHA(EMBED, HEADS, heads_k, causal=True, use_flash_attn=True, device=device, dtype=half(device))
+    x = torch.randn(BATCH, SEQLEN, EMBED, device=device, dtype=half(device))
+    ids = torch.randint(0, 3, (BATCH, SEQLEN), device=device).sort(-1).values
+    attn_bias = torch.randn(HEADS, SEQLEN, SEQLEN, device=device, dtype=half(device)).requires_grad_()
+    out = module(x, mask=AttentionMask.document_ids(ids), attn_bias=attn_bias)
+    heads = module.Wqkv(x).unflatten(-1, (-1, HEAD_DIM)).double()
+    q, k, v = heads.split([HEADS, heads_k, heads_k], dim=2)
+    same = (ids[:, None, :, None] == ids[:, None, None]).expand(-1, HEADS, -1, -1)
+    context = attention(q, k, v, causal=True, mask=same, attn_bias=attn_bias.double()[None]).out
+    expected = module.out_proj(context.flatten(-2).to(half(device)))
+    torch.testing.assert_close(out, expected, atol=2e-3, rtol=2e-3)
+    dout = torch.randn_like(out)
+    ours, right = (torch.autograd.grad(y, attn_bias, dout, retain_graph=True)[0] for y in (out, expected))
+    torch.testing.assert_close(ours, right, atol=2e-3, rtol=2e-3)
+
+
+@pytest.mark.parametrize("name", ("mask", "attn_bias", "rel_bias"))
+def test_masks_and_biases_are_not_dropped(device, name):
+    module = MHA(EMBED, HEADS, use_flash_attn=True, layer_idx=0, device=device, dtype=half(device))
+    x = torch.randn(1, 4, EMBED, device=device, dtype=half(device))
+    given = {name: torch.ones(4, 4, device=device)}
+    with pytest.raises(RuntimeError, match=f"^{name}: expected None with inference_params"):
+        module(x, inference_params=InferenceParams(4, 1), **given)
+    with pytest.raises(RuntimeError, match=f"{name}: expected None with context parallelism"):
+        LocalGroup(1).run(lambda rank: module(x, cp_plan=CpPlan.dense(4, group=rank), **given))
+    plain = MHA(EMBED, HEADS, device=device, dtype=half(device))
+    with pytest.raises(RuntimeError, match=f"^{name}: expected None without use_flash_attn"):
+        plain(x, **given)

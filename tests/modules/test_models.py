@@ -7,7 +7,7 @@ those of the eager model in half precision. The biases of a query, key and value
 where they are fused: a key bias alone has no gradient but rounding, since it shifts all scores of a row alike.
 
 transformers takes an installed distribution `flash_attn` of version 2.3.3 or newer, and CUDA. On the CPU its gates are
-opened for the test, in the process only; everything behind them is its own path: unpadding, position ids, options.
+opened for the test, in the process only; all else is its own path: unpadding, position ids, options.
 """
 
 from __future__ import annotations

@@ -310,7 +310,7 @@ def test_module_cast_to_half_keeps_exact_angles(device):
     assert torch.equal(exact._cos_cached, cast._cos_cached)
 
 
-def test_tables_made_in_inference_mode_serve_training(device):
+def test_tables_made_in_inference_mode_train(device):
     module = RotaryEmbedding(16, device=device)
     with torch.inference_mode():
         module(torch.randn(1, 5, 3, 2, 16, device=device))

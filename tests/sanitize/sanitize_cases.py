@@ -28,7 +28,7 @@ sys.path[:0] = [str(HERE.parent), str(HERE)]
 
 import cp_kernel_harness
 import dq_stage_harness
-import sanitize_codes
+import sanitize_8_bit
 import sanitize_cp
 import sanitize_kvcache
 import sanitize_varlen
@@ -243,7 +243,7 @@ def checks(device):
         yield f"far-{family}-{case.id}", family, functools.partial(check, case, device, backward=False, grow=16.0)
     for name, family, problem, deterministic in sanitize_varlen.steps(device):
         yield name, family, lambda make=problem, d=deterministic: check_step(make(), d, True)
-    yield from sanitize_codes.steps(device)
+    yield from sanitize_8_bit.steps(device)
     yield from sanitize_cp.steps(device)
     for name, run_check in sanitize_kvcache.checks(device):
         yield name, "", run_check

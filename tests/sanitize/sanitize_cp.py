@@ -45,7 +45,7 @@ def slopes_of(call, features):
 
 
 def check_origins(shape, features, is_packed, device):
-    """Results and gradients beside the reference's."""
+    """Results and gradients against the reference's."""
     call = Call(device, is_packed, *shape)
     call.origins[1, 3] = 32  # bias within reach of all scores
     slopes, features = slopes_of(call, features)

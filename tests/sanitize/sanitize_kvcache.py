@@ -48,7 +48,7 @@ CASES = (
     (KvCase((150, 0, -1, 17), 1, 1, 160, page_size=16, **PAIRS), {}),
     (KvCase((150, 17, 64, 0), 2, 2, 160, head_dim=24, layout="unaligned", causal=True, **PAIRS), {"num_splits": 3}),
 )
-# Over caches of codes: (case, codes, shape of descales, options).
+# Over 8-bit caches: (case, dtype, shape of descales, options).
 EIGHT_BIT_CASES = (
     (KvCase((300, 0, -1, 17), 1, 1, 330, page_size=16, head_dim=128, nheads=8), E4M3, "token", {"num_splits": 4}),
     (KvCase((300, 0, -1, 17), 3, 3, 330, page_size=3, causal=True, rotary_dim=32, head_dim=72), INT8, "token", {}),
@@ -71,8 +71,8 @@ EIGHT_BIT_CASES = (
     (KvCase((150, 17, 64, 0), capacity=160, head_dim=100, alibi=True, sinks=True, **PAIRS), E4M3, "head", {}),
     (KvCase((600, 64, 1, 17), capacity=640, head_dim=64, **PAIRS), INT8, "batch", {}),
 )
-# Queries of codes: (case, out_dtype).
-CODE_QUERIES = (
+# Queries of e4m3: (case, out_dtype).
+E4M3_QUERIES = (
     (KvCase((300, 0, -1, 17), 2, None, 330, page_size=16, head_dim=128), None),
     (KvCase((300, 64), 90, 90, 400, causal=True, head_dim=64), torch.float16),
     (KvCase((40, 7), 3, 2, head_dim=37, layout="unaligned", causal=True), None),
@@ -92,7 +92,7 @@ def check(case, options, device, planned):
 
 
 def check_eight_bit(case, stored, shape, options, device, planned):
-    """One call beside the same on the CPU, which writes the same codes and descales."""
+    """One call and the same on the CPU, which writes the same values and descales."""
     problem, *descales = eight_bit_problem(case, device, stored, shape)
     reference, references = on_cpu(problem.clone()), [x.cpu() for x in descales]
     expected, expected_lse = call(reference, "cpu", *references, **options)
@@ -107,7 +107,7 @@ def check_eight_bit(case, stored, shape, options, device, planned):
         assert all(torch.equal(ours.cpu(), theirs) for ours, theirs in zip(descales, references))
 
 
-def check_code_queries(case, out_dtype, device):
+def check_e4m3_queries(case, out_dtype, device):
     problem, *descales = eight_bit_problem(case, device, E4M3, "head")
     problem.q = problem.q.to(E4M3)
     options = {"q_descale": torch.linspace(0.3, 0.9, case.nheads, device=device), "out_dtype": out_dtype}
@@ -120,7 +120,7 @@ def check_code_queries(case, out_dtype, device):
 
 
 def check_eight_bit_misfits(page_size, device):
-    """Many rows over codes, on a GPU: a length, and a page or cache row, that do not exist."""
+    """Many rows over an 8-bit cache, on a GPU: a length, and a page or cache row, that do not exist."""
     if device == "cpu":
         return
     case = KvCase((40, 90, 17, 0), 90, 2, 200, page_size=page_size, causal=True)
@@ -167,10 +167,10 @@ def checks(device):
     for index, (case, stored, shape, options) in enumerate(EIGHT_BIT_CASES):
         name = f"kvcache {str(stored)[6:]} {shape} {case} {options}" + ", planned" * (index % 2)
         yield name, functools.partial(check_eight_bit, case, stored, shape, options, device, index % 2 == 1)
-    for case, out_dtype in CODE_QUERIES:
-        yield f"kvcache queries of codes {case}", functools.partial(check_code_queries, case, out_dtype, device)
+    for case, out_dtype in E4M3_QUERIES:
+        yield f"kvcache queries of e4m3 {case}", functools.partial(check_e4m3_queries, case, out_dtype, device)
     for page_size in (0, 16):
-        name = f"kvcache misfits over codes, page size {page_size}"
+        name = f"kvcache misfits over 8 bits, page size {page_size}"
         yield name, functools.partial(check_eight_bit_misfits, page_size, device)
         yield f"kvcache misfits, page size {page_size}", functools.partial(check_misfits, page_size, device)
     yield "combine", functools.partial(check_combine, device)

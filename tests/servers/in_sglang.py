@@ -189,8 +189,8 @@ def test_forward(create):
 
 def test_forward_over_an_fp8_cache(create):
     """SGLang converts q without a scale."""
-    codes, _, values = make_8_bit_batch("cpu", v_descale=(0.25, 0.25))
-    made = create(codes, "fp8_e4m3")
+    quantized, _, values = make_8_bit_batch("cpu", v_descale=(0.25, 0.25))
+    made = create(quantized, "fp8_e4m3")
     expected, _ = values._replace(q=values.q / 0.25).by_sequence(causal=True)
-    out = extend(made, codes, (torch.tensor(0.125), torch.tensor(0.25)))
+    out = extend(made, quantized, (torch.tensor(0.125), torch.tensor(0.25)))
     torch.testing.assert_close(out.double(), expected[: len(out)], atol=2e-2, rtol=2e-2)

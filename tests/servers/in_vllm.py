@@ -150,8 +150,8 @@ def test_forward(backend, options):
 
 
 def test_forward_over_an_fp8_cache(backend):
-    codes, _, values = make_8_bit_batch("cpu", v_descale=(0.25, 0.25))
-    out = forward(backend, codes, "fp8", descales=(0.25, 0.125, 0.25), sliding_window=None)
+    quantized, _, values = make_8_bit_batch("cpu", v_descale=(0.25, 0.25))
+    out = forward(backend, quantized, "fp8", descales=(0.25, 0.125, 0.25), sliding_window=None)
     expected, _ = values.by_sequence(causal=True)
     torch.testing.assert_close(out.double(), expected[: len(out)], atol=2e-2, rtol=2e-2)
 

@@ -7,7 +7,7 @@
 namespace flash {
 namespace lab {
 
-// kNone: rows one behind the other; ldmatrix meets the same banks in every row.
+// kNone: contiguous rows; ldmatrix meets the same banks in every row.
 // kPadded: 16 bytes more a row, so that eight rows meet all banks.
 // kSwizzled: the 16-byte vectors of a 128-byte row are permuted by its index (kernels/sm80/operand_layouts.h).
 enum class Layout { kNone, kPadded, kSwizzled };
@@ -20,7 +20,7 @@ struct FwdDesign {
   int blocks_per_sm;  // what the register budget is compiled for
   Dtype dtype;
   bool async_copies;     // cp.async; else loads into registers and stores to shared memory
-  bool eager_kv;         // V is loaded behind Q K^T, the next K behind P V; else each when it is needed
+  bool eager_kv;         // V is loaded after Q K^T, the next K after P V; else each when it is needed
   Layout layout;         // of Q, K and V in shared memory
   bool q_in_registers;   // Q is read from shared memory once, not in every step
   bool whole_fragments;  // all fragments of a GEMM are read before its first MMA; else slice by slice

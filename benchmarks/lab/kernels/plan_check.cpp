@@ -48,7 +48,7 @@ const char* wgmma_bwd_problem(const plan::Sm90BwdTile& tile) {
   if (tile.block_n == 64 && tile.head_dim % 64 != 0) return "block_n: halves of the columns are whole swizzle atoms";
   if (tile.head_dim % 64 != 0) return "head_dim: columns are whole swizzle atoms";
   if (tile.block_n == 64 && tile.head_dim == plan::kSm90TwoPassTile.head_dim) {
-    return "block_n: two passes have a tile of their own at this head dim";
+    return "block_n: two passes have another tile at this head dim";
   }
   return tile.stages < 1 ? "stages: expected one or more" : nullptr;
 }

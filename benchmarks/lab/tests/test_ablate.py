@@ -22,7 +22,7 @@ import sm80_designs
 import sm90_designs
 import study
 from errors import BuildError
-from sm80_designs import FwdDesign, default_design, ladder
+from sm80_designs import default_design, ladder
 from tile_designs import TABLES, TileDesign
 from toolchain import find_cutlass, find_toolkit
 
@@ -38,8 +38,6 @@ def changed_fields(a, b):
 def test_every_design_exists_and_all_differ():
     entries = [entry for found in ablate.groups().values() for entry in found]
     assert {entry.label: entry.design.problems() for entry in entries if entry.design.problems()} == {}
-    designs = {entry.design for entry in entries}
-    assert len({study.identity(design) for design in designs}) == len(designs)
     for head_dim in HEAD_DIMS:
         in_use = [entry.design for entry in sm90_designs.entries(head_dim) if entry.kind == "ladder"]
         assert sorted(mask for design in in_use for mask in design.masks) == ["causal", "full"]
@@ -98,60 +96,6 @@ def test_impossible_designs_are_refused_with_a_reason_before_nvcc(change, reason
         kernel_library.forward(design, None, None, None, None)
 
 
-def test_the_header_states_the_fields_in_the_order_of_the_struct():
-    text = (sm80_designs.SOURCES / "fwd_design.h").read_text(encoding="utf-8")
-    body = re.search(r"struct FwdDesign \{(.*?)\};", text, re.DOTALL)[1]
-    fields = re.findall(r"(\w+);", re.sub(r"//.*", "", body))
-    assert fields == [
-        *("head_dim", "block_m", "block_n", "warps", "blocks_per_sm", "dtype", "async_copies", "eager_kv", "layout"),
-        *("q_in_registers", "whole_fragments", "double_buffered", "lagging_max"),
-    ]
-    design = replace(default_design(128), layout="padded", q="registers", dtype="fp16")
-    words = "128, 128, 64, 4, 2, Dtype::kFp16, true, true, Layout::kPadded, true, false, true, true"
-    assert design.header() == f"#define LAB_DESIGN {{{words}}}\n"
-
-
-def test_another_design_compiler_or_source_is_another_library():
-    design = default_design(64)
-    keys = [kernel_library.cache_key(entry.design, "90", "13.0", "sources") for entry in sm80_designs.entries(64)]
-    assert len(set(keys)) == len(keys)
-    key = kernel_library.cache_key(design, "90", "13.0", "sources")
-    others = [("80", "13.0", "sources"), ("90", "13.1", "sources"), ("90", "13.0", "changed")]
-    assert key == keys[len(ladder(64)) - 1]
-    assert key not in [kernel_library.cache_key(design, *other) for other in others]
-
-
-def test_libraries_depend_on_what_they_include_and_nothing_else():
-    names = {path.name for path in kernel_library.included_files(FwdDesign.launcher)}
-    assert {"fwd_launcher.cu", "fwd_design.h", "softmax.h", "gemm.h", "visibility.h"} <= names
-    assert not [name for name in names if "sm90" in name or "bwd_kernel" in name or "decode" in name]
-    hopper = {path.name for path in kernel_library.included_files(sm90_designs.Sm90Design.launcher)}
-    assert {"sm90_launcher.cu", "fwd_softmax_step.h", "fwd_policy_sm90.h", "tiles.h"} <= hopper
-
-
-SASS = """
-        /*0000*/                   MOV R1, c[0x0][0x28] ;      /* 0x1 */
-        /*0010*/                   HMMA.16816.F32.BF16 R4, R8, R12, R4 ;
-        /*0020*/              @!P0 BRA 0x50 ;
-        /*0030*/                   FADD R4, R8, R12 ;
-        /*0040*/               @P1 BRA 0x10 ;
-        /*0050*/                   LDSM.16.M88.4 R4, [R2] ;
-        /*0060*/                   HMMA.16816.F32.BF16 R4, R8, R12, R4 ;
-        /*0070*/                   HMMA.16816.F32.BF16 R4, R8, R12, R4 ;
-        /*0080*/              @!P0 BRA 0x50 ;
-        /*0090*/                   HMMA.16816.F32.BF16 R4, R8, R12, R4 ;
-        /*00a0*/               @P2 BRA 0x0 ;
-        /*00b0*/                   BRA 0xb0;
-"""
-
-
-def test_the_inner_loop_is_the_shortest_with_all_mma():
-    assert kernel_library.inner_loop(SASS, "HMMA", 1) == {"all": 4, "HMMA": 1}
-    assert kernel_library.inner_loop(SASS, "HMMA", 2) == {"all": 4, "HMMA": 2, "LDSM": 1}
-    assert kernel_library.inner_loop(SASS, "HMMA", 3) == {"all": 11, "HMMA": 4, "LDSM": 1}
-    assert kernel_library.inner_loop(SASS, "HGMMA", 1) is None and kernel_library.inner_loop("", "HMMA", 1) is None
-
-
 @needs_gxx
 def test_hopper_designs_are_refused_by_the_rules_of_the_shipped_plan():
     masked = sm90_designs.shipped(128, "kMasked", ("causal",))
@@ -161,25 +105,6 @@ def test_hopper_designs_are_refused_by_the_rules_of_the_shipped_plan():
     assert "shared memory: " in replace(masked, kv_stages=8).problems()[0]
     assert replace(masked, block_m=64).problems()[0].startswith("register budgets exist")
     assert "features: expected" in sm90_designs.changed(masked, plus=["kFaster"]).problems()[0]
-
-
-@pytest.mark.parametrize(
-    "field, change, reason",
-    [
-        ("k", {"heads": 4}, "k: expected the shape (2, 16, 3, 64), got (2, 16, 4, 64)"),
-        ("out", {"length": 8}, "out: expected the shape (2, 16, 3, 64), got (2, 8, 3, 64)"),
-        ("q", {"head_dim": 128}, "q: expected head dim 64, got 128"),
-        ("q", {}, "q: expected a contiguous CUDA tensor of torch.bfloat16"),
-    ],
-)
-def test_other_tensors_are_errors(field, change, reason):
-    import torch
-
-    sizes = {"batch": 2, "length": 16, "heads": 3, "head_dim": 64}
-    shapes = {name: sizes | (change if name == field else {}) for name in ("q", "k", "v", "out")}
-    tensors = {name: torch.empty(tuple(shape.values()), dtype=torch.bfloat16) for name, shape in shapes.items()}
-    with pytest.raises(ValueError, match=re.escape(reason)):
-        kernel_library.check_tensors(default_design(64), **tensors, causal=False)
 
 
 def test_forward_is_exact():

@@ -22,11 +22,11 @@ namespace flash {
 
 // ---- gradients: given and wanted, their checks and strides ----
 
-// By name in Python: BwdStage, and what its calls keep.
+// Keyword arguments: the BwdStage, and the tensors kept from stage to stage.
 struct KeptDq {
   std::string stage;         // "": kAll
-  OptionalTensor dq_sum;     // what kBegin returned in dq's place
-  OptionalTensor softmax_d;  // the same
+  OptionalTensor dq_sum;     // kBegin returned it in dq's place
+  OptionalTensor softmax_d;  // from kBegin too
 
   plan::BwdStage value() const {
     if (stage.empty()) return plan::BwdStage::kAll;
@@ -59,7 +59,7 @@ inline MatrixStrides gradient_strides(const OptionalTensor& given, const at::Ten
                                                  : contiguous_strides(forward, forward.size(-1));
 }
 
-// Each stage must get what it reads, and no tensor that it would not write.
+// Each stage must get the tensors that it reads, and no output that it does not write.
 inline void check_stage(const Gradients& gradients) {
   const KeptDq& kept = gradients.kept;
   const std::string& stage = kept.stage;

@@ -105,7 +105,7 @@ struct FwdLaunch {
   const at::Tensor& k;
   const at::Tensor& v;
   const at::Tensor& out;
-  const OptionalTensor& e4m3_q;  // what q is made of
+  const OptionalTensor& e4m3_q;  // q before its conversion to 16 bits
   const QuantArgs& quant;
 
   Flash_fwd_split_params params;           // of the prefill kernels
@@ -272,7 +272,7 @@ inline void widen_query(FwdLaunch& launch) {
   rescale_rows(launch, rows);
 }
 
-// Q as fp16, times what K does not take of its scale.
+// Q as fp16, times the part of its scale that is not folded into K's.
 inline void convert_query(FwdLaunch& launch) {
   RescaledRows rows;
   if (launch.e4m3_q.has_value() && !launch.runs(plan::Stage::kWidenQuery)) {
@@ -311,7 +311,7 @@ inline void transpose_v(FwdLaunch& launch) {
   params.k_descale = fp8_descale(launch.quant.k, params.h);
   params.v_descale = fp8_descale(launch.quant.v, params.h);
   params.vt_keys = launch.plan.vt_keys;
-  params.exp_codes = launch.plan.fast_exp;
+  params.exp_bits = launch.plan.fast_exp;
   if (launch.plan.is_dynamic && !params.is_varlen()) {
     launch.workspace = new_empty(launch.q, {1}, at::kInt);
     params.tile_count_semaphore = launch.workspace.mutable_data_ptr<int>();
@@ -345,7 +345,7 @@ inline void attention(FwdLaunch& launch) {
   check_launch(run_mha_fwd(launch.params, launch.plan, launch.stream()), "flash_fwd_kernel", q);
 }
 
-// Of what the splits have written. The family of the splits asks for 16-byte vectors everywhere.
+// The combine of the partial results. Their family requires 16-byte vectors everywhere.
 inline Flash_combine_params set_params_combine(const Flash_fwd_split_params& params, Dtype dtype) {
   const KvSplits& splits = params.splits;
   const int64_t matrix_rows = params.seqlen_q, head_rows = matrix_rows * params.h;

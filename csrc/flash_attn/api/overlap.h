@@ -1,5 +1,4 @@
-// What a call writes must not overlap itself, nor what the call reads. flash_attn/cpu/overlap.py is the twin for CPU
-// tensors.
+// An output must not overlap itself, another output or an input. flash_attn/cpu/overlap.py is the twin for CPU tensors.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -51,7 +50,7 @@ inline void check(Operands written, Operands read) {
     const char* name;
     Layout layout;
   };
-  c10::SmallVector<NamedLayout, 16> before;  // what is read, then what is written
+  c10::SmallVector<NamedLayout, 16> before;  // inputs, then outputs
   for (const Operand& operand : read) {
     if (is_given(operand)) before.push_back({operand.name, layout_of(*operand.tensor)});
   }

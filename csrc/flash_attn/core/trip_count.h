@@ -1,4 +1,4 @@
-// Trip counts: what one warpgroup, which has only some rows of a work tile, computes of the tile's KV block order.
+// Trip counts: the part of a work tile's KV block order that one warpgroup computes, which has only some of its rows.
 // tests/cpp checks it by brute force.
 #pragma once
 

@@ -8,9 +8,9 @@
 //   diagonal(row)                       position of `row` on the key axis, for ALiBi
 //   bounds(row)                         key_begin() and key_end() of the rows from `row` on, as apply_mask() needs them
 //
-// None of the four ends decreases from one row, or key, to the next: the first and the last row of a tile bound what it
-// sees. The wgmma forward also requires key_begin and key_end to advance by at most one key per row: the depth of its
-// K/V ring covers the blocks that a warpgroup then skips (plan/fwd_policy_sm90.h). Another mask is another such type;
+// The four ends never decrease from one row, or key, to the next: the first and the last row of a tile bound its keys.
+// The wgmma forward also requires key_begin and key_end to advance by at most one key per row: the depth of its K/V
+// ring covers the blocks that a warpgroup then skips (plan/fwd_policy_sm90.h). Another mask is another such type;
 // tests/cpp/test_mask_types.cpp has one.
 #pragma once
 

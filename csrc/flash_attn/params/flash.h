@@ -19,8 +19,8 @@ struct FwdPlan;  // plan/fwd_plan.h
 struct BwdPlan;  // plan/bwd_plan.h
 }  // namespace plan
 
-// How far the row max of the online softmax may lag behind the true maximum, in powers of 2: probabilities up to 2^8
-// are as exact as those up to 1.
+// The row max of the online softmax may be below the true maximum by this many powers of 2: probabilities up to 2^8 are
+// as exact as those up to 1.
 constexpr float kRescaleThresholdLog2 = 8.0f;
 
 // Of an origin: document, first head, first row, first column.
@@ -57,8 +57,9 @@ struct PagedKv {
   FastDiv page_size;
 };
 
-// Packed batches. All device arrays are int32. Only run_prepare() reads what the caller gave, which may hold anything:
-// the other kernels read one sanitised copy, in which every row belongs to exactly one segment (see varlen_first_slot).
+// Packed batches. All device arrays are int32. Only run_prepare() reads the caller's arrays, whose values are
+// unchecked: the other kernels read one sanitised copy, in which every row belongs to exactly one segment (see
+// varlen_first_slot).
 struct Varlen {
   const int* cu_seqlens_q = nullptr;  // (b + 1); null for dense batches
   const int* cu_seqlens_k = nullptr;  // (b + 1)
@@ -98,7 +99,7 @@ struct Flash_fwd_params : Qkv_params {
   bool has_score_mod = false;
   bool accumulates_dkv = false;     // of a backward: dk and dv are fp32, and the call adds to them
   bool keeps_dq = false;            // of a backward: softmax_d is for calls over other keys too
-  float softmax_scale_log2 = 0.0f;  // what the softmax multiplies scores by: scale log2(e), or 1 after a ScoreMod
+  float softmax_scale_log2 = 0.0f;  // the softmax multiplies scores by it: scale log2(e), or 1 after a ScoreMod
   float rescale_threshold_log2 = kRescaleThresholdLog2;  // 0 where max_logit is wanted: the row max then never lags
   const float* __restrict__ alibi_slopes_ptr = nullptr;  // (h) or (b, h)
   int64_t alibi_slopes_batch_stride = 0;
@@ -168,7 +169,7 @@ struct Flash_bwd_params : Flash_fwd_params {
 // (kernels/common/pdl.h).
 cudaError_t run_prepare(const Flash_fwd_params& params, cudaStream_t stream);
 
-// One explicit specialisation per file of instantiations/. Launches what the plan says on `stream` of the current
+// One explicit specialisation per file of instantiations/. Launches the planned kernel on `stream` of the current
 // device, which must be params.device; returns the launch status. cudaErrorNotSupported: not in this build.
 template <Dtype kDtype, int kHeadDim>
 cudaError_t run_mha_fwd_(const Flash_fwd_params& params, const plan::FwdPlan& plan, cudaStream_t stream);

@@ -24,7 +24,7 @@ struct Flash_fwd_fp8_params : Flash_fwd_params {
   // slots of kVtKeys keys (varlen_first_slot()). Zero where no query sees a key.
   uint8_t* __restrict__ vt_ptr = nullptr;
   int64_t vt_keys = 0;
-  bool exp_codes = false;  // P as e4m3 straight from the scores, without exp2
+  bool exp_bits = false;  // P as e4m3 straight from the scores, without exp2
 };
 
 // Fills vt_ptr and clears the semaphore. After run_prepare() in a packed call; the next kernel of the stream may be

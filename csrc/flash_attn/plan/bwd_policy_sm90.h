@@ -1,6 +1,6 @@
 // Policy of the wgmma backward: the schedule of a call, and how many n_blocks of a head run at a time. Plain C++17.
-// Every threshold has the measurement that it rests on, H200 unless it says H100; docs/tuning/bwd_sm90.md has what else
-// was tried.
+// Every threshold names its measurement, H200 unless it says H100; docs/tuning/bwd_sm90.md lists the alternatives that
+// were tried.
 #pragma once
 
 #include <cstdint>

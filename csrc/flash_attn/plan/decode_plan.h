@@ -1,5 +1,5 @@
 // The plan of the decode kernels: tile, variant, the split of the n_blocks over the CTAs, the combine and the memory of
-// all. It follows from what the host knows; only the device reads lengths. Plain C++17.
+// all. It is made on the host, from sizes and options; only the device reads lengths. Plain C++17.
 #pragma once
 
 #include <cstdint>
@@ -55,7 +55,7 @@ struct DecodePlan {
   int64_t workspace_words;  // partial results
 
   // ---- the kernel: by the options too ----
-  bool is_plain;     // without what decoding rarely needs (kernels/decode/config.h)
+  bool is_plain;     // KvVariant::kPlain (kernels/decode/variant.h)
   bool in_clusters;  // CTAs are launched as clusters of two (kernels/decode/cluster_pair.h)
 };
 
@@ -186,7 +186,7 @@ constexpr void plan_combine(const DecodeProblem& problem, DecodePlan& plan) {
                                         plan.head_tiles, plan.thread_blocks, plan.slot_rows, plan.combines_one_row);
 }
 
-// Whether the kernel without what decoding rarely needs supports the call.
+// Whether KvVariant::kPlain supports the call.
 constexpr bool kv_is_plain(const DecodeProblem& problem, const DecodePlan& plan) {
   const DecodeOptions& options = problem.options;
   const KvTile tile = kv_tile(problem.head_dim, plan.tile_size, problem.kv_dtype);

@@ -1,4 +1,4 @@
-// A GPU, and what this build holds for it, as plain numbers. Plain C++17.
+// A GPU and this build's kernels for it, as plain numbers. Plain C++17.
 #pragma once
 
 #include <cstdint>

@@ -45,7 +45,7 @@ struct FamilyQuery {
   int64_t split_kv_rows = 0;     // of all heads
   bool batch_invariant = false;  // only options and head dims may choose
   Dtype kv_dtype = Dtype::kBf16;
-  int64_t pass_cost = 0;       // of what only the decode kernels do not need: dequantize_cost()
+  int64_t pass_cost = 0;       // dequantize_cost(), which the decode kernels save
   bool is_pass_large = false;  // needs too much memory for it
 };
 
@@ -116,8 +116,8 @@ constexpr FamilyQuery family_query(const FwdProblem& problem, const Device& devi
 
 constexpr bool is_wgmma_device(const FamilyQuery& query) { return query.capability == kWgmmaCapability; }
 
-// Time of one wave of m_blocks in each family, in picoseconds on an H200: fitted to 507 calls; the ratios are what
-// counts (docs/tuning/fwd_sm90.md).
+// Time of one wave of m_blocks in each family, in picoseconds on an H200: fitted to 507 calls; only the ratios
+// count (docs/tuning/fwd_sm90.md).
 struct FamilyCosts {
   int head_dim;
   struct {

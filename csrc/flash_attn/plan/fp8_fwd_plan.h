@@ -32,7 +32,7 @@ constexpr int fp8_vt_rows(const Sm90FwdTile& tile) { return tile.value_dim() + 8
 constexpr int fp8_atom_cols(int head_dim) { return head_dim < 128 ? head_dim : 128; }
 
 // Whether a kernel takes P straight from the scores (exp="fast"): at head dim 256 the products bound both.
-constexpr bool fp8_has_codes(int head_dim) { return head_dim <= 128; }
+constexpr bool fp8_has_exp_bits(int head_dim) { return head_dim <= 128; }
 
 // sizeof(sm90::FwdStorage) of e4m3 operands and a 16-bit O.
 constexpr int sm90_fp8_fwd_smem_bytes(const Sm90FwdTile& tile) {
@@ -90,7 +90,7 @@ inline FwdPlan plan_fp8_fwd(const FwdProblem& problem, const Device& device) {
   plan.family = Family::kWgmma;
   plan.variant = problem.window.may_mask() ? FwdVariant::kMasked : FwdVariant::kPlain;
   plan.is_fp8 = true;
-  plan.fast_exp = problem.fast_exp && fp8_has_codes(problem.head_dim);
+  plan.fast_exp = problem.fast_exp && fp8_has_exp_bits(problem.head_dim);
   plan.vt_keys = fp8_vt_blocks(problem) * e4m3::kVtKeys;
   plan.dtype = problem.out_dtype;
   plan.head_dim = plan.head_dim_v = tile.head_dim;

@@ -13,14 +13,14 @@ enum Feature : uint32_t {
   // Compiled for calls without a mask. Without the code for skipped blocks it is faster, though its loops have the same
   // instructions.
   kNoMask = 1u << 0,
-  // S of the next tile's first block is issued right behind the last P V of this one, before O is stored.
+  // S of the next tile's first block is issued directly after the last P V of this one, before O is stored.
   kIssueNextQkEarly = 1u << 1,
   // An idle warp stores O of all consumers. Score modifiers and dropout have slower loops with it.
   kHasStoreWarp = 1u << 2,
-  // The next tile is fetched when the loads of this one end, so that none waits behind a long one while other SMs idle
+  // The next tile is fetched when the loads of this one end, so that no tile waits for a long one while other SMs idle
   // (not with paged K and V). Short rows gain nothing, score modifiers lose 1.5 %, and without a mask tiles are equal.
   kFetchNextTileLate = 1u << 3,
-  // Tiles behind a window begin their unmasked blocks at common multiples (KvBlockOrder::align_unmasked()).
+  // Tiles with a left window bound begin their unmasked blocks at common multiples (KvBlockOrder::align_unmasked()).
   kAlignUnmasked = 1u << 4,
   // Column bounds of masked blocks, and the n_block itself, stay in registers. Elsewhere ptxas spills for it or orders
   // the unmasked loop worse.
@@ -32,7 +32,7 @@ enum Feature : uint32_t {
   kSpeculativeExp = 1u << 7,
   // Masked blocks too: three consumers of 64 keys have nothing else to do while one of them computes maxima.
   kSpeculativeOnMasked = 1u << 8,
-  // Unmasked blocks are exponentiated behind the wait for P V: other consumers' GEMMs run meanwhile. Not in kMasked,
+  // Unmasked blocks are exponentiated after the wait for P V: other consumers' GEMMs run meanwhile. Not in kMasked,
   // where the exponentials are complete before it.
   kExpAfterPvWait = 1u << 9,
   // Softcap: a bound by sums of squares is tested before exact maxima. Heads up to 96 lose by it.
@@ -44,7 +44,7 @@ enum Feature : uint32_t {
   kPackedDropout = 1u << 12,
   // Keep masks of the next block are made between the wgmmas of P V.
   kRandomBitsInPv = 1u << 13,
-  // Serves KV splits. A variant of its own among kernels without score modifiers, because the branch costs them.
+  // Supports KV splits. A separate variant among kernels without score modifiers, because the branch costs them.
   kSplitKv = 1u << 14,
   // Warp-uniform conditions are ints: ptxas moves a bool by PRMT. Other loops are better with bools.
   kIntFlags = 1u << 15,
@@ -151,8 +151,8 @@ constexpr FwdPolicy sm90_fwd_policy(int head_dim, int head_dim_v, FwdVariant var
   return fwd_policy_table::kRows[static_cast<int>(variant)][head_dim_index(head_dim) - kSm90FirstHeadDim];
 }
 
-// What a true cell was measured to gain, H200: the first entry of its feature and variant. docs/tuning/fwd_sm90.md has
-// what was tried around it.
+// Measured gain of a true cell, H200: the first entry of its feature and variant. docs/tuning/fwd_sm90.md lists the
+// alternatives that were tried.
 struct FwdMeasurement {
   fwd_feature::Feature feature;
   uint32_t variants;  // a bit for each FwdVariant
@@ -220,7 +220,7 @@ constexpr const char* fwd_policy_conflict(const Sm90FwdTile& tile, const FwdPoli
   if (policy.has(kSpeculativeOnMasked) && !speculative) return "speculation on masked blocks alone";
   if (score_mod && speculative && variant != FwdVariant::kAlibi) return "no speculative softcap";
   if (policy.has(kExpAfterPvWait) && (!speculative || policy.has(kExpBeforePvWait) || score_mod)) {
-    return "exponentials before and behind the wait for P V";
+    return "exponentials before and after the wait for P V";
   }
   if ((policy.has(kCheckBoundByNorm) || policy.row_sums > 1) && !softcap) return "for softcap alone";
   if (policy.has(kPackedDropout) != (variant == FwdVariant::kDropout)) return "packed dropout is that of kDropout";

@@ -1,4 +1,4 @@
-// Tile sizes and warp counts of the kernels of the KV cache, and what follows from them. Plain C++17.
+// Tile sizes and warp counts of the kernels of the KV cache, and sizes that follow from them. Plain C++17.
 #pragma once
 
 #include <cstdint>
@@ -15,9 +15,9 @@ struct KvTile {
   int row_tiles;          // 16-row MMA tiles of each warp
   int row_warps;          // warps of a warp group, along the rows
   int step;               // keys of one warp group and step
-  int blocks_per_sm;      // what the register budget is compiled for
+  int blocks_per_sm;      // occupancy that the register budget is compiled for
   int kv_bytes = 2;       // of an element of K and V
-  bool has_plain = true;  // whether it has a kernel without what decoding rarely needs
+  bool has_plain = true;  // has a kernel of KvVariant::kPlain
 
   constexpr int rows() const { return 16 * row_tiles * row_warps; }
 };

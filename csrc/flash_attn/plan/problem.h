@@ -52,7 +52,7 @@ struct DecodeOptions {
   bool v_per_channel = false;  // V has a scale for each column
 };
 
-// A call as the decode kernels see it: what the host knows.
+// A call as the decode kernels see it, without the lengths, which only the device reads.
 struct DecodeProblem {
   int batch = 0;
   int seqlen_q = 0;

@@ -14,7 +14,7 @@ struct FwdTile {
   int block_m;        // query rows per CTA
   int block_n;        // keys per step
   int warps;          // each owns block_m / warps rows
-  int blocks_per_sm;  // what the register budget is compiled for
+  int blocks_per_sm;  // occupancy that the register budget is compiled for
 };
 
 constexpr int kMaxHeadDim = 256;
@@ -318,7 +318,7 @@ constexpr int kSharedDqRows = 512;
 // Short sequences of this head dim: dQ in a separate kernel (prefers_dq_pass()).
 constexpr Sm90BwdTile kSm90TwoPassTile = {128, 64, 128, 4, 128, true};
 
-// Dropout and score modifiers need the registers that dK and dV of 64 keys in one consumer leave none of.
+// With dropout or score modifiers, dK and dV of 64 keys in one consumer take too many registers.
 constexpr Sm90BwdTile kSm90BwdValueDimTile = {192, 64, 128, 2, 128};
 constexpr Sm90BwdTile kSm90BwdGeneralValueDimTile = {192, 64, 64, 2, 128};
 

@@ -1,4 +1,4 @@
-"""The sums of what several kernel calls give for the same rows: out and LSE, and gradients.
+"""The sums of several kernel calls' results for the same rows: out and LSE, and gradients.
 
 Sums are float32 (float64 for float64), in the order of the calls.
 """

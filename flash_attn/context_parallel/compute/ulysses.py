@@ -3,7 +3,7 @@
 Method ulysses computes them as one GPU would. In a mesh of two dimensions the ranks of a row exchange heads; K and V of
 a rank's heads then come from the other rows by all_gather or ring.
 
-Query heads are divided evenly, whatever their number. A K/V head whose query heads are on several ranks goes to all of
+Query heads are divided evenly, for any number of them. A K/V head whose query heads are on several ranks goes to all of
 them; the owners of the tokens add its gradients in the order of ranks.
 """
 
@@ -86,7 +86,7 @@ class Heads(NamedTuple):
 
 
 def forward(ranks: HeadRanks, inputs: ForwardInputs) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-    """(out, LSE (heads, rows) of this rank's tokens, what `backward` needs)."""
+    """(out, LSE (heads, rows) of this rank's tokens, tensors saved for `backward`)."""
     q, k, v, sinks, options = inputs
     heads, exchange = ranks.heads(q, k), ranks.exchange(options)
     full_q, full_k, full_v = _to_heads(exchange, heads, q, k, v)

@@ -46,7 +46,7 @@ def gather_rows(sends: Sequence[Tensor], layout: Layout, transport: Transport) -
 
 
 def scatter_rows(x: Tensor, layout: Layout, transport: Transport, widths: Sequence[int] = ()) -> list[Tensor]:
-    """This rank's rows (batch, own rows, ...) of what every rank has for all rows, x on this rank.
+    """This rank's rows (batch, own rows, ...) of every rank's tensor over all rows; x is the one here.
 
     widths: the size of axis 2 on every rank, if it differs.
     """

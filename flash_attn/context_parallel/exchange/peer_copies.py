@@ -27,8 +27,8 @@ _TIMEOUT_MS = 600_000  # of a signal: a lost rank raises an error, as with messa
 class Arriving:
     """Buffers that other ranks write to.
 
-    wait(): they may be read in the current stream afterwards. finish(): what this rank has copied may be overwritten
-    afterwards.
+    wait(): they may be read in the current stream afterwards. finish(): the sources of this rank's copies may be
+    overwritten afterwards.
     """
 
     def __init__(self, buffers: list[Tensor], wait: Callable[[], None], finish: Callable[[], None]):

@@ -1,6 +1,6 @@
 """The transfers of one step: keys and values to the ranks that need them, their gradients back to the owners.
 
-A peer gets one message per tensor, whatever the number of ranges: a message costs the host about as much as a kernel.
+A peer gets one message per tensor, for any number of ranges: a message costs the host about as much as a kernel.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class GradientTransfer:
             self._pending = self._transport.exchange(outgoing, incoming)
 
     def finish(self) -> None:
-        """Add what arrives, in the order of distances."""
+        """Add the tensors received, in the order of distances."""
         while self._arriving is not None:
             if self._pending is not None:
                 self._pending.wait()

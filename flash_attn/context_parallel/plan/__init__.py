@@ -1,1 +1,1 @@
-"""Who holds which tokens, which keys each rank needs, and what it computes and sends when: plain integers."""
+"""The tokens and needed keys of each rank, and the order of its computations and transfers: plain integers."""

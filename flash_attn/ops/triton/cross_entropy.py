@@ -56,7 +56,7 @@ def cross_entropy_loss(
         label_smoothing: float in [0, 1], the weight given to all classes alike.
         logit_scale: float, factor of the logits; gets no gradient.
         lse_square_scale: float, factor of the squared log-sum-exp that is added to the loss (z-loss).
-        ignore_index: int. Rows with this label have loss and gradient 0, whatever their logits are.
+        ignore_index: int. Rows with this label have loss and gradient 0, for any logits.
         inplace_backward: bool. The kernel writes the gradient over the logits, which saves their memory; a second
             backward raises then. Without effect where the kernel is not used or rows of logits overlap in memory.
         process_group: torch.distributed group over which the classes are split, or None.
@@ -170,7 +170,7 @@ def _losses(
     process_group: torch.distributed.ProcessGroup | None,
     world: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """-> (losses, z_losses, lse). `subtracted` is what the logits here subtract from the LSE of all in the loss."""
+    """-> (losses, z_losses, lse). `subtracted`: the loss is the LSE of all logits minus it."""
     if kernel_serves(logits) and world == 1:
         return _launch_forward(logits, labels, lse, rule)
     if kernel_serves(logits):
@@ -231,7 +231,7 @@ def _launch_forward(
     z_losses = None if partial else torch.empty_like(losses)
     lse_given = lse is not None
     lse = torch.empty_like(losses) if lse is None else lse.float().contiguous()
-    vector = 16 // logits.element_size()  # what a thread loads at once
+    vector = 16 // logits.element_size()  # elements that a thread loads at once
     block = min(max(power_of_two(columns), 32 * vector), 4096)
     if rows > 0:
         with device_of(logits):

@@ -1,4 +1,4 @@
-"""What the operators here share: when a Triton kernel serves a call, where it starts, how its backward ends."""
+"""Common to the operators here: when a Triton kernel supports a call, where it starts, how its backward ends."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class NormOptions(NamedTuple):
     return_dropout_mask: bool
     out_dtype: torch.dtype
     sum_dtype: torch.dtype
-    sum_differs: bool  # from x, so that it needs memory of its own
+    sum_differs: bool  # from x, so that it needs separate memory
 
 
 def layer_norm_fn(
@@ -63,7 +63,7 @@ def layer_norm_fn(
         weight: (features,).
         bias: (features,) or None.
         residual: like x, of any floating point dtype, or None.
-        x1: like x or None: a second input, with a dropout of its own. Not together with rowscale.
+        x1: like x or None: a second input, with a separate dropout. Not together with rowscale.
         weight1, bias1: (features,) or None: a second output of the same sum.
         eps: float, added to the variance.
         dropout_p: float in [0, 1), probability of zeroing an element of x and of x1; kept ones are divided by

@@ -156,7 +156,7 @@ __device__ __forceinline__ void exponentiate_general(const Flash_bwd_params& par
   }
 }
 
-// Second half: dp becomes dS. `p`: what the first half handed over, in dp's layout.
+// Second half: dp becomes dS. `p`: the first half's result, in dp's layout.
 template <class Probabilities, class Gradients, class RowValues>
 __device__ __forceinline__ void differentiate_handed(const Flash_bwd_params& params, const Probabilities& p,
                                                      Gradients& dp, const RowValues& softmax_d) {

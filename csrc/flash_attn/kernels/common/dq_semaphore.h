@@ -14,9 +14,9 @@ __device__ __forceinline__ int dq_semaphore_peek(const int* semaphore) {
   return current;
 }
 
-// Waits until n_block may reduce into the dQ tile of an m_block. Every thread that reduces calls it. `peeked`: what
-// dq_semaphore_peek() returned. The fence orders the reductions after those of earlier n_blocks; fence.acquire, where
-// it exists, only invalidates the L1 cache.
+// Waits until n_block may reduce into the dQ tile of an m_block. Every thread that reduces calls it. `peeked`:
+// the result of dq_semaphore_peek(). The fence orders the reductions after those of earlier n_blocks; fence.acquire,
+// where it exists, only invalidates the L1 cache.
 template <class Config, class Mask>
 __device__ __forceinline__ void dq_semaphore_acquire(const Flash_bwd_params& params, const Mask& mask, int m_block,
                                                      int n_block, int64_t dq_tile, int peeked) {
@@ -30,8 +30,8 @@ __device__ __forceinline__ void dq_semaphore_acquire(const Flash_bwd_params& par
 #endif
 }
 
-// Called by one thread after a barrier of all threads that reduced: the release is cumulative over what the barrier
-// ordered.
+// Called by one thread after a barrier of all threads that reduced: the release is cumulative over the writes
+// that the barrier ordered.
 __device__ __forceinline__ void dq_semaphore_release(int* semaphore) {
   asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(semaphore) : "memory");
 }

@@ -148,8 +148,8 @@ struct KvEpilogue {
     }
   }
 
-  // This CTA's half lies in a K/V stage. After the only part of its range all stages are free; this offset may hold
-  // only what this thread has just read.
+  // This CTA's half lies in a K/V stage. After the only part of its range all stages are free; at this offset only
+  // this thread has just read.
   __device__ __forceinline__ float4* half_o(int row, int col) const {
     return reinterpret_cast<float4*>(reinterpret_cast<float*>(ring.first_stage()) + smem_offset(row, col));
   }

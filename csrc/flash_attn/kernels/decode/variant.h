@@ -4,9 +4,9 @@
 namespace flash {
 namespace decode {
 
-// kPlain leaves out what decoding rarely needs, and with it half of the instructions, which are fetched from device
-// memory at first use: score modifiers, rotary queries, pages that a step may straddle, rows without 16-byte alignment
-// or with padded head dims, equal and fixed splits.
+// kPlain supports no score modifiers, rotary queries, pages that a step may straddle, rows without 16-byte alignment or
+// with padded head dims, and no equal or fixed splits: decoding rarely needs them, and they are half of the
+// instructions, which are fetched from device memory at first use.
 enum class KvVariant { kAll, kPlain };
 
 }  // namespace decode

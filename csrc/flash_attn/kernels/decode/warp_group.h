@@ -19,7 +19,7 @@ __device__ __forceinline__ void sync_group() {
   }
 }
 
-// The step of this thread's warp group, and what the thread copies. If a tile has a pair of K/V heads, two warp groups
+// The step of this thread's warp group, and the thread's copies. If a tile has a pair of K/V heads, two warp groups
 // have the same keys, one of each head, and copy both steps together: a copy then reads neighbouring rows of both
 // heads, twice as many consecutive bytes. Computed where it is used, so that it takes no registers elsewhere.
 template <class Config>

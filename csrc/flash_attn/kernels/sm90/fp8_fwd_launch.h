@@ -81,8 +81,8 @@ cudaError_t run_flash_fwd_fp8(const Flash_fwd_fp8_params& params, const plan::Fw
 
 template <Dtype kOut, int kHeadDim>
 cudaError_t run_mha_fwd_fp8(const Flash_fwd_fp8_params& params, const plan::FwdPlan& plan, cudaStream_t stream) {
-  if constexpr (plan::fp8_has_codes(kHeadDim)) {
-    if (params.exp_codes) return run_flash_fwd_fp8<Fp8FwdConfig<kOut, kHeadDim, true>>(params, plan, stream);
+  if constexpr (plan::fp8_has_exp_bits(kHeadDim)) {
+    if (params.exp_bits) return run_flash_fwd_fp8<Fp8FwdConfig<kOut, kHeadDim, true>>(params, plan, stream);
   }
   return run_flash_fwd_fp8<Fp8FwdConfig<kOut, kHeadDim, false>>(params, plan, stream);
 }

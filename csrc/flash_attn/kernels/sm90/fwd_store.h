@@ -1,5 +1,5 @@
-// Epilogue warp of the wgmma forward: stores the O of all consumers by TMA, so that none of them waits for it before
-// its next work tile.
+// Epilogue warp of the wgmma forward: stores the O of all consumers by TMA, so that no consumer waits for the
+// store before its next work tile.
 #pragma once
 
 #include <cute/arch/copy_sm90_tma.hpp>

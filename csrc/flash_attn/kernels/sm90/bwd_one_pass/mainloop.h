@@ -230,7 +230,7 @@ struct BwdMainloop {
     ds_state.advance();
   }
 
-  // A step whose rows see none of this consumer's 64 keys: arrives on the same barriers as every other step.
+  // A step whose rows see no key of this consumer's 64: arrives on the same barriers as every other step.
   __device__ __forceinline__ void store_zero_ds(bool is_first) {
     AccSdP zeros;
     cute::clear(zeros);
@@ -293,7 +293,7 @@ struct BwdMainloop {
     storage.q_empty[stage].arrive();
   }
 
-  // With a dQ warpgroup. Steps whose rows see none of this consumer's keys are the first and the last ones.
+  // With a dQ warpgroup. Steps whose rows see no key of this consumer are the first and the last ones.
   __device__ __forceinline__ void run_with_dq_warpgroup(int count) {
     const RowRange visible = row_range(visibility, key_begin() / 64, Config::kBlockM, 64);
     const bool is_visible = visible.end > visible.begin;

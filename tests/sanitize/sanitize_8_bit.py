@@ -1,5 +1,5 @@
-"""Packed and paged calls whose K and V are codes, for sanitize_cases.py: cu_seqlens that are no sums, and table
-entries that name no page. A GPU decodes over the codes or reads what a pass makes of them; the CPU says what is right.
+"""Packed and paged calls with 8-bit K and V, for sanitize_cases.py: cu_seqlens that are no sums, and table entries
+that name no page. A GPU reads the values or a dequantised copy; the CPU's results are the reference.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from sanitize_varlen import CONTENTS, TOTAL_K, TOTAL_Q
 from flash_attn import flash_attn_varlen_func
 
 PAGE_SIZE, PAGES, TABLE_WIDTH = 16, 40, 18
-# Forced family, head dim, codes, descales, dtype of q, features.
+# Forced family, head dim, dtype of k and v, descales, dtype of q, features.
 VARIANTS = (
     ("mma_sync", 64, E4M3, "row", torch.float16, {"causal": True}),
     ("mma_sync", 128, INT8, "batch", torch.bfloat16, {"causal": True}),
@@ -22,7 +22,7 @@ VARIANTS = (
     ("wgmma:1", 72, E4M3, "tensor", torch.bfloat16, {"causal": True, "softcap": 5.0}),
     ("split_kv", 128, INT8, "row", torch.bfloat16, {"causal": True}),
 )
-# Head dim, exponentials and mask of calls whose queries are codes too.
+# Head dim, exponentials and mask of calls whose queries are e4m3 too.
 E4M3_VARIANTS = (
     (64, "fast", {"causal": True}),
     (128, "exact", {"causal": True}),
@@ -86,8 +86,8 @@ def steps(device):
     for name, (cu_q, cu_k) in CONTENTS.items():
         for head_dim, exp, options in E4M3_VARIANTS:
             run_check = functools.partial(check_e4m3, cu_q, cu_k, head_dim, exp, options, device)
-            yield f"codes {name}, e4m3 d{head_dim} {exp}", "wgmma", run_check
+            yield f"8 bits {name}, e4m3 d{head_dim} {exp}", "wgmma", run_check
         for family, head_dim, stored, rows, dtype, options in VARIANTS:
             for paged in (False, True):
                 run_check = functools.partial(check, cu_q, cu_k, head_dim, stored, rows, dtype, options, paged, device)
-                yield f"codes {name}, {family} d{head_dim} {'pages' if paged else 'packed'}", family, run_check
+                yield f"8 bits {name}, {family} d{head_dim} {'pages' if paged else 'packed'}", family, run_check
