@@ -81,6 +81,14 @@ Returns:
 Gradients: of out and softmax_lse with respect to q, k, v, sinks and biases, once. A row that sees no key has out 0.
 {_ERRORS}"""
 
+_STRAIGHT_THROUGH = f"""\
+{_SCORES}
+{_ALIBI}
+{_DETERMINISTIC}
+return_attn_probs: bool. Also return the LSE.
+sinks: (nheads,) float32 or half precision; keyword only. A further logit, in natural-log units, in the softmax
+    of every row, without a value. Learnable."""
+
 _FA3_DESCALES = """\
 q_descale, k_descale, v_descale: float32 (batch, nheads_k), of float8_e4m3fn q, k and v: values are
     stored value * descale; forward only. One element, or a number, too; q's may be (batch, nheads).
@@ -91,6 +99,10 @@ _FA3_OPTIONS = f"""\
 {_DETERMINISTIC}
 sm_margin: int. Multiprocessors that persistent grids leave to other kernels; on CPU tensors no effect.
 return_attn_probs: bool. Also return softmax_lse."""
+
+_FA3_KEYWORDS = f"""\
+{_SINKS}
+out: a tensor for the result, which is returned; without gradients. float16 or bfloat16 for float8_e4m3fn q."""
 
 _FA3_UNSERVED = """\
 attention_chunk: int, has to be 0: it is not served, others raise NotImplementedError.
@@ -103,7 +115,7 @@ Returns:
     softmax_lse: <lse> float32 (float64 for float64 q), natural logarithm of the sum of
         exp(scores) of each row, the sink included; -inf in a row that sees no key, whose out is 0.
 
-Gradients: of out and softmax_lse with respect to q, k, v and sinks, once; none of 8-bit tensors.
+Gradients: of out and softmax_lse with respect to q, k, v and sinks, once; 8-bit tensors have no gradients.
 {_ERRORS}"""
 
 _RING = f"""\
@@ -148,6 +160,7 @@ SECTIONS = {
     "dropout": _DROPOUT,
     "errors": _ERRORS,
     "fa3_descales": _FA3_DESCALES,
+    "fa3_keywords": _FA3_KEYWORDS,
     "fa3_options": _FA3_OPTIONS,
     "fa3_result": _FA3_RESULT,
     "fa3_unserved": _FA3_UNSERVED,
@@ -157,8 +170,10 @@ SECTIONS = {
     "out_dtype": _OUT_DTYPE,
     "result": _RESULT,
     "ring": _RING,
+    "score_tensors": _SCORE_TENSORS,
     "scores": _SCORES,
     "sinks": _SINKS,
+    "straight_through": _STRAIGHT_THROUGH,
 }
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])

@@ -117,11 +117,12 @@ def flash_attn_with_kvcache(
             (batch_cache, 1 or seqlen_cache, nheads_k). If each row has a descale, those of the new rows are
             written: largest value / 448 (int8: 127). Otherwise new rows are quantised by the given one. None is 1.
         v_descale: the same of v_cache.
-        v_descale_axis: None, "channel" for a v_descale of (nheads_k, head_dim) or (batch, nheads_k, head_dim), "row" or
-            "page": what a v_descale by row or page is of.
+        v_descale_axis: None; "channel" for a v_descale of (nheads_k, head_dim) or (batch, nheads_k, head_dim); "row" or
+            "page" if v_descale has a value for each row or page.
         <out_dtype>
-        k_descale_axis: None, "row" or "page": what a k_descale by row or page is of. New rows of at least 16 bits in
-            pages of one row, where both have one shape, need it: those of rows are written, those of pages are fixed.
+        k_descale_axis: None, or "row" or "page" if k_descale has a value for each row or page. New rows of at least 16
+            bits in pages of one row need it, because both shapes are equal: values of rows are written, those of pages
+            are not.
         qv: (batch, seqlen_q, nheads, head_dim_v), of q's dtype. Scores are then Q K^T + QV V^T, the default
             softmax_scale 1 / sqrt(head_dim + head_dim_v), and head_dim may be 0: multi-head latent attention in its
             absorbed form, where v_cache has the latent rows and k_cache the rotated ones (two views of one tensor). CPU

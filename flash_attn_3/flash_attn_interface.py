@@ -98,8 +98,7 @@ def flash_attn_func(
         <fa3_unserved>
 
     Keyword arguments:
-        <sinks>
-        out: a tensor for the result, which is returned; without gradients. float16 or bfloat16 for float8_e4m3fn q.
+        <fa3_keywords>
 
     <fa3_result>
     """
@@ -221,8 +220,7 @@ def flash_attn_varlen_func(
         <fa3_unserved>
 
     Keyword arguments:
-        <sinks>
-        out: a tensor for the result, which is returned; without gradients. float16 or bfloat16 for float8_e4m3fn q.
+        <fa3_keywords>
 
     <fa3_result>
     """

@@ -15,18 +15,19 @@ import torch
 from cases import full_cases, pairwise_cases, training_cases
 
 SEED_VARIABLE = "FLASH_ATTN_TEST_SEED"
-# Of the extra "test": where CI=true, a test that misses one of these fails instead of being skipped.
 CLIENTS = ("accelerate", "diffusers", "peft", "sentence_transformers", "transformers")
+# Of the extras "test" and "docs": where CI=true, a test that misses one of these fails instead of being skipped.
+REQUIRED_IN_CI = (*CLIENTS, "mkdocs")
 importorskip = pytest.importorskip
 
 
-def import_client_or_skip(name, *args, **kwargs):
-    if os.environ.get("CI") == "true" and name.split(".")[0] in CLIENTS:
+def import_or_skip(name, *args, **kwargs):
+    if os.environ.get("CI") == "true" and name.split(".")[0] in REQUIRED_IN_CI:
         importlib.import_module(name.split(".")[0])
     return importorskip(name, *args, **kwargs)
 
 
-pytest.importorskip = import_client_or_skip
+pytest.importorskip = import_or_skip
 
 
 def pytest_addoption(parser, pluginmanager):

@@ -55,12 +55,7 @@ def flash_attn_straight_through_func(
         q: (batch, seqlen_q, nheads, head_dim), float16 or bfloat16.
         k: (batch, seqlen_k, nheads_k, head_dim) of q's dtype. Query head i reads K/V head i // (nheads / nheads_k).
         v: (batch, seqlen_k, nheads_k, head_dim_v) of q's dtype. Head dims up to 256.
-        <scores>
-        <alibi>
-        <deterministic>
-        return_attn_probs: bool. Also return the LSE.
-        sinks: (nheads,) float32 or half precision; keyword only. A further logit, in natural-log units, in the softmax
-            of every row, without a value. Learnable.
+        <straight_through>
 
     Returns:
         out: (batch, seqlen_q, nheads, head_dim_v) of q's dtype; with return_attn_probs (out, softmax_lse).
@@ -107,12 +102,7 @@ def flash_attn_varlen_straight_through_func(
         cu_seqlens_q: int32 or int64 (batch + 1,). Sequence i has the rows cu_seqlens_q[i] to cu_seqlens_q[i + 1] of q.
         cu_seqlens_k: int32 or int64 (batch + 1,), the same for k and v.
         max_seqlen_q, max_seqlen_k: int, or integer tensor of one element: upper bounds of the lengths.
-        <scores>
-        <alibi>
-        <deterministic>
-        return_attn_probs: bool. Also return the LSE.
-        sinks: (nheads,) float32 or half precision; keyword only. A further logit, in natural-log units, in the softmax
-            of every row, without a value. Learnable.
+        <straight_through>
 
     Returns:
         out: (total_q, nheads, head_dim_v) of q's dtype; with return_attn_probs (out, softmax_lse).

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flash_attn._docstrings import documented
 from flash_attn._types import WindowSize
 from flash_attn.flash_attn_interface import (
     flash_attn_kvpacked_func,
@@ -109,6 +110,10 @@ class FlashSelfAttention(_FlashAttention):
     ) -> None:
         super().__init__(causal, softmax_scale, attention_dropout, window_size, alibi_slopes, deterministic)
 
+    @documented(
+        of_scores="that broadcasts to (batch, nheads, seqlen, seqlen),\n"
+        "                with cu_seqlens (1 or nheads, total, max_seqlen)"
+    )
     def forward(
         self,
         qkv: Tensor,
@@ -126,10 +131,7 @@ class FlashSelfAttention(_FlashAttention):
             causal: bool, instead of the module's, or None.
             cu_seqlens: int32 (batch + 1,): sequence i has the rows cu_seqlens[i] to cu_seqlens[i + 1]; or None.
             max_seqlen: int, the longest sequence; needed with cu_seqlens.
-            mask: `flash_attn.AttentionMask`, or a bool tensor that broadcasts to (batch, nheads, seqlen, seqlen),
-                with cu_seqlens (1 or nheads, total, max_seqlen), True where a score takes part; or None.
-            attn_bias: numbers of these sizes, added to the scores; or None.
-            rel_bias: float32 (nheads, 2 R + 1): column R + clamp(j - p, -R, R) for key j and a query at p; or None.
+            <score_tensors>
 
         Returns (batch, seqlen, nheads, head_dim), or (total, nheads, head_dim).
         """
@@ -155,6 +157,10 @@ class FlashCrossAttention(_FlashAttention):
     ) -> None:
         super().__init__(causal, softmax_scale, attention_dropout, window_size, alibi_slopes, deterministic)
 
+    @documented(
+        of_scores="that broadcasts to (batch, nheads, seqlen, seqlen_k),\n"
+        "                with cu_seqlens (1 or nheads, total, max_seqlen_k)"
+    )
     def forward(
         self,
         q: Tensor,
@@ -176,10 +182,7 @@ class FlashCrossAttention(_FlashAttention):
             causal: bool, instead of the module's, or None.
             cu_seqlens, max_seqlen: int32 (batch + 1,) and int, of q; or None.
             cu_seqlens_k, max_seqlen_k: the same of kv; needed with cu_seqlens.
-            mask: `flash_attn.AttentionMask`, or a bool tensor that broadcasts to (batch, nheads, seqlen, seqlen_k),
-                with cu_seqlens (1 or nheads, total, max_seqlen_k), True where a score takes part; or None.
-            attn_bias: numbers of these sizes, added to the scores; or None.
-            rel_bias: float32 (nheads, 2 R + 1): column R + clamp(j - p, -R, R) for key j and a query at p; or None.
+            <score_tensors>
 
         Returns a tensor like q.
         """

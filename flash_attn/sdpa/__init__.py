@@ -3,8 +3,8 @@
 - `register`: a provider for `torch.nn.attention.activate_flash_attention_impl`, in versions of torch with that
   function: every call that PyTorch sends to its flash attention in this process comes here, those of
   `torch.nn.attention.varlen.varlen_attn` included.
-- `use`: a scope in which `torch.nn.functional.scaled_dot_product_attention` comes here for what these kernels serve,
-  whatever backend PyTorch would choose: also causal with seqlen_q != seqlen_k, or another head dim of v.
+- `use`: a scope in which `torch.nn.functional.scaled_dot_product_attention` calls these kernels where they support the
+  call, for any backend that PyTorch would choose: also causal with seqlen_q != seqlen_k, or another head dim of v.
 
 docs/sdpa.md says which calls each of them takes.
 """

@@ -164,7 +164,7 @@ def _served_inputs(
 
 
 def _mask_fits(attn_mask: Any, query: Tensor, seqlen_k: int) -> bool:
-    """Whether a mask is one that these kernels take with such queries and so many keys."""
+    """Whether flash_attn_func takes this mask for this query and number of keys."""
     if type(attn_mask) is CausalBias:
         return query.shape[2] == attn_mask.seq_len_q and seqlen_k == attn_mask.seq_len_kv
     if type(attn_mask) not in _TENSOR_TYPES or attn_mask.layout is not torch.strided or attn_mask.is_nested:

@@ -272,7 +272,7 @@ def test_compilers_and_transforms(masked_device, kind):
 
 
 def test_vmap(masked_device):
-    """Samples with masks and biases of their own, or one of all."""
+    """Each sample has a mask and a bias, or all samples share one."""
     device = masked_device
     q = randn(device, 3, BATCH, SEQLEN, HEADS, DIM)
     seen = torch.rand(3, BATCH, 1, SEQLEN, SEQLEN, device=device) > 0.4

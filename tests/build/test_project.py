@@ -54,3 +54,22 @@ def test_the_release_has_one_number():
     cited = re.search(r"^version: (\S+)\ndate-released: (\S+)$", citation, re.MULTILINE).groups()
     assert cited == re.search(r"^## (\S+) \((\S+)\)$", changelog, re.MULTILINE).groups()
     assert cited[0] == flash_attn.__build__["release"]
+
+
+def test_a_missing_client_fails_in_ci(monkeypatch):
+    """Elsewhere its tests are skipped."""
+    monkeypatch.setitem(sys.modules, "peft", None)
+    monkeypatch.setenv("CI", "true")
+    with pytest.raises(ModuleNotFoundError):
+        pytest.importorskip("peft")
+    monkeypatch.delenv("CI")
+    with pytest.raises(pytest.skip.Exception):
+        pytest.importorskip("peft")
+
+
+def test_the_clients_are_in_the_extra():
+    conftest = (ROOT / "tests" / "conftest.py").read_text(encoding="utf-8")
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    clients = re.findall(r'"(\w+)"', re.search(r"^CLIENTS = \((.*)\)$", conftest, re.MULTILINE)[1])
+    extra = re.search(r"^test = \[(.*?)^\]$", project, re.MULTILINE | re.DOTALL)[1]
+    assert set(clients) <= {name.replace("-", "_") for name in re.findall(r'"([\w-]+)', extra)} and len(clients) == 5

@@ -29,8 +29,8 @@ constexpr int band_heads(int64_t heads, int64_t tiles_of_head, int64_t head_byte
   return static_cast<int>(3 * larger <= 4 * band ? larger : (heads + fewer) / (fewer + 1));
 }
 
-// m_blocks of a dense head whose rows see less than half as many keys as others. With a left window bound, few of them
-// count as 0 unless kFetchNextTileLate: among so many equal tiles they even out nothing (docs/tuning/fwd_sm90.md).
+// m_blocks of a dense head whose rows see less than half as many keys as other rows. With a left window bound, fewer
+// than kFewTiles count as 0 unless kFetchNextTileLate: they do not balance many equal tiles (docs/tuning/fwd_sm90.md).
 constexpr int kFewTiles = 4;
 
 constexpr int64_t num_short_tiles(int seqlen_q, int seqlen_k, const Window& window, int block_m, bool fetches_late) {
