@@ -10,7 +10,8 @@ namespace flash {
 
 constexpr int kMlaLatentDim = 512, kMlaRopeDim = 64;
 
-// One K/V head. Rows of all operands have 16-byte vectors.
+// One K/V head. Rows of all operands have 16-byte vectors. Of a packed batch seqlen_q is total_q, and the shapes of q,
+// o, the LSE and their partial results have one sequence of that length.
 struct Flash_mla_params {
   const void* __restrict__ q_ptr = nullptr;                                      // (b, seqlen_q, h, kMlaRopeDim)
   const void* __restrict__ qv_ptr = nullptr;                                     // (b, seqlen_q, h, kMlaLatentDim)
@@ -23,21 +24,23 @@ struct Flash_mla_params {
 
   const int* __restrict__ seqlens_k = nullptr;    // (b); an invalid length marks a request without result
   const int* __restrict__ leftpad_k = nullptr;    // (b) or null
+  const int* __restrict__ segments_q = nullptr;   // (b + 3), as of Varlen; null: no packed batch
+  const int* __restrict__ key_ranges = nullptr;   // (b, 2) of a packed batch, in place of seqlens_k and leftpad_k
   const float* __restrict__ sinks_ptr = nullptr;  // (h) or null; of split requests the combine adds them
   float* __restrict__ partial_o = nullptr;        // (splits, b, seqlen_q, h, kMlaLatentDim), normalised
   float* __restrict__ partial_lse = nullptr;      // (splits, b, h, seqlen_q)
 
   int b = 0, h = 0, seqlen_q = 0;
   int splits = 1;     // of the keys of each request
-  int row_tiles = 0;  // of a request's seqlen_q * h rows
+  int row_tiles = 0;  // of a request's seqlen_q * h rows; of a packed batch all
   FastDiv heads;      // h
   bool is_causal = false;
-  float scale_softmax = 0.0f;  // > 0
-  float softmax_scale_log2 = 0.0f;
+  float softmax_scale_log2 = 0.0f;  // > 0
   int device = 0;
 };
 
-// Tiles of `tile_rows` rows, 16 or 32: on GPUs with 99 KB of shared memory 16. Partial results are for run_combine().
-cudaError_t run_mla_decode(const Flash_mla_params& params, Dtype dtype, int tile_rows, cudaStream_t stream);
+// Tiles of `tile_rows` rows, 16 or 32, with 3 stages of keys; on GPUs with 99 KB of shared memory 16 with 2. Partial
+// results are for run_combine().
+cudaError_t run_mla_decode(const Flash_mla_params& params, Dtype dtype, int tile_rows, int stages, cudaStream_t stream);
 
 }  // namespace flash

@@ -1,42 +1,86 @@
 // MLA decode by mma.sync, sm_80 and newer: a thread block has a tile of rows (tokens x heads) and a split of the keys.
 #pragma once
 
+#include "core/block_range.h"
+#include "core/kv_schedule.h"
 #include "kernels/common/paged_kv.h"
 #include "kernels/common/partial.h"
+#include "kernels/common/sequence.h"
 #include "kernels/mla/config.h"
 #include "kernels/sm80/warp_ops.h"
 
 namespace flash {
 namespace mla {
 
-// What a thread block computes.
+// What a thread block computes: a tile of a request's rows, over a split of the keys that they see.
 struct MlaWork {
-  int request, split, first_row, rows;  // rows: of the request
-  int begin, end;                       // keys of the request
-  int from, to;                         // steps of the split
-  bool is_valid;                        // the length fits the block_table
+  int request = 0, split;           // request: of the block_table
+  int matrix = 0, first_token = 0;  // of q, o and the LSE, where the request's tokens are
+  int tokens, first_row, rows;      // rows of the request: tokens x heads
+  int begin = 0, end = 0;           // keys of the request
+  int from, to;                     // steps of the split
+  bool is_valid;
 
+  // All lanes of a warp together.
   __device__ __forceinline__ MlaWork(const Flash_mla_params& params, int tile_rows, int step_keys) {
     const int tile = blockIdx.x / params.splits;
     split = blockIdx.x - tile * params.splits;
-    request = tile / params.row_tiles;
+    if (params.segments_q != nullptr) {
+      set_packed(params, tile, tile_rows);
+    } else {
+      set_dense(params, tile, tile_rows);
+    }
+    const int last_row = min(first_row + tile_rows, rows) - 1;
+    const int seen = is_valid && last_row >= first_row ? max(key_end(params, last_row), begin) : begin;
+    const int first_step = begin / step_keys;
+    const int steps = seen == begin ? 0 : (seen + step_keys - 1) / step_keys - first_step;
+    const int split_steps = (steps + params.splits - 1) / params.splits;
+    from = first_step + min(split * split_steps, steps);
+    to = first_step + min((split + 1) * split_steps, steps);
+  }
+
+  __device__ __forceinline__ void set_dense(const Flash_mla_params& params, int tile, int tile_rows) {
+    request = matrix = tile / params.row_tiles;
+    tokens = params.seqlen_q;
     first_row = (tile - request * params.row_tiles) * tile_rows;
-    rows = params.seqlen_q * params.h;
-    end = params.seqlens_k[request];
-    const int64_t capacity = static_cast<int64_t>(params.paged.pages_per_sequence) * params.paged.page_size.divisor;
-    is_valid = end >= 0 && end <= capacity;
-    if (!is_valid) end = 0;
-    begin = params.leftpad_k == nullptr ? 0 : min(max(params.leftpad_k[request], 0), end);
-    const int first_step = begin / step_keys, steps = (end + step_keys - 1) / step_keys - first_step;
-    const int split_steps = (max(steps, 0) + params.splits - 1) / params.splits;
-    from = first_step + min(split * split_steps, max(steps, 0));
-    to = first_step + min((split + 1) * split_steps, max(steps, 0));
+    rows = tokens * params.h;
+    const int64_t keys = static_cast<int64_t>(params.paged.pages_per_sequence) * params.paged.page_size.divisor;
+    const int capacity = static_cast<int>(min(keys, int64_t{kMaxLength}));
+    const int leftpad = params.leftpad_k == nullptr ? 0 : params.leftpad_k[request];
+    const KvLengths lengths = kv_lengths(params.seqlens_k[request], leftpad, 0, capacity);
+    is_valid = lengths.fits;
+    if (!is_valid) return;
+    begin = lengths.first_row;
+    end = begin + lengths.seqlen_k;
+  }
+
+  __device__ __forceinline__ void set_packed(const Flash_mla_params& params, int tile, int tile_rows) {
+    const int segment = find_segment(params.segments_q, params.b, tile, tile_rows, params.h);
+    first_token = params.segments_q[segment];
+    tokens = params.segments_q[segment + 1] - first_token;
+    first_row = (tile - varlen_first_slot(first_token * params.h, segment, tile_rows)) * tile_rows;
+    rows = tokens * params.h;
+    is_valid = segment >= 1 && segment <= params.b;
+    if (!is_valid) return;
+    request = segment - 1;
+    begin = params.key_ranges[2 * request];
+    end = begin + params.key_ranges[2 * request + 1];
   }
 
   // Keys before this one are visible to a row.
   __device__ __forceinline__ int key_end(const Flash_mla_params& params, int row) const {
     if (row >= rows) return 0;
-    return params.is_causal ? end - params.seqlen_q + params.heads.divide(row) + 1 : end;
+    return params.is_causal ? end - tokens + params.heads.divide(row) + 1 : end;
+  }
+
+  // Whether the block_table lacks a page that the request needs. All threads of the block together.
+  __device__ __forceinline__ bool lacks_pages(const Flash_mla_params& params, const int* table) const {
+    bool lacks = false;
+    const int last = end > begin ? params.paged.page_size.divide(end - 1) : -1;
+    for (int slot = params.paged.page_size.divide(begin) + threadIdx.x; slot <= last; slot += blockDim.x) {
+      lacks |= static_cast<unsigned>(table[slot]) >= static_cast<unsigned>(params.paged.num_pages);
+    }
+    return __syncthreads_or(lacks);
   }
 };
 
@@ -54,6 +98,7 @@ struct MlaTile {
   const Flash_mla_params& params;
   MlaStorage<Config>& storage;
   const MlaWork work;
+  const int* const table;  // the request's pages
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 
   PageRow pages[kRowsPerThread];  // of the next load
@@ -63,7 +108,10 @@ struct MlaTile {
   int key_end[kThreadRows];
 
   __device__ __forceinline__ MlaTile(const Flash_mla_params& params_, MlaStorage<Config>& storage_)
-      : params(params_), storage(storage_), work(params_, Config::kRows, Config::kKeys) {
+      : params(params_),
+        storage(storage_),
+        work(params_, Config::kRows, Config::kKeys),
+        table(params_.paged.block_table + work.request * params_.paged.block_table_stride) {
 #pragma unroll
     for (int i = 0; i < kThreadRows; ++i) {
       row_max[i] = -INFINITY;
@@ -85,11 +133,10 @@ struct MlaTile {
       const int at = work.first_row + row;
       const bool exists = at < work.rows;
       const int token = params.heads.divide(exists ? at : 0), head = (exists ? at : 0) - token * params.h;
-      const Element* const latent = static_cast<const Element*>(params.qv_ptr) +
-                                    work.request * params.qv_strides.batch + token * params.qv_strides.row +
-                                    head * params.qv_strides.head;
-      const Element* const rope = static_cast<const Element*>(params.q_ptr) + work.request * params.q_strides.batch +
-                                  token * params.q_strides.row + head * params.q_strides.head;
+      const Element* const latent = static_cast<const Element*>(params.qv_ptr) + work.matrix * params.qv_strides.batch +
+                                    (work.first_token + token) * params.qv_strides.row + head * params.qv_strides.head;
+      const Element* const rope = static_cast<const Element*>(params.q_ptr) + work.matrix * params.q_strides.batch +
+                                  (work.first_token + token) * params.q_strides.row + head * params.q_strides.head;
       copy_row(storage.q, row, latent, rope, exists);
     }
   }
@@ -106,7 +153,6 @@ struct MlaTile {
 
   // The table is read a step before the rows: two dependent reads would not fit behind one step.
   __device__ __forceinline__ void find_pages(int step) {
-    const int* const table = params.paged.block_table + work.request * params.paged.block_table_stride;
 #pragma unroll
     for (int i = 0; i < kRowsPerThread; ++i) {
       const int key = step * Config::kKeys + threadIdx.x / kLoadThreads + i * kLoadRows;
@@ -189,7 +235,7 @@ struct MlaTile {
 #pragma unroll
       for (int w = 0; w < Config::kWarps; ++w) top = fmaxf(top, storage.row_max[w][row]);
       const float shift = top == -INFINITY ? 0.0f : top * params.softmax_scale_log2;
-      const float correction = exp2f(row_max[i] * params.softmax_scale_log2 - shift);
+      const float correction = partial_weight(row_max[i], top, params.softmax_scale_log2);  // 1 where top stays
       const float low = exp2f(acc_s[i / 2][i % 2 * 2] * params.softmax_scale_log2 - shift);
       const float high = exp2f(acc_s[i / 2][i % 2 * 2 + 1] * params.softmax_scale_log2 - shift);
       row_sum[i] = row_sum[i] * correction + low + high;
@@ -256,10 +302,11 @@ struct MlaTile {
       stage = stage == Config::kStages - 1 ? 0 : stage + 1;
     }
     sm80::wait_for_copies_but(0);
-    finish();
+    const bool is_complete = params.segments_q != nullptr || !work.lacks_pages(params, table);
+    finish(work.is_valid && is_complete);
   }
 
-  __device__ __forceinline__ void finish() {
+  __device__ __forceinline__ void finish(bool is_valid) {
 #pragma unroll
     for (int i = 0; i < kThreadRows; ++i) {
       row_sum[i] += __shfl_xor_sync(0xffffffffu, row_sum[i], 1);
@@ -273,7 +320,7 @@ struct MlaTile {
 #pragma unroll
       for (int w = 0; w < Config::kWarps; ++w) sum += storage.row_sum[w][row_of(i)];
       const int row = work.first_row + row_of(i);
-      if (row < work.rows) store_row(i, row, {row_max[i], work.is_valid ? sum : RowStats::kInvalid});
+      if (row < work.rows) store_row(i, row, {row_max[i], is_valid ? sum : RowStats::kInvalid});
     }
   }
 
@@ -281,17 +328,18 @@ struct MlaTile {
     const bool is_split = params.splits > 1;
     const int token = params.heads.divide(row), head = row - token * params.h;
     const float sink = is_split || params.sinks_ptr == nullptr ? -INFINITY : params.sinks_ptr[head];
-    const RowEnd end(stats, params.scale_softmax * 1.4426950408889634f, sink);
+    const RowEnd end(stats, params.softmax_scale_log2, sink);
     const float scale = end.has_keys() ? end.o_scale() : 0.0f;
-    const int64_t at = (static_cast<int64_t>(work.request) * params.h + head) * params.seqlen_q + token;
-    const int64_t rows = static_cast<int64_t>(params.b) * params.h * params.seqlen_q;
+    const int at_token = work.first_token + token;
+    const int64_t at = (static_cast<int64_t>(work.matrix) * params.h + head) * params.seqlen_q + at_token;
+    const int64_t matrices = params.segments_q == nullptr ? params.b : 1, rows = matrices * params.h * params.seqlen_q;
     if (warp == 0 && lane % 4 == 0) {
       (is_split ? params.partial_lse + work.split * rows : params.softmax_lse_ptr)[at] = end.lse();
     }
     const int first_col = warp * Config::kColsPerWarp + lane % 4 * 2;
     if (is_split) {
       const int64_t slot =
-          work.split * rows + (static_cast<int64_t>(work.request) * params.seqlen_q + token) * params.h;
+          work.split * rows + (static_cast<int64_t>(work.matrix) * params.seqlen_q + at_token) * params.h;
       float* const to = params.partial_o + (slot + head) * Config::kLatent + first_col;
 #pragma unroll
       for (int col = 0; col < Config::kColTiles; ++col) {
@@ -300,8 +348,8 @@ struct MlaTile {
       }
       return;
     }
-    Element* const to = static_cast<Element*>(params.o_ptr) + work.request * params.o_strides.batch +
-                        token * params.o_strides.row + head * params.o_strides.head + first_col;
+    Element* const to = static_cast<Element*>(params.o_ptr) + work.matrix * params.o_strides.batch +
+                        at_token * params.o_strides.row + head * params.o_strides.head + first_col;
 #pragma unroll
     for (int col = 0; col < Config::kColTiles; ++col) {
       const float* const o = &acc_o[i / 2][col][i % 2 * 2];

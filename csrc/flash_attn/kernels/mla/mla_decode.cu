@@ -13,27 +13,25 @@ cudaError_t launch_tiles(const Flash_mla_params& params, cudaStream_t stream) {
   static_assert(Config::kKeys == plan::kMlaKeys);
   static_assert(sizeof(mla::MlaStorage<Config>) <= (kStages > 2 ? plan::kMlaLargeSmem : 99 * 1024));
   static std::atomic<uint64_t> configured_devices{0};
-  const int64_t blocks = static_cast<int64_t>(params.b) * params.row_tiles * params.splits;
+  const int64_t matrices = params.segments_q == nullptr ? params.b : 1;
+  const int64_t blocks = matrices * params.row_tiles * params.splits;
   return launch(mla::mla_decode_kernel<Config>, blocks, Config::kThreads, sizeof(mla::MlaStorage<Config>), params,
                 params.device, stream, configured_devices);
 }
 
 template <Dtype kDtype>
-cudaError_t run(const Flash_mla_params& params, int tile_rows, cudaStream_t stream) {
-  int most = 0;
-  const cudaError_t status = cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, params.device);
-  if (status != cudaSuccess) return status;
-  const bool is_large = most >= plan::kMlaLargeSmem;
-  if (tile_rows == 16) {
-    return is_large ? launch_tiles<kDtype, 16, 3>(params, stream) : launch_tiles<kDtype, 16, 2>(params, stream);
-  }
-  return tile_rows == 32 && is_large ? launch_tiles<kDtype, 32, 3>(params, stream) : cudaErrorInvalidConfiguration;
+cudaError_t run(const Flash_mla_params& params, int tile_rows, int stages, cudaStream_t stream) {
+  if (tile_rows == 16 && stages == 2) return launch_tiles<kDtype, 16, 2>(params, stream);
+  if (tile_rows == 16 && stages == 3) return launch_tiles<kDtype, 16, 3>(params, stream);
+  if (tile_rows == 32 && stages == 3) return launch_tiles<kDtype, 32, 3>(params, stream);
+  return cudaErrorInvalidConfiguration;
 }
 
 }  // namespace
 
-cudaError_t run_mla_decode(const Flash_mla_params& params, Dtype dtype, int tile_rows, cudaStream_t stream) {
-  return FP16_SWITCH(dtype, [&] { return run<kDtype>(params, tile_rows, stream); });
+cudaError_t run_mla_decode(const Flash_mla_params& params, Dtype dtype, int tile_rows, int stages,
+                           cudaStream_t stream) {
+  return FP16_SWITCH(dtype, [&] { return run<kDtype>(params, tile_rows, stages, stream); });
 }
 
 }  // namespace flash
