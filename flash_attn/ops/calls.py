@@ -67,7 +67,7 @@ def forward(args: AttentionArgs, backend: Any = None, out: torch.Tensor | None =
     out: for the result, if given. A call that makes copies of 8-bit tensors returns another tensor.
     """
     if args.qv is not None:
-        _check_qv(args)
+        latent.check_packed(args)
     backend = backend or backends.of(args.q)
     if not args.is_scaled():
         return _forward(args, backend, {}, out)
@@ -78,12 +78,6 @@ def forward(args: AttentionArgs, backend: Any = None, out: torch.Tensor | None =
     if scaled.needs_copies(args):
         return scaled.attend_copies(args, lambda copies: _forward(copies, backend, {}))
     return _forward(args, backend, scaled.by_name(args), out)
-
-
-def _check_qv(args: AttentionArgs) -> None:
-    latent.check_device(args.qv, args.q)
-    if args.cu_seqlens_q is None:
-        raise RuntimeError("qv: expected None without cu_seqlens_q, got a tensor")
 
 
 def forward_into(
@@ -157,6 +151,7 @@ def forward_in_use(
     scaling: dict[str, Any] | None = None,
     out: torch.Tensor | None = None,
     sm_margin: int = 0,
+    qv: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Forward of packed queries of which `rows`, a RowsInUse, are in use -> (out, lse); without autograd.
 
@@ -167,7 +162,7 @@ def forward_in_use(
     args = AttentionArgs(
         rows.gather(q), k, v, rows.cu_seqlens, cu_seqlens_k, seqused_k, leftpad_k, block_table, alibi_slopes, sinks,
         max_seqlen_q or q.shape[0], max_seqlen_k or most_keys, dropout_p, *scores, False, False, False, batch_invariant,
-        sm_margin=sm_margin, **(scaling or {}),
+        sm_margin=sm_margin, qv=None if qv is None else rows.gather(qv), **(scaling or {}),
     )  # fmt: skip
     if out is None:
         result, lse = forward(args)[:2]
@@ -175,7 +170,7 @@ def forward_in_use(
     if rows.order is None:
         result, lse, *_ = forward_into(args, out, (q, k, v))
         return result, lse
-    outputs.check_result(out, q, v, args.out_dtype, {**args._asdict(), "q": q})
+    outputs.check_result(out, q, v, args.out_dtype, {**args._asdict(), "q": q, "qv": qv})
     result, lse = forward(args)[:2]
     return out.copy_(rows.scatter(result)), rows.scatter(lse, 1)
 
@@ -183,7 +178,7 @@ def forward_in_use(
 def forward_fake(args: AttentionArgs) -> tuple[torch.Tensor, ...]:
     """Outputs of `forward` by shape, dtype, strides and device alone."""
     if args.qv is not None:
-        _check_qv(args)
+        latent.check_packed(args)
     q, k, v = unpack(args.q, args.k, args.v)
     if args.cu_seqlens_q is None:
         batch, max_seqlen_q, heads = q.shape[:3]
@@ -305,7 +300,7 @@ def kvcache_forward(args: KvCacheArgs, backend: Any = None) -> tuple[torch.Tenso
         if not all(x is None or has_contiguous_rows(x) for x in copied.values()):
             outputs.check_apart_from_copied(zip(_KVCACHE_WRITTEN, overwritten), copied)
     if args.qv is not None:
-        latent.check_device(args.qv, args.q)
+        latent.check_cached(args)
     backend, scaling = backend or backends.of(args.q), {}
     if args.is_scaled():
         if not args.q.is_cpu:
@@ -334,7 +329,8 @@ def kvcache_operator(args: KvCacheArgs) -> tuple[torch.Tensor, torch.Tensor]:
 def kvcache_operator_fake(args: KvCacheArgs) -> tuple[torch.Tensor, torch.Tensor]:
     """Outputs of `kvcache_operator` by shape, dtype, strides and device alone."""
     q = args.q
-    latent.check_device(args.qv, q)
+    if args.qv is not None:
+        latent.check_cached(args)
     lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=_accumulator(q))
     dtype = result_dtype(q, args.v_cache, args.out_dtype)
     shape = q.shape if args.qv is None else args.qv.shape
@@ -344,13 +340,14 @@ def kvcache_operator_fake(args: KvCacheArgs) -> tuple[torch.Tensor, torch.Tensor
 def kvcache_plan(args: KvCachePlanArgs) -> torch.Tensor:
     """Fill the plan of calls of `kvcache_forward`, or make one where it is None -> plan."""
     lengths, leftpad = _index("cache_seqlens", args.cache_seqlens), _index("cache_leftpad", args.cache_leftpad)
-    if args.head_dim_v and args.cache_seqlens.device.type not in latent.DEVICES:
-        raise NotImplementedError(f"head_dim_v: expected 0 on {args.cache_seqlens.device.type}, got {args.head_dim_v}")
+    latent.check_plan(args)
     backend = backends.of(args.cache_seqlens, "cache_seqlens")
     # On the CPU nothing is scheduled.
     named: dict[str, Any] = {"eight_bit": args.eight_bit, "sm_margin": args.sm_margin}
     if args.cache_seqlens.is_cpu:
         named = {"head_dim_v": args.head_dim_v}
+    elif args.head_dim_v:
+        named["head_dim_v"] = args.head_dim_v
     plan: torch.Tensor = backend.kvcache_plan(lengths, leftpad, *args.sizes(), args.plan, **named)
     context.written((args.plan,))
     return plan

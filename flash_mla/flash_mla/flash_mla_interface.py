@@ -272,6 +272,7 @@ def _attend_selected(
         options["block_table"] = table.flatten(0, 1).to(torch.int32)
     else:
         rows, lengths = _gathered(q, ((cache, indices, length), (extra, extra_indices, extra_length)))
+        options["block_table"] = torch.arange(batch * seqlen_q, dtype=torch.int32, device=q.device).unsqueeze(1)
     out, lse = _attend(q.flatten(0, 1).unsqueeze(1), rows, head_dim_v, cache_seqlens=lengths.flatten(), **options)
     return out.view(batch, seqlen_q, *out.shape[2:]), lse.view(batch, seqlen_q, q.shape[2]).transpose(1, 2).contiguous()
 

@@ -116,7 +116,6 @@ inline void mla(const KvCacheCall& call, const at::Tensor& qv) {
   absent("k_descale", call.quant.k.has_value());
   absent("v_descale", call.quant.v.has_value());
   mla(mla_call(call, qv), "k_cache", "v_cache");
-  if (!call.seqlens.has_value()) fail("cache_seqlens", "expected a tensor with qv on CUDA, got None");
   lengths("cache_seqlens", call.seqlens, call.q, call.q.size(0));
   lengths("cache_leftpad", call.leftpad, call.q, call.q.size(0));
   if (call.plan.has_value()) strided("plan", *call.plan);

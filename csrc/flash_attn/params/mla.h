@@ -22,7 +22,7 @@ struct Flash_mla_params {
   MatrixStrides q_strides, qv_strides, rope_strides, latent_strides, o_strides;  // of pages: batch is a page
   PagedKv paged;
 
-  const int* __restrict__ seqlens_k = nullptr;    // (b); an invalid length marks a request without result
+  const int* __restrict__ seqlens_k = nullptr;    // (b) or null: all keys; an invalid one: no result
   const int* __restrict__ leftpad_k = nullptr;    // (b) or null
   const int* __restrict__ segments_q = nullptr;   // (b + 3), as of Varlen; null: no packed batch
   const int* __restrict__ key_ranges = nullptr;   // (b, 2) of a packed batch, in place of seqlens_k and leftpad_k

@@ -47,7 +47,8 @@ struct MlaWork {
     const int64_t keys = static_cast<int64_t>(params.paged.pages_per_sequence) * params.paged.page_size.divisor;
     const int capacity = static_cast<int>(min(keys, int64_t{kMaxLength}));
     const int leftpad = params.leftpad_k == nullptr ? 0 : params.leftpad_k[request];
-    const KvLengths lengths = kv_lengths(params.seqlens_k[request], leftpad, 0, capacity);
+    const int length = params.seqlens_k == nullptr ? capacity : params.seqlens_k[request];
+    const KvLengths lengths = kv_lengths(length, leftpad, 0, capacity);
     is_valid = lengths.fits;
     if (!is_valid) return;
     begin = lengths.first_row;
