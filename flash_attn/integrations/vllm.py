@@ -73,7 +73,8 @@ def _metadata_of_fallbacks(theirs: Callable[..., Any]) -> Callable[..., Any]:
         given = {**dict(zip(_METADATA_SIZES, args)), **kwargs}
         if latent.is_computed(given["cache_seqlens"].device.type, given["headdim"], headdim_v):
             return None
-        return theirs(*args, headdim_v=headdim_v, **kwargs)
+        metadata: Tensor | None = theirs(*args, headdim_v=headdim_v, **kwargs)
+        return metadata
 
     return get_scheduler_metadata
 

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from flash_attn.ops import arguments
-from flash_attn.ops.attention_args import SCALING, AttentionArgs, KvCacheArgs, KvCachePlanArgs
+from flash_attn.ops.attention_args import AttentionArgs, KvCacheArgs, KvCachePlanArgs
 
 DEVICES = ("cpu", "meta")  # that a qv is computed on
 KERNEL_DIMS = (64, 512)  # head dims of q and of qv that CUDA kernels have
@@ -66,8 +66,9 @@ def _reason(args: AttentionArgs | KvCacheArgs, k: Tensor | None, v: Tensor | Non
         return "kernels have no window"
     if args.softcap > 0 or args.alibi_slopes is not None or args.softmax_scale <= 0:
         return "kernels have no softcap, ALiBi and scales of at most 0"
-    given = {**more, **{name: getattr(args, name) for name in SCALING}}
-    name = next((name for name, value in given.items() if value is not None and value is not False), None)
+    if args.is_scaled():
+        return "kernels have no 8-bit tensors, descales and out_dtype"
+    name = next((name for name, value in more.items() if value is not None and value is not False), None)
     return None if name is None else f"kernels have no {name}"
 
 

@@ -168,7 +168,9 @@ def test_latent_attention(device, with_sinks):
     latent_batch.check(*packed[:2], sinks)
     cu_q = torch.arange(len(LENGTHS_K) + 1, dtype=torch.int32, device=device)
     rows = slice(0, len(LENGTHS_K))
-    decoding = latent_batch._replace(q=latent_batch.q[rows], q_v=latent_batch.q_v[rows], batch=batch._replace(cu_q=cu_q))
+    decoding = latent_batch._replace(
+        q=latent_batch.q[rows], q_v=latent_batch.q_v[rows], batch=batch._replace(cu_q=cu_q)
+    )
     in_a_batch = {**options, "qv": decoding.q_v.unsqueeze(1), "q": decoding.q.unsqueeze(1), "cu_seqlens_q": None}
     out, lse, *_ = call(over_pages, **in_a_batch)
     decoding.check(out.squeeze(1), lse.squeeze(2).t(), sinks)

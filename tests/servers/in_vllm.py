@@ -177,9 +177,21 @@ def test_latent_attention(backend):
     batch = make_latent_batch("cpu")
     batch.check(
         *mla.flash_attn_varlen_func(
-            q=batch.q, k=batch.k, v=batch.v, q_v=batch.q_v, max_seqlen_q=20, cu_seqlens_q=batch.batch.cu_q,
-            max_seqlen_k=41, seqused_k=batch.batch.lengths, block_table=batch.batch.table, softmax_scale=576**-0.5,
-            causal=True, return_softmax_lse=True, fa_version=3, scheduler_metadata=None, num_splits=0,
+            q=batch.q,
+            k=batch.k,
+            v=batch.v,
+            q_v=batch.q_v,
+            max_seqlen_q=20,
+            cu_seqlens_q=batch.batch.cu_q,
+            max_seqlen_k=41,
+            seqused_k=batch.batch.lengths,
+            block_table=batch.batch.table,
+            softmax_scale=576**-0.5,
+            causal=True,
+            return_softmax_lse=True,
+            fa_version=3,
+            scheduler_metadata=None,
+            num_splits=0,
         )  # fmt: skip
     )
 
