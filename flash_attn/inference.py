@@ -92,7 +92,8 @@ def flash_attn_with_kvcache(
             keys are not read. Or (batch, nheads_k, max_pages): pages of each K/V head, as block-sparse attention
             selects them, at the cost of a pass over the table and, for more than one query, of copies of q and out.
             cache_seqlens and cache_leftpad may then be (batch, nheads_k); a plan is one for batch * nheads_k requests
-            of nheads / nheads_k heads and one K/V head; new rows, rotation, sinks and descales are refused.
+            of nheads / nheads_k heads and one K/V head; descales are numbers or (batch, nheads_k). New rows, rotation
+            and sinks are refused.
         <scores>
         rotary_interleaved: bool. Rotate the pairs (0, 1), (2, 3), ... (GPT-J) instead of the two halves (GPT-NeoX).
         <alibi>
@@ -201,13 +202,13 @@ def attend_over_cache(
         arguments.check_constant("alibi_slopes", alibi_slopes)
     if block_table is not None and block_table.dim() == 3:
         reject = {"k": k, "v": v, "rotary_cos": rotary_cos, "rotary_sin": rotary_sin, "sinks": sinks,
-                  "cache_batch_idx": cache_batch_idx, **quant.given()}  # fmt: skip
+                  "cache_batch_idx": cache_batch_idx}  # fmt: skip
         return head_tables.attend(
             attend_over_cache, q, k_cache, v_cache, block_table=block_table, cache_seqlens=cache_seqlens,
             cache_leftpad=cache_leftpad, alibi_slopes=alibi_slopes, qv=qv, out=out, plan=plan,
             return_softmax_lse=return_softmax_lse, reject=reject, softmax_scale=softmax_scale, causal=causal,
             window_size=window_size, softcap=softcap, num_splits=num_splits, batch_invariant=batch_invariant,
-            lse_convention=lse_convention, sm_margin=sm_margin,
+            lse_convention=lse_convention, sm_margin=sm_margin, quant=quant,
         )  # fmt: skip
     if sinks is not None:
         sinks = arguments.sinks(sinks)

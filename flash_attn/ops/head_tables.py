@@ -14,6 +14,7 @@ from torch import Tensor
 
 from flash_attn._types import TensorOrTuple
 from flash_attn.ops import arguments, outputs
+from flash_attn.ops.quant_args import QuantArgs
 
 
 def attend(
@@ -28,6 +29,7 @@ def attend(
     alibi_slopes: Tensor | None,
     qv: Tensor | None,
     out: Tensor | None,
+    quant: QuantArgs,
     return_softmax_lse: bool,
     reject: dict[str, Any],
     **options: Any,
@@ -36,9 +38,11 @@ def attend(
 
     reject: arguments that such a call has not, by name.
     """
-    for name, value in reject.items():
+    axes = {"k_descale_axis": quant.k_descale_axis, "v_descale_axis": quant.v_descale_axis}
+    for name, value in {**reject, **axes}.items():
         if value is not None:
             raise NotImplementedError(f"{name}: expected None with a block_table of each K/V head, got a value")
+    arguments.check_optional_tensors(("qv",), (qv,))
     arguments.check_kvcache_ranks(q, k_cache, None, None)
     arguments.check_kvcache_ranks(q, v_cache, None, None, "v_cache")
     batch, heads_k = q.shape[0], k_cache.shape[2]
@@ -47,30 +51,48 @@ def attend(
         raise RuntimeError(f"block_table: expected shape [{batch}, {heads_k}, max_blocks], got {got}")
     if heads_k == 0 or q.shape[2] % heads_k:
         raise RuntimeError(f"q: expected a head count divisible by the K/V head count {heads_k}, got {q.shape[2]}")
-    if v_cache.shape[:3] != k_cache.shape[:3]:
-        expected = [*k_cache.shape[:3], v_cache.shape[3]]
-        raise RuntimeError(f"v_cache: expected shape {expected}, got {list(v_cache.shape)}")
+    _check_shape("k_cache", k_cache, [*k_cache.shape[:3], q.shape[3]])
+    _check_shape("v_cache", v_cache, [*k_cache.shape[:3], q.shape[3] if qv is None else v_cache.shape[3]])
+    if qv is not None:
+        _check_shape("qv", qv, [*q.shape[:3], v_cache.shape[3]])
+    if alibi_slopes is not None:
+        if alibi_slopes.dim() != 1 or alibi_slopes.shape[0] != q.shape[2]:
+            _check_shape("alibi_slopes", alibi_slopes, [batch, q.shape[2]])
+        alibi_slopes = alibi_slopes.expand(batch, -1).reshape(batch * heads_k, q.shape[2] // heads_k)
     if out is not None:
         outputs.reject_gradients(out, q, qv)
         read = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "qv": qv, "block_table": block_table,
                 "cache_seqlens": cache_seqlens, "cache_leftpad": cache_leftpad}  # fmt: skip
-        outputs.check_result(out, q, v_cache, None, read)
+        outputs.check_result(out, q, v_cache, quant.out_dtype, read)
     (keys, *steps), (values, *v_steps) = pool_of_heads(k_cache), pool_of_heads(v_cache)
     if steps != v_steps:
         raise NotImplementedError(
             f"v_cache: expected pages and heads at the distances of k_cache's (strides {list(k_cache.stride())}), got "
             f"strides {list(v_cache.stride())}"
         )
-    slopes = None if alibi_slopes is None else alibi_slopes.expand(batch, -1).reshape(batch * heads_k, -1)
-    result, lse = call(
-        _by_head(q, heads_k), keys, values, block_table=_pages(block_table, k_cache.shape[0], *steps),
-        cache_seqlens=_lengths("cache_seqlens", cache_seqlens, batch, heads_k),
-        cache_leftpad=_lengths("cache_leftpad", cache_leftpad, batch, heads_k), alibi_slopes=slopes,
-        qv=None if qv is None else _by_head(qv, heads_k), return_softmax_lse=True, **options,
-    )  # fmt: skip
+    names = ("q_descale", "k_descale", "v_descale")
+    scales = {name: _scale(name, getattr(quant, name), batch, heads_k) for name in names}
+    try:
+        result, lse = call(
+            _by_head(q, heads_k), keys, values, block_table=_pages(block_table, k_cache.shape[0], *steps),
+            cache_seqlens=_lengths("cache_seqlens", cache_seqlens, batch, heads_k),
+            cache_leftpad=_lengths("cache_leftpad", cache_leftpad, batch, heads_k), alibi_slopes=alibi_slopes,
+            qv=None if qv is None else _by_head(qv, heads_k), quant=quant._replace(**scales),
+            return_softmax_lse=True, **options,
+        )  # fmt: skip
+    except RuntimeError as error:
+        if str(error).startswith("block_table: expected entries"):  # of the pool
+            expected = f"block_table: expected entries in [0, {k_cache.shape[0]}) for the pages in use"
+            raise RuntimeError(f"{expected}, got others") from None
+        raise
     result = result.unflatten(0, (batch, heads_k)).transpose(1, 2).flatten(2, 3)
     result = result if out is None else out.copy_(result)
-    return (result, lse.view(batch, -1, q.shape[1])) if return_softmax_lse else result
+    return (result, lse.view(batch, q.shape[2], q.shape[1])) if return_softmax_lse else result
+
+
+def _check_shape(name: str, tensor: Tensor, expected: list[int]) -> None:
+    if list(tensor.shape) != expected:
+        raise RuntimeError(f"{name}: expected shape {expected}, got {list(tensor.shape)}")
 
 
 def _by_head(x: Tensor, heads_k: int) -> Tensor:
@@ -103,4 +125,16 @@ def _lengths(name: str, lengths: Any, batch: int, heads_k: int) -> Any:
         return lengths
     if list(lengths.shape) not in ([batch], [batch, heads_k]):
         raise RuntimeError(f"{name}: expected shape [{batch}] or [{batch}, {heads_k}], got {list(lengths.shape)}")
-    return lengths.reshape(batch, -1).expand(batch, heads_k).reshape(-1)
+    return (lengths if lengths.dim() == 2 else lengths[:, None]).expand(batch, heads_k).reshape(-1)
+
+
+def _scale(name: str, descale: Any, batch: int, heads_k: int) -> Any:
+    """A number for all requests passes; (batch, nheads_k) becomes one of each."""
+    if not isinstance(descale, Tensor) or descale.numel() == 1:
+        return descale
+    if list(descale.shape) != [batch, heads_k]:
+        raise NotImplementedError(
+            f"{name}: expected a number or shape [{batch}, {heads_k}] with a block_table of each K/V head, got "
+            f"{list(descale.shape)}"
+        )
+    return descale.reshape(-1, 1)

@@ -23,10 +23,6 @@ class QuantArgs(NamedTuple):
     exp: str = "exact"
     k_descale_axis: str | None = None
 
-    def given(self) -> dict[str, Any]:
-        """Those of a call over a cache, by name."""
-        return {name: value for name, value in self._asdict().items() if name != "exp"}
-
     def fields(self, q: Tensor) -> dict[str, Any]:
         """The given fields of an operator's record, by name; numbers become tensors on q's device."""
         axis, out_dtype = self.v_descale_axis, self.out_dtype

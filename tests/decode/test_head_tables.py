@@ -89,9 +89,46 @@ def test_tables_of_single_heads_and_lengths_of_sequences(device, heads):
     assert (out[1] == 0).all() and (lse[1] == float("inf")).all()
 
 
+@pytest.mark.parametrize("eight_bit", (False, True))
+def test_a_table_for_each_head_equals_calls_of_single_heads(device, eight_bit):
+    """To the last bit where rows do not depend on the batch: lengths, padding, slopes and descales of each."""
+    call = HeadTables(device, seqlen_q=2)
+    of_heads = {"cache_leftpad": torch.tensor([[3, 7, 0], [64, 0, 9]], dtype=torch.int32, device=device)}
+    if eight_bit:
+        call.k_cache, call.v_cache = (x.to(torch.float8_e4m3fn) for x in (call.k_cache, call.v_cache))
+        of_heads.update({f"{name}_descale": torch.rand(2, 3, device=device) + 0.5 for name in "kv"})
+    options = {"causal": True, "batch_invariant": True}
+    slopes = torch.rand(2, 6, device=device)
+    out, lse = call.run(alibi_slopes=slopes, **of_heads, **options)
+    for head in range(3):
+        at, group = slice(head, head + 1), slice(2 * head, 2 * head + 2)
+        own = {name: x[:, head] if name == "cache_leftpad" else x[:, at] for name, x in of_heads.items()}
+        expected = flash_attn_with_kvcache(
+            call.q[:, :, group], call.k_cache[:, :, at], call.v_cache[:, :, at], block_table=call.table[:, head],
+            cache_seqlens=call.lengths[:, head], alibi_slopes=slopes[:, group], return_softmax_lse=True, **own,
+            **options,
+        )  # fmt: skip
+        assert torch.equal(out[:, :, group], expected[0]) and torch.equal(lse[:, group], expected[1])
+
+
+def test_no_sequences(device):
+    call = HeadTables(device)
+    none = {"block_table": call.table[:0], "cache_seqlens": call.lengths[:0, 0]}
+    out, lse = flash_attn_with_kvcache(call.q[:0], call.k_cache, call.v_cache, return_softmax_lse=True, **none)
+    assert out.shape == (0, 1, 6, 64) and lse.shape == (0, 6, 1)
+
+
+@pytest.mark.devices("cpu")
+def test_a_page_that_does_not_exist(device):
+    call = HeadTables(device)
+    call.table[0, 1, 0] = 99
+    with pytest.raises(RuntimeError, match=rf"^block_table: expected entries in \[0, {len(call.k_cache)}\)"):
+        call.run()
+
+
 @pytest.mark.devices(*latent.DEVICES)
 def test_a_table_for_each_head_with_qv(device):
-    call = HeadTables(device, dims=(16, 48), seqlen_q=2)
+    call = HeadTables(device, heads=(12, 3), dims=latent.KERNEL_DIMS, seqlen_q=2)
     call.check(*call.run(causal=True), causal=True)
 
 
@@ -104,10 +141,23 @@ def test_a_plan_for_a_table_of_each_head(device):
 def test_what_a_table_for_each_head_excludes(device):
     call = HeadTables(device)
     new = torch.zeros(2, 1, 3, 64, device=device, dtype=torch.bfloat16)
-    for name, value in (("k", new), ("sinks", torch.zeros(6, device=device)), ("k_descale", 2.0)):
+    per_row = torch.ones(*call.k_cache.shape[:3], device=device)
+    for name, value in (
+        ("k", new), ("sinks", torch.zeros(6, device=device)), ("v_descale_axis", "channel"),
+        ("cache_batch_idx", call.lengths[:, 0]), ("rotary_cos", new),
+    ):  # fmt: skip
         with pytest.raises(NotImplementedError, match=f"^{name}: expected None with a block_table of each K/V head"):
             call.run(**{name: value})
+    with pytest.raises(
+        NotImplementedError, match=r"^k_descale: expected a number or shape \[2, 3\] with a block_table"
+    ):
+        call.run(k_descale=per_row)
+    with pytest.raises(TypeError, match="^qv: expected a Tensor, got int"):
+        call.run(qv=1)
     for name, value, message in (
+        ("alibi_slopes", torch.zeros(5, device=device), r"expected shape \[2, 6\], got \[5\]"),
+        ("cache_leftpad", call.lengths.flatten(), r"expected shape \[2\] or \[2, 3\], got \[6\]"),
+        ("qv", call.q[..., :8], r"expected shape \[2, 1, 6, 64\], got \[2, 1, 6, 8\]"),
         ("block_table", call.table[:, :2], r"expected shape \[2, 3, max_blocks\], got \[2, 2, 4\]"),
         ("cache_seqlens", call.lengths[:1], r"expected shape \[2\] or \[2, 3\], got \[1, 3\]"),
         ("out", call.q[:, :, :3], r"expected shape \[2, 1, 6, 64\], got \[2, 1, 3, 64\]"),
