@@ -10,7 +10,7 @@ from torch import Tensor
 from flash_attn._types import WindowSize
 from flash_attn.batch_invariance import is_batch_invariant
 from flash_attn.eight_bit import EIGHT_BIT, named
-from flash_attn.limits import MAX_HEAD_DIM, MAX_LATENT_DIM
+from flash_attn.limits import MAX_CPU_HEAD_DIM, max_head_dim
 from flash_attn.ops import arguments, calls, context, library
 from flash_attn.ops.attention_args import KvCachePlanArgs
 
@@ -75,9 +75,12 @@ class KvCachePlan:
         self._sizes = tuple(
             arguments.integer(name, size, least=least.get(name, 0)) for name, size in zip(_SIZES, sizes)
         )  # fmt: skip
-        self._check_heads(*self._sizes[3:6])
-        if self._head_dim_v > MAX_LATENT_DIM:
-            raise RuntimeError(f"head_dim_v: expected a head dim of at most {MAX_LATENT_DIM}, got {head_dim_v}")
+        self._check_heads(*self._sizes[3:5])
+        most = max_head_dim(cache_seqlens.device.type)
+        if self._sizes[5] > most:
+            raise RuntimeError(f"head_dim: expected a head dim of at most {most}, got {head_dim}")
+        if self._head_dim_v > MAX_CPU_HEAD_DIM:
+            raise RuntimeError(f"head_dim_v: expected a head dim of at most {MAX_CPU_HEAD_DIM}, got {head_dim_v}")
         self._window = arguments.normal_window(arguments.flag("causal", causal), window_size)
         self.num_splits = arguments.integer("num_splits", num_splits, least=0)
         self.batch_invariant = arguments.flag("batch_invariant", batch_invariant) or is_batch_invariant()
@@ -110,11 +113,9 @@ class KvCachePlan:
         )
 
     @staticmethod
-    def _check_heads(nheads: int, nheads_k: int, head_dim: int) -> None:
+    def _check_heads(nheads: int, nheads_k: int) -> None:
         if nheads % nheads_k != 0 if nheads_k > 0 else nheads != 0:
             raise RuntimeError(f"nheads: expected a multiple of nheads_k ({nheads_k}), got {nheads}")
-        if head_dim > MAX_HEAD_DIM:
-            raise RuntimeError(f"head_dim: expected a head dim of at most {MAX_HEAD_DIM}, got {head_dim}")
 
     @staticmethod
     def _check_lengths(cache_seqlens: Tensor, cache_leftpad: Tensor | None) -> None:

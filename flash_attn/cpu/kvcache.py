@@ -8,8 +8,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from flash_attn.limits import MAX_HEAD_DIM
-
 from ..eight_bit import EIGHT_BIT, Descales
 from . import checks
 from .entry import entry_point
@@ -347,8 +345,7 @@ def _check_new_keys(
         check_new_dtypes(q, cache.k, cache.v, k, v, rotary_cos)
         dtypes = (k.dtype, v.dtype)
     value_dim = cache.v.shape[3]
-    most_dim = max(value_dim, MAX_HEAD_DIM)
-    checks.check_key_value(q, k, v, DENSE_Q_AXES, batch=q.shape[0], dtypes=dtypes, most_dim=most_dim)
+    checks.check_key_value(q, k, v, DENSE_Q_AXES, batch=q.shape[0], dtypes=dtypes)
     checks.check_shape("k", k, [q.shape[0], k.shape[1], *cache.k.shape[2:]])
     checks.check_shape("v", v, [*k.shape[:3], value_dim])
 

@@ -9,8 +9,6 @@ from typing import NamedTuple
 
 import torch
 
-from flash_attn.limits import MAX_HEAD_DIM, MAX_LATENT_DIM
-
 from .. import eight_bit
 from ..eight_bit import Descales, Scaling
 from . import checks
@@ -46,7 +44,7 @@ def check_operands(
     has_qv: bool = False,
 ) -> None:
     """`check_query` and `check_key_value`, of any dtypes that go together. same_batch: k has q's batch size.
-    has_qv: v has scores too, and a head dim that kernels for them take."""
+    has_qv: v has scores too, and q's head dim may be 0."""
     dtypes: tuple[torch.dtype | None, torch.dtype | None] = (None, None)
     further: tuple[torch.dtype, ...] = ()
     if call is not None:
@@ -54,9 +52,8 @@ def check_operands(
             checks.check_on_cpu(name, x)
         eight_bit.check_dtypes(q, k, v, call.out_dtype, p_dropout, names)
         dtypes, further = (k.dtype, v.dtype), (eight_bit.E4M3,)
-    most_dim = MAX_LATENT_DIM if has_qv else MAX_HEAD_DIM
     checks.check_query(q, axes, *further, least_dim=0 if has_qv else 1)
-    checks.check_key_value(q, k, v, kv_axes, q.shape[0] if same_batch else None, names, dtypes, most_dim)
+    checks.check_key_value(q, k, v, kv_axes, q.shape[0] if same_batch else None, names, dtypes)
 
 
 def check_descales(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: EightBit | None, batch: int) -> None:
