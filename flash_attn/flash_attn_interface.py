@@ -637,7 +637,8 @@ def flash_attn_varlen_func(
         <descales>
         qv, q_v: (total_q, nheads, head_dim_v) of q's dtype, by either name. Scores are then Q K^T + QV V^T, the default
             softmax_scale 1 / sqrt(head_dim + head_dim_v), head dims of v up to 512, and that of q may be 0: multi-head
-            latent attention in its absorbed form. Forward only, without dropout, on CPU tensors of at least 16 bits.
+            latent attention in its absorbed form. Forward only, without dropout and 8 bits. On CUDA the head dims are
+            64 and 512, there is one K/V head and a block_table, and no window, softcap and alibi_slopes.
 
     <result>
     """

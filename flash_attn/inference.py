@@ -126,8 +126,9 @@ def flash_attn_with_kvcache(
             are not.
         qv: (batch, seqlen_q, nheads, head_dim_v), of q's dtype. Scores are then Q K^T + QV V^T, the default
             softmax_scale 1 / sqrt(head_dim + head_dim_v), and head_dim may be 0: multi-head latent attention in its
-            absorbed form, where v_cache has the latent rows and k_cache the rotated ones (two views of one tensor). CPU
-            tensors of at least 16 bits only.
+            absorbed form, where v_cache has the latent rows and k_cache the rotated ones (two views of one tensor). Not
+            with 8 bits. On CUDA head_dim is 64, head_dim_v 512, nheads_k 1 and block_table given, and k, v, rotary_cos,
+            cache_batch_idx, a window, softcap and alibi_slopes are not.
 
     Returns:
         out: (batch, seqlen_q, nheads, head_dim), with qv head_dim_v; contiguous unless given; with return_softmax_lse

@@ -295,7 +295,8 @@ def flash_attn_with_kvcache(
         k: (batch, seqlen_new, nheads_k, head_dim). Written to rows cache_seqlens[i] onwards of k_cache.
         v: like k.
         qv: (batch, seqlen_q, nheads, head_dim_v), or packed like q, of q's dtype. Scores are then Q K^T + QV V^T, and
-            the default softmax_scale 1 / sqrt(head_dim + head_dim_v). CPU tensors only.
+            the default softmax_scale 1 / sqrt(head_dim + head_dim_v). On CUDA head_dim is 64, head_dim_v 512, nheads_k
+            1 and page_table given, and new keys, a window and softcap are not.
         cu_seqlens_k_new, rotary_seqlens: None: not supported, tensors raise NotImplementedError.
         rotary_cos: (seqlen_rotary, rotary_dim / 2). Rotates k, and q, by their positions before use: from
             cache_seqlens[i] onwards (all queries by cache_seqlens[i] if neither causal nor a window is asked).
