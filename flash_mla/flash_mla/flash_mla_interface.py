@@ -191,9 +191,12 @@ def _check_kernel(q: Tensor, head_dim_v: int, nheads_k: int, name_v: str = "head
     """Raise NotImplementedError for sizes, and a scale by its name, that CUDA has no kernel for."""
     if q.device.type != "cuda":
         return
-    if not latent.is_computed("cuda", q.shape[-1] - head_dim_v, head_dim_v):
-        dims = f"{sum(latent.KERNEL_DIMS)} with {name_v} {latent.KERNEL_DIMS[1]}"
-        raise NotImplementedError(f"q: expected head dim {dims} on cuda, got {q.shape[-1]} with {name_v} {head_dim_v}")
+    rotated, values = latent.KERNEL_DIMS
+    if head_dim_v != values or q.shape[-1] - values not in (0, rotated):
+        raise NotImplementedError(
+            f"q: expected head dim {values} or {rotated + values} with {name_v} {values} on cuda, got {q.shape[-1]} "
+            f"with {name_v} {head_dim_v}"
+        )
     if nheads_k != 1:
         raise NotImplementedError(f"k_cache: expected one K/V head on cuda, got {nheads_k}")
     for name, value in scale.items():
@@ -242,13 +245,21 @@ def _attend(q: Tensor, rows: Tensor, head_dim_v: int, **options: Any) -> tuple[T
     """(out, lse) of q (batch, seqlen_q, nheads, head_dim) over rows (pages, page_size, nheads_k, head_dim)."""
     try:
         result = flash_attn_with_kvcache(
-            q[..., head_dim_v:], rows[..., head_dim_v:], rows[..., :head_dim_v], qv=q[..., :head_dim_v],
+            _rotated(q, head_dim_v), _rotated(rows, head_dim_v), rows[..., :head_dim_v], qv=q[..., :head_dim_v],
             return_softmax_lse=True, **options,
         )  # fmt: skip
     except (RuntimeError, TypeError) as error:
         arguments.rename(error, {"v_cache": "k_cache", "qv": "q"})
         raise
     return result[0], result[1]
+
+
+def _rotated(x: Tensor, head_dim_v: int) -> Tensor:
+    """The columns after the values; without any, zeros of those that CUDA kernels read."""
+    columns = x[..., head_dim_v:]
+    if x.device.type != "cuda" or columns.shape[-1] > 0:
+        return columns
+    return x.new_zeros(latent.KERNEL_DIMS[0]).expand(*x.shape[:-1], -1)
 
 
 def _dequantised(cache: Rows, dtype: torch.dtype) -> Tensor:

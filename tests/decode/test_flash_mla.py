@@ -13,8 +13,6 @@ from reference import assert_accurate, attention
 from signatures import plain_signature
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from flash_attn.ops import latent
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "flash_mla"))
 
 import flash_mla
@@ -51,15 +49,6 @@ def decode(q, k_cache, *args, head_dim_v=512, **options):
     return flash_mla_with_kvcache(q, k_cache, *(args or (None, None)), head_dim_v, get_mla_metadata()[0], **options)
 
 
-def has_kernel(device, head_dim, head_dim_v=512):
-    return device == "cpu" or (head_dim - head_dim_v, head_dim_v) == latent.KERNEL_DIMS
-
-
-def refuses(*args, **options):
-    with pytest.raises(NotImplementedError, match="^q: expected head dim 576 with head_dim_v 512 on cuda, got 512 "):
-        decode(*args, **options)
-
-
 def expected(q, rows, scale=None, sink=None, causal=False, head_dim_v=512):
     """(reference, plain) pairs of out (sq, h, d_v) and lse (h, sq) of q (sq, h, d) over rows (keys, d)."""
     results = []
@@ -91,8 +80,6 @@ def test_dense_decoding(device, nheads, seqlen_q, page_size, head_dim, causal):
         at = torch.arange(len(rows), device=device)
         cache[table[i].long()[at // page_size], at % page_size, 0] = rows
     q = normal(device, 3, seqlen_q, nheads, head_dim)
-    if not has_kernel(device, head_dim):
-        return refuses(q, cache, table, int32(device, lengths), causal=causal)
     out, lse = decode(q, cache, table, int32(device, lengths), causal=causal)
     assert out.shape == (3, seqlen_q, nheads, 512) and lse.shape == (3, nheads, seqlen_q)
     for i, rows in enumerate(keys):
@@ -154,8 +141,6 @@ def test_sparse_decoding(device, row_bytes, has_extra):
     counts = {"topk_length": int32(device, kinds[0][3])}
     if has_extra:
         counts["extra_topk_length"] = int32(device, kinds[1][3])
-    if not has_kernel(device, dim):
-        return refuses(queries, kinds[0][0], **options)
     for extra_options, by_length in (({}, False), ({**counts, "attn_sink": sink}, True)):
         out, lse = decode(queries, kinds[0][0], **options, **extra_options)
         assert out.shape == (2, 3, nheads, 512) and lse.shape == (2, nheads, 3)
@@ -172,10 +157,7 @@ def test_sparse_decoding(device, row_bytes, has_extra):
 def test_dense_decoding_over_fp8_rows(device, row_bytes):
     cache, held = fp8_cache(normal(device, 4, 16, 512 if row_bytes == 584 else 576), row_bytes)
     q, table = normal(device, 1, 2, 16, held.shape[-1]), int32(device, [[2, 0, 3]])
-    call = {"causal": True, "is_fp8_kvcache": True}
-    if not has_kernel(device, held.shape[-1]):
-        return refuses(q, cache, table, int32(device, [40]), **call)
-    out, lse = decode(q, cache.view(torch.int8), table, int32(device, [40]), **call)
+    out, lse = decode(q, cache.view(torch.int8), table, int32(device, [40]), causal=True, is_fp8_kvcache=True)
     check(out[0], lse[0], q[0], held[table[0].long()].flatten(0, 1)[:40], causal=True)
 
 
@@ -240,13 +222,13 @@ def test_errors(device):
 
 
 @pytest.mark.devices("cpu")
-def test_refused_where_no_kernel_is(device):
-    """By the names of these functions, before the metadata takes the sizes of the call."""
+def test_sizes_on_cuda(device):
+    """Those without kernels are refused by the names of these functions, before the metadata takes them."""
     with FakeTensorMode():
         q, cache, meta = normal("cuda", 1, 1, 4, 576), normal("cuda", 2, 16, 1, 576), get_mla_metadata()[0]
         table, lengths, indices = int32("cuda", [[0, 1]]), int32("cuda", [20]), int32("cuda", [[[0, 1]]])
         for message, heads_k, head_dim_v, scale in (
-            ("q: expected head dim 576 with head_dim_v 512 on cuda, got 576 with head_dim_v 500", 1, 500, 1.0),
+            ("q: expected head dim 512 or 576 with head_dim_v 512 on cuda, got 576 with head_dim_v 500", 1, 500, 1.0),
             ("k_cache: expected one K/V head on cuda, got 2", 2, 512, 1.0),
             ("softmax_scale: expected a number above 0 on cuda, got -1.0", 1, 512, -1.0),
         ):
@@ -254,8 +236,10 @@ def test_refused_where_no_kernel_is(device):
                 rows = cache.expand(-1, -1, heads_k, -1)
                 flash_mla_with_kvcache(q, rows, table, lengths, head_dim_v, meta, softmax_scale=scale)
         assert not meta.have_initialized
+        out, lse = flash_mla_with_kvcache(q[..., :512], cache[..., :512], table, lengths, 512, meta)
+        assert out.shape == (1, 1, 4, 512) and lse.shape == (1, 4, 1)
         for message, d_v, scale in (
-            ("q: expected head dim 576 with d_v 512 on cuda, got 576 with d_v 64", 64, 1.0),
+            ("q: expected head dim 512 or 576 with d_v 512 on cuda, got 576 with d_v 64", 64, 1.0),
             ("sm_scale: expected a number above 0 on cuda, got 0.0", 512, 0.0),
         ):
             with pytest.raises(NotImplementedError, match=f"^{message}"):
