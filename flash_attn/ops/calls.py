@@ -36,7 +36,7 @@ def unpack(q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None) -> t
 
 def rows_contiguous(x: torch.Tensor) -> torch.Tensor:
     """x with a contiguous last dimension, copied if it has to be."""
-    return x if has_contiguous_rows(x) else x.contiguous()
+    return x if x.is_contiguous() or has_contiguous_rows(x) else x.contiguous()
 
 
 def has_contiguous_rows(x: torch.Tensor) -> bool:
@@ -67,15 +67,31 @@ def forward(args: AttentionArgs, backend: Any = None, out: torch.Tensor | None =
     out: for the result, if given. A call that makes copies of 8-bit tensors returns another tensor.
     """
     backend = backend or backends.of(args.q)
-    if not args.is_scaled():
-        return _forward(args, backend, {}, out)
-    if args.q.is_cpu:
-        scaled.check_unpacked(args)
-        return _forward(args, backend, args.scaling(), out)
-    scaled.check(args)
-    if scaled.needs_copies(args):
-        return scaled.attend_copies(args, lambda copies: _forward(copies, backend, {}))
-    return _forward(args, backend, scaled.by_name(args), out)
+    named = args.named()
+    if args.is_scaled():
+        if args.q.is_cpu:
+            scaled.check_unpacked(args)
+            named.update(args.scaling())
+        else:
+            scaled.check(args)
+            if scaled.needs_copies(args):
+                return scaled.attend_copies(args, lambda copies: forward(copies, backend))
+            named.update(scaled.by_name(args))
+    q, k, v = args.q, args.k, args.v
+    if v is None or k is None:
+        q, k, v = unpack(q, k, v)
+    if args.cu_seqlens_q is None:
+        return _flash_attn_forward(
+            q, k, v, args.dropout_p, args.softmax_scale, args.causal, args.window_left, args.window_right,
+            args.softcap, args.alibi_slopes, args.return_softmax, out=out, return_max_logit=args.return_max_logit,
+            batch_invariant=args.batch_invariant, flash_attn_gpu=backend, named=named,
+        )  # fmt: skip
+    return _flash_attn_varlen_forward(
+        q, k, v, args.cu_seqlens_q, args.cu_seqlens_k, args.max_seqlen_q, args.max_seqlen_k, args.dropout_p,
+        args.softmax_scale, args.causal, args.window_left, args.window_right, args.softcap, args.alibi_slopes,
+        args.return_softmax, args.block_table, args.leftpad_k, args.seqused_k, out=out,
+        return_max_logit=args.return_max_logit, batch_invariant=args.batch_invariant, flash_attn_gpu=backend, named=named,
+    )  # fmt: skip
 
 
 def forward_into(
@@ -104,25 +120,69 @@ def _has_copies(args: AttentionArgs, inputs: tuple[torch.Tensor, ...]) -> bool:
     )  # fmt: skip
 
 
-def _forward(
-    args: AttentionArgs, backend: Any, scaling: dict[str, Any], out: torch.Tensor | None = None
+def _flash_attn_forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dropout_p: float,
+    softmax_scale: float,
+    causal: bool,
+    window_size_left: int,
+    window_size_right: int,
+    softcap: float,
+    alibi_slopes: torch.Tensor | None,
+    return_softmax: bool,
+    *,
+    flash_attn_gpu: Any,
+    out: torch.Tensor | None,
+    return_max_logit: bool,
+    batch_invariant: bool,
+    named: dict[str, Any],
 ) -> tuple[torch.Tensor, ...]:
-    """scaling: what only calls with 8-bit tensors have, by name. out: written and returned."""
-    q, k, v = map(rows_contiguous, unpack(args.q, args.k, args.v))
-    if args.cu_seqlens_q is None:
-        result = backend.fwd(
-            q, k, v, out, args.alibi_slopes, args.dropout_p, args.softmax_scale, args.causal, args.window_left,
-            args.window_right, args.softcap, args.return_softmax, None, args.return_max_logit,
-            args.batch_invariant, **args.named(), **scaling,
-        )  # fmt: skip
-    else:
-        result = backend.varlen_fwd(
-            q, k, v, out, _index("cu_seqlens_q", args.cu_seqlens_q), _index("cu_seqlens_k", args.cu_seqlens_k),
-            _index("seqused_k", args.seqused_k), _index("leftpad_k", args.leftpad_k),
-            _index("block_table", args.block_table), args.alibi_slopes, args.max_seqlen_q, args.max_seqlen_k,
-            args.dropout_p, args.softmax_scale, False, args.causal, args.window_left, args.window_right, args.softcap,
-            args.return_softmax, None, 0, args.return_max_logit, args.batch_invariant, **args.named(), **scaling,
-        )  # fmt: skip
+    """Dense forward by FlashAttention-2's arguments. flash_attn_gpu: the backend. named: the options that it takes by
+    name, of those that are given."""
+    q, k, v = rows_contiguous(q), rows_contiguous(k), rows_contiguous(v)
+    result = flash_attn_gpu.fwd(
+        q, k, v, out, alibi_slopes, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap,
+        return_softmax, None, return_max_logit, batch_invariant, **named,
+    )  # fmt: skip
+    return tuple(result)
+
+
+def _flash_attn_varlen_forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float,
+    softmax_scale: float,
+    causal: bool,
+    window_size_left: int,
+    window_size_right: int,
+    softcap: float,
+    alibi_slopes: torch.Tensor | None,
+    return_softmax: bool,
+    block_table: torch.Tensor | None,
+    leftpad_k: torch.Tensor | None,
+    seqused_k: torch.Tensor | None,
+    *,
+    flash_attn_gpu: Any,
+    out: torch.Tensor | None,
+    return_max_logit: bool,
+    batch_invariant: bool,
+    named: dict[str, Any],
+) -> tuple[torch.Tensor, ...]:
+    """`_flash_attn_forward` of packed sequences."""
+    q, k, v = rows_contiguous(q), rows_contiguous(k), rows_contiguous(v)
+    result = flash_attn_gpu.varlen_fwd(
+        q, k, v, out, _index("cu_seqlens_q", cu_seqlens_q), _index("cu_seqlens_k", cu_seqlens_k),
+        _index("seqused_k", seqused_k), _index("leftpad_k", leftpad_k), _index("block_table", block_table),
+        alibi_slopes, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, False, causal, window_size_left,
+        window_size_right, softcap, return_softmax, None, 0, return_max_logit, batch_invariant, **named,
+    )  # fmt: skip
     return tuple(result)
 
 
