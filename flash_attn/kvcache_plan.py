@@ -70,7 +70,7 @@ class KvCachePlan:
         sizes = (cache_seqlens.numel(), seqlen_q, seqlen_new, nheads, nheads_k, head_dim, seqlen_cache)
         self._sizes = tuple(
             arguments.integer(name, size, least=int(name == "head_dim")) for name, size in zip(_SIZES, sizes)
-        )  # fmt: skip
+        )
         self._check_heads(*self._sizes[3:6])
         self._window = arguments.normal_window(arguments.flag("causal", causal), window_size)
         self.num_splits = arguments.integer("num_splits", num_splits, least=0)

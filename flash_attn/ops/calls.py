@@ -89,8 +89,8 @@ def forward(args: AttentionArgs, backend: Any = None, out: torch.Tensor | None =
     return _flash_attn_varlen_forward(
         q, k, v, args.cu_seqlens_q, args.cu_seqlens_k, args.max_seqlen_q, args.max_seqlen_k, args.dropout_p,
         args.softmax_scale, args.causal, args.window_left, args.window_right, args.softcap, args.alibi_slopes,
-        args.return_softmax, args.block_table, args.leftpad_k, args.seqused_k, out=out,
-        return_max_logit=args.return_max_logit, batch_invariant=args.batch_invariant, flash_attn_gpu=backend, named=named,
+        args.return_softmax, args.block_table, args.leftpad_k, args.seqused_k, out=out, flash_attn_gpu=backend,
+        return_max_logit=args.return_max_logit, batch_invariant=args.batch_invariant, named=named,
     )  # fmt: skip
 
 
