@@ -101,13 +101,13 @@ def packed_attention(
     v_descale: Tensor | None = None,
     names: tuple[str, str, str] = ("q", "k", "v"),
 ) -> tuple[Tensor, Tensor]:
-    """(out (total_q, nheads, head_dim_v), lse (nheads, total_q)) of packed queries, as `flash_attn_varlen_func`.
+    """(out (total_q, nheads, head_dim_v), lse (nheads, total_q)) of packed queries.
 
     Forward only. k and v: packed with cu_seqlens_k, pages with block_table, or a batch (batch, seqlen_k, nheads_k,
     head_dim); of the last two seqused_k says how many keys there are, all of them where it is None. out: written and
     returned. max_seqlen_q and max_seqlen_k need not be right. sm_margin: multiprocessors left to other kernels.
-    Descales: as there, of 8-bit tensors; those of wider tensors have no effect, servers pass them too. names: those of
-    q, k and v in errors.
+    Descales: (batch, nheads_k) of 8-bit tensors; those of 16-bit tensors, which servers pass too, have no effect.
+    names: those of q, k and v in errors.
     """
     arguments.check_tensors((*names, "cu_seqlens_q"), (q, k, v, cu_seqlens_q))
     arguments.check_optional_tensors(

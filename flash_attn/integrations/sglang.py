@@ -131,8 +131,15 @@ def flash_attn_with_kvcache(
         q: (total_q, nheads, head_dim) with cu_seqlens_q, or (batch, seqlen_q, nheads, head_dim).
         k_cache, v_cache: pages with page_table, else (batch_cache, seqlen_cache, nheads_k, head_dim). v_cache may have
             another head dim where there are no new keys.
-        k, v, rotary_cos, rotary_sin, cache_batch_idx, rotary_interleaved: as in `flash_attn.flash_attn_with_kvcache`,
-            with queries in a batch.
+        k, v: (batch, seqlen_new, nheads_k, head_dim) new rows, appended in place at cache_seqlens; q is then a batch.
+        rotary_cos, rotary_sin: (seqlen_rotary, rotary_dim / 2) of q's dtype. Rotate q, which is then a batch, and k.
+        cache_seqlens: int, or int32 or int64 (batch,). Keys of each sequence, without the new ones.
+        cache_batch_idx: int32 or int64 (batch,). The cache row of each sequence, for q in a batch.
+        cache_leftpad: int32 (batch,). Rows of padding before the keys; cache_seqlens includes them.
+        page_table: int32 (batch, max_pages). The pages of each sequence.
+        cu_seqlens_q: int32 or int64 (batch + 1,). Sequence i has the rows cu_seqlens_q[i] to cu_seqlens_q[i + 1] of q.
+        window_size: (left, right), -1 for unbounded. softcap: 0 for none, else softcap * tanh(score / softcap).
+        rotary_interleaved: pairs of features (2c, 2c + 1), else (c, c + rotary_dim / 2).
         cu_seqlens_k_new: without k no effect, and none have scheduler_metadata, pack_gqa, max_seqlen_q and
             max_seqlen_k, aux_tensors and rel_bias_prep_cache.
         q_descale, k_descale, v_descale: (batch, nheads_k), of float8_e4m3fn q, k_cache and v_cache; None is 1. No
@@ -216,8 +223,28 @@ def flash_attn_varlen_func(
 ) -> TensorOrTuple:
     """Attention of packed queries over packed keys or pages, as SGLang calls it: forward only.
 
-    num_splits, whose default here is 1, has no effect; everything else is as in `flash_attn_with_kvcache` above, and
-    seqused_q and seqused_k as in `flash_attn.flash_attn_varlen_func`.
+    Arguments:
+        q: (total_q, nheads, head_dim)
+        k, v: (total_k, nheads_k, head_dim) with cu_seqlens_k, or pages (num_pages, page_size, nheads_k, head_dim) with
+            page_table and seqused_k. v may have another head dim.
+        cu_seqlens_q, cu_seqlens_k: int32 or int64 (batch + 1,). Sequence i has the rows cu_seqlens[i] to
+            cu_seqlens[i + 1].
+        seqused_q, seqused_k: int32 or int64 (batch,). How many of the first rows of each sequence are in use.
+        page_table: int32 (batch, max_pages). The pages of each sequence.
+        softmax_scale: float, 1 / sqrt(head_dim) if None. causal: query i of sq sees the keys up to i + sk - sq.
+        window_size: (left, right), -1 for unbounded. softcap: 0 for none, else softcap * tanh(score / softcap).
+        q_descale, k_descale, v_descale: (batch, nheads_k), of float8_e4m3fn q, k and v; None is 1. No effect on those
+            of 16-bit ones.
+        sinks: (nheads,). A logit of each query head in the softmax.
+        sm_margin: int. Multiprocessors left to other kernels, where the grid is persistent.
+        out: (total_q, nheads, head_dim_v). Receives the result and is returned.
+        max_seqlen_q, max_seqlen_k, num_splits, pack_gqa, aux_tensors, rel_bias_prep_cache: no effect on the result.
+
+    Returns out, or with return_softmax_lse (out, softmax_lse, two empty tensors): softmax_lse (nheads, total_q)
+    float32, natural logarithm, -inf in rows without keys.
+
+    Raises NotImplementedError, by name, for qv, only_qv, attention_chunk, score_mod, mask_mod, sfq, sfk, sfv, rel_bias,
+    a ver other than 3, float8_e5m2 and other 8-bit tensors without kernels.
     """
     _reject_scores(qv, only_qv, attention_chunk, score_mod, mask_mod, rel_bias, ver)
     reject(sfq=sfq, sfk=sfk, sfv=sfv)

@@ -164,13 +164,16 @@ def attention(
         value: (batch, heads_k, seqlen_k, head_dim_v)
         attention_mask: None, or (batch, columns) of which tokens are there, in a cache and in the batch: the queries
             are the last ones.
-        dropout, scaling, softcap: as dropout_p, softmax_scale and softcap of `flash_attn_func`.
+        dropout: float in [0, 1). Probability of dropping a weight.
+        scaling: float or None, which is 1 / sqrt(head_dim). Multiplies the scores.
+        softcap: float or None. Scores become softcap * tanh(score / softcap).
         sliding_window: int. Keys that a query sees, itself included; without causal on both sides.
         s_aux: (heads,), sinks.
         position_ids: (batch or 1, seqlen_q). Packed sequences of a row, where there are no mask and no cached keys:
             one begins wherever a position is not one more than the one before.
         cu_seq_lens_q, cu_seq_lens_k: (sequences + 1,). Packed sequences, given explicitly.
-        k_cache, v_cache, block_table, cache_seqlens: as in `flash_attn_with_kvcache`, set by a paged cache's update():
+        k_cache, v_cache: (num_pages, page_size, heads_k, head_dim) of query's dtype, block_table: int32 (batch,
+            max_pages), cache_seqlens: int32 (batch,), keys before the new ones. A paged cache's update() sets these:
             key and value are appended, and each row of the batch attends over its pages.
         position_bias: (1 or batch, heads, seqlen_q, seqlen_k), added to the scores, as T5 has it; where the backend
             takes an attn_bias, without packed sequences and pages.
