@@ -126,6 +126,7 @@ def family(request, device, monkeypatch):
 FEATURES = {"full": {}, "causal": {"causal": True}, "window": {"window": (60, 20)}}
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("batch", (3, 40))
 @pytest.mark.parametrize("features", FEATURES)
 @pytest.mark.parametrize("contents", CONTENTS, ids=lambda function: function.__name__)

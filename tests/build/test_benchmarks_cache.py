@@ -44,6 +44,7 @@ def test_flops_count_the_visible_keys():
     assert row.flops() == 4 * 3 * 8 * 32 * (49 + 50)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 @pytest.mark.parametrize("name", ("ours", "sdpa_flash", "sdpa_math"))
 @pytest.mark.parametrize("timing", ("event", "graph"))
