@@ -367,9 +367,10 @@ class AttentionMask:
 
     def to(self, device: torch.device | str) -> AttentionMask:
         """The mask on a device; itself where it is there."""
-        if self.device == torch.device(device):
+        tensors = self.factors.tensors()
+        moved: dict[str, Any] = {name: x.to(device) for name, x in tensors.items()}
+        if all(moved[name] is x for name, x in tensors.items()):
             return self
-        moved: dict[str, Any] = {name: x.to(device) for name, x in self.factors.tensors().items()}
         return AttentionMask(self.factors._replace(**moved), self.seqlen_q, self.seqlen_k)
 
     def sequence(self, q0: int, q1: int, k0: int, k1: int) -> AttentionMask:

@@ -29,7 +29,7 @@ def check_tensor(name: str, x: object, dtypes: tuple[torch.dtype, ...], axes: tu
         raise TypeError(f"{name}: expected a Tensor, got {type(x).__name__}")
     names = "an integer dtype" if dtypes == INTEGERS else f"dtype {' or '.join(dtype_name(d) for d in dtypes)}"
     require(x.dtype in dtypes, name, names, dtype_name(x.dtype))
-    ranks = [a.count(",") + 1 for a in axes]
+    ranks = [len(a.split(",")) if a else 0 for a in axes]
     require(x.dim() in ranks, name, f"shape {' or '.join(f'({a})' for a in axes)}", list(x.shape))
 
 

@@ -16,7 +16,7 @@ from cases import Case
 from harness import captured, check_forward, expected, make_problem, run
 from reference import assert_accurate
 
-from flash_attn import flash_attn_func
+from flash_attn import flash_attn_func, flash_attn_varlen_func
 
 pytestmark = pytest.mark.devices("cuda")
 
@@ -80,6 +80,20 @@ def test_families_are_as_many(hopper, run_family):
     outs = [run_family(problem, family)[0] for family in FORCED]
     assert not any(torch.equal(a, b) for a, b in itertools.combinations(outs, 2))
     assert torch.equal(run_family(problem, "")[0], outs[1])  # 128 row blocks
+
+
+@pytest.mark.parametrize("window", ((-1, -1), (-1, 0), (90, 40)), ids=str)
+@pytest.mark.parametrize("head_dim", (64, 128))
+def test_tiles_without_a_schedule_have_equal_bits(hopper, monkeypatch, head_dim, window):
+    """Of one wave of row blocks, dense calls take the kernel without a schedule, packed ones the other."""
+    problem = make_problem(Case(3, 300, 420, 8, 2, head_dim, DTYPE, window=window), hopper)
+    tensors, options = (problem.q, problem.k, problem.v), {"window_size": window, "return_attn_probs": True}
+    ends = [torch.arange(4, device=hopper, dtype=torch.int32) * n for n in (300, 420)]
+    monkeypatch.setenv("FLASH_ATTN_FAMILY", "wgmma:1")
+    out, lse, _ = flash_attn_func(*tensors, **options)
+    packed = flash_attn_varlen_func(*(x.flatten(0, 1) for x in tensors), *ends, 300, 420, **options)
+    assert torch.equal(out.flatten(0, 1), packed[0])
+    assert torch.equal(lse, packed[1].view(8, 3, 300).transpose(0, 1))
 
 
 @pytest.mark.parametrize("family", FORCED)

@@ -110,8 +110,8 @@ def cache_batch_idx(call):
 
 
 def rotary(call):
-    """With one new row of each sequence, which needs a place: the last of SK."""
-    call.rotary = tuple(call.rand(SK, ROTARY // 2).to(torch.float16) for _ in range(2))
+    """With one new row of each sequence, which needs a place: the last of SK. Causal queries have later positions."""
+    call.rotary = tuple(call.rand(SK + SQ, ROTARY // 2).to(torch.float16) for _ in range(2))
     call.given.update(zip(("rotary_cos", "rotary_sin"), call.rotary))
     call.given["rotary_interleaved"] = False
     call.changes = True
@@ -309,7 +309,7 @@ def append_rotated(call, i, stop, q, k, v):
     new_k, new_v = (x[i : i + 1].double() for x in call.tensors["new"])
     k, v = k.clone(), v.clone()
     k[:, stop - 1 :], v[:, stop - 1 :] = rotated(new_k, cos, sin, torch.tensor([stop - 1]), False), new_v
-    return rotated(q, cos, sin, position.clamp(max=SK - 1), False), k, v
+    return rotated(q, cos, sin, position, False), k, v
 
 
 NEEDED = {"v_descale_axis": ("v_descale",), "rotary_cos": ("rotary_sin", "rotary_interleaved", "k", "v")}

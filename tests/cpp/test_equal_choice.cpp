@@ -46,10 +46,13 @@ FwdProblem packed(const FwdProblem& dense) {
   return problem;
 }
 
-// What bits depend on: the kernel, and its KV splits.
+// What bits depend on: the kernel, and its KV splits. kDirect computes what kOneWave does.
 bool same_arithmetic(const FwdPlan& a, const FwdPlan& b) {
-  return a.family == b.family && a.variant == b.variant && a.head_dim == b.head_dim && a.block_m == b.block_m &&
-         a.block_n == b.block_n && a.num_splits == b.num_splits && a.unmasked_blocks == b.unmasked_blocks;
+  using flash::plan::FwdVariant;
+  const auto computed = [](FwdVariant own) { return own == FwdVariant::kDirect ? FwdVariant::kOneWave : own; };
+  return a.family == b.family && computed(a.variant) == computed(b.variant) && a.head_dim == b.head_dim &&
+         a.block_m == b.block_m && a.block_n == b.block_n && a.num_splits == b.num_splits &&
+         a.unmasked_blocks == b.unmasked_blocks;
 }
 
 // What decides the split points of the decode kernels and the order of the combine. `work`: n_blocks of the linearised

@@ -10,8 +10,8 @@ namespace {
 using namespace flash::plan;
 using namespace flash::plan::fwd_feature;
 
-constexpr const char* kVariantNames[kNumFwdVariants] = {"plain",  "short",    "dropout", "score_mod",
-                                                        "masked", "one_wave", "softcap", "alibi"};
+constexpr const char* kVariantNames[kNumFwdVariants] = {"plain",    "short",   "dropout", "score_mod", "masked",
+                                                        "one_wave", "softcap", "alibi",   "direct"};
 constexpr int kHeadDims[kNumSm90FwdHeadDims] = {64, 96, 128, 192, 256};
 
 struct NamedFeature {
@@ -68,6 +68,7 @@ void check_conflicts() {
   fails(0, FwdVariant::kPlain, 2);
   fails(0, FwdVariant::kDropout);
   fails(0, FwdVariant::kOneWave);
+  fails(0, FwdVariant::kDirect);  // two Q stages
   for (const Feature alone :
        {kHasStoreWarp, kSpeculativeOnMasked, kExpAfterPvWait, kCheckBoundByNorm, kPackedDropout, kRandomBitsInPv}) {
     fails(alone, FwdVariant::kPlain);
@@ -80,6 +81,12 @@ void check_conflicts() {
     check::that(fwd_policy_conflict(other, {other.head_dim, features, 1}, FwdVariant::kPlain) != nullptr,
                 "a conflict with the tile is found", other.block_m, other.block_n, other.kv_stages, features);
   };
+  const Sm90FwdTile direct = sm90_fwd_tile(128, FwdVariant::kDirect);
+  check::that(fwd_policy_conflict(direct, {128, 0, 1}, FwdVariant::kDirect) == nullptr, "one Q");
+  for (const Feature of_several_tiles : {kIssueNextQkEarly, kFetchNextTileLate, kSplitKv}) {
+    check::that(fwd_policy_conflict(direct, {128, of_several_tiles, 1}, FwdVariant::kDirect) != nullptr, "one tile",
+                of_several_tiles);
+  }
   const FwdVariant plain = FwdVariant::kPlain;
   fails_on(sm90_fwd_tile(256, plain), kIssueNextQkEarly);                 // one Q stage
   fails_on(sm90_fwd_tile(64, plain), kIssueNextQkEarly | kHasStoreWarp);  // overlaps

@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 
 import torch
-from fp8_cache_harness import call, eight_bit_problem, of_lse
-from fp8_harness import E4M3, INT8, LSE, PLAIN, lse_error, relative_rmse
+from fp8_cache_harness import call, eight_bit_problem
+from fp8_cache_harness import check as check_values
+from fp8_harness import E4M3, INT8, LSE, PLAIN, dequantized, lse_error, relative_rmse
 from harness import on_cpu
 from kvcache_harness import KvCase, check_append, check_attention, make_problem, plan_for, run
 
@@ -110,13 +111,9 @@ def check_eight_bit(case, stored, shape, options, device, planned):
 def check_e4m3_queries(case, out_dtype, device):
     problem, *descales = eight_bit_problem(case, device, E4M3, "head")
     problem.q = problem.q.to(E4M3)
-    options = {"q_descale": torch.linspace(0.3, 0.9, case.nheads, device=device), "out_dtype": out_dtype}
-    reference, references = on_cpu(problem.clone()), [x.cpu() for x in descales]
-    on_host = {**options, "q_descale": options["q_descale"].cpu()}
-    expected, expected_lse = call(reference, "cpu", *references, **on_host)
-    out, lse = call(problem, device, *descales, **options)
-    assert relative_rmse(out.cpu(), expected) < PLAIN
-    assert lse_error(lse.cpu(), expected_lse) < of_lse(problem, device, options["q_descale"], descales[0])
+    q_descale = torch.linspace(0.3, 0.9, case.nheads, device=device)
+    out, lse = call(problem, device, *descales, q_descale=q_descale, out_dtype=out_dtype)
+    check_values(problem, out, lse, *descales, dequantized(problem.q, q_descale), PLAIN, q_descale)
 
 
 def check_eight_bit_misfits(page_size, device):

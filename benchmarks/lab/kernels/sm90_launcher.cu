@@ -31,6 +31,7 @@ plan::FwdPlan make_plan(const DenseSizes& sizes, const plan::Device& device) {
   made.block_m = Config::kBlockM;
   made.block_n = Config::kBlockN;
   made.consumer_groups = Config::kConsumerGroups;
+  made.threads = Config::kThreads;
   made.smem_bytes = plan::sm90_fwd_smem_bytes(Config::kTile, Config::kVariant, kDtype);
   made.num_work_tiles = problem.blocks(Config::kBlockM);
   made.grid = made.num_work_tiles < device.multiprocessors ? made.num_work_tiles : device.multiprocessors;

@@ -98,7 +98,7 @@ inline FwdPlan plan_fp8_fwd(const FwdProblem& problem, const Device& device) {
   plan.block_n = tile.block_n;
   plan.kv_stages = tile.kv_stages;
   plan.q_stages = tile.q_stages;
-  plan.threads = sm90_fwd_threads(tile);
+  plan.threads = sm90_fwd_threads(tile, plan.variant);
   plan.smem_bytes = sm90_fp8_fwd_smem_bytes(tile);
   plan.num_work_tiles = product(m_blocks(problem.is_varlen, problem.is_varlen ? static_cast<int>(problem.batch) : 1,
                                          static_cast<int>(problem.seqlen_q), tile.block_m),

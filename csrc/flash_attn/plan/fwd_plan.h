@@ -133,11 +133,20 @@ constexpr FwdVariant score_mod_variant(const FwdProblem& problem) {
                                                   : FwdVariant::kScoreMod;
 }
 
+// Whether a call of one wave needs no schedule: each CTA finds its m_block and its keys from blockIdx.
+constexpr bool runs_direct(const FwdProblem& problem, const Device& device, const FamilyChoice& choice, int head_dim) {
+  const bool is_dense = !problem.is_varlen && !problem.has_key_ranges && !problem.is_paged;
+  return sm90_has_variant(head_dim, FwdVariant::kDirect) && choice.num_splits == 1 && is_dense &&
+         problem.blocks(sm90_fwd_tile(head_dim, FwdVariant::kDirect).block_m) <= device.multiprocessors;
+}
+
 inline FwdVariant sm90_variant(const FwdProblem& problem, const Device& device, const FamilyChoice& choice,
                                int head_dim) {
   if (problem.has_score_mod()) return score_mod_variant(problem);
   if (problem.has_dropout) return FwdVariant::kDropout;
-  if (choice.num_splits > 1 || choice.is_one_wave) return FwdVariant::kOneWave;
+  if (choice.num_splits > 1 || choice.is_one_wave) {
+    return runs_direct(problem, device, choice, head_dim) ? FwdVariant::kDirect : FwdVariant::kOneWave;
+  }
   if (sm90_has_variant(head_dim, FwdVariant::kShort)) {
     const Sm90FwdTile plain = sm90_fwd_tile(head_dim, FwdVariant::kPlain);
     const Sm90FwdTile short_tile = sm90_fwd_tile(head_dim, FwdVariant::kShort);
@@ -199,7 +208,7 @@ inline FwdPlan plan_fwd_wgmma(const FwdProblem& problem, const Device& device, c
   plan.kv_stages = tile.kv_stages;
   plan.q_stages = tile.q_stages;
   plan.consumer_groups = tile.consumer_groups;
-  plan.threads = sm90_fwd_threads(tile);
+  plan.threads = sm90_fwd_threads(tile, plan.variant);
   plan.smem_bytes = sm90_fwd_smem_bytes(tile, plan.variant, problem.dtype);
   const int64_t tiles_of_head = m_blocks(problem.is_varlen, problem.is_varlen ? static_cast<int>(problem.batch) : 1,
                                          static_cast<int>(problem.seqlen_q), tile.block_m);
@@ -207,7 +216,8 @@ inline FwdPlan plan_fwd_wgmma(const FwdProblem& problem, const Device& device, c
   if (plan.num_work_tiles > kMaxWorkTiles) return plan;  // too many
   plan.grid = plan.num_work_tiles < device.multiprocessors ? plan.num_work_tiles : device.multiprocessors;
   set_tile_order(plan, problem, device);
-  plan.pdl = plan.variant == FwdVariant::kOneWave || plan.num_splits > 1 || problem.is_varlen || plan.is_dynamic;
+  const bool is_one_wave = plan.variant == FwdVariant::kOneWave || plan.variant == FwdVariant::kDirect;
+  plan.pdl = is_one_wave || plan.num_splits > 1 || problem.is_varlen || plan.is_dynamic;
   if (problem.is_paged && problem.seqlen_k > 0 && problem.fits_page_maps) {
     plan.page_box_rows = page_box_rows(problem.page_size, tile.block_n);
   }

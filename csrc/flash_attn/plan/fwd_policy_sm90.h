@@ -62,7 +62,7 @@ struct FwdPolicy {
   constexpr bool has(fwd_feature::Feature feature) const { return (features & feature) != 0; }
 };
 
-constexpr int kNumFwdVariants = 8;
+constexpr int kNumFwdVariants = 9;
 constexpr int kNumSm90FwdHeadDims = kNumHeadDims - kSm90FirstHeadDim;
 
 namespace fwd_policy_table {
@@ -138,6 +138,14 @@ constexpr FwdPolicy kRows[kNumFwdVariants][kNumSm90FwdHeadDims] = {
         {192, kSplitKv | kExpBeforePvWait | kSpeculativeExp | kIntFlags, 1},
         {256, kSplitKv | kExpBeforePvWait | kSpeculativeExp | kIntFlags, 1},
     },
+    // kDirect: those of kOneWave that concern one tile
+    {
+        {64, kPingPong | kMaskBoundsInRegs | kIntFlags, 1},
+        {96, 0, 0},
+        {128, kMaskBoundsInRegs | kSpeculativeAfterPv | kIntFlags, 1},
+        {192, 0, 0},
+        {256, 0, 0},
+    },
 };
 
 // kSm90ValueDimTile, kPlain.
@@ -177,7 +185,7 @@ constexpr FwdMeasurement kFwdMeasurements[] = {
     {fwd_feature::kSpeculativeOnMasked, kAllFwdVariants, "d 128 window 1024 320 to 316.2 kclk"},
     {fwd_feature::kExpAfterPvWait, kAllFwdVariants, "without it d 64 full 0.908, causal 0.935 as fast (H100)"},
     {fwd_feature::kCheckBoundByNorm, kAllFwdVariants, "d 128 cap 30 0.763 to 0.794 of plain"},
-    {fwd_feature::kPingPong, variant_bit(FwdVariant::kOneWave),
+    {fwd_feature::kPingPong, variant_bit(FwdVariant::kOneWave) | variant_bit(FwdVariant::kDirect),
      "d 64, a head of 16384: 139 or 182 by chance to 141 us"},
     {fwd_feature::kPingPong, variant_bit(FwdVariant::kDropout), "d 128 0.648 to 0.736 of plain, with the bits in P V"},
     {fwd_feature::kPackedDropout, kAllFwdVariants, "d 128 full s 8192 3189 to 2228 us"},
@@ -227,6 +235,11 @@ constexpr const char* fwd_policy_conflict(const Sm90FwdTile& tile, const FwdPoli
   if (policy.has(kRandomBitsInPv) && !policy.has(kPackedDropout)) return "no random bits";
   if (policy.has(kPingPong) && (tile.consumer_groups != 1 || warpgroups < 2)) return "one warpgroup cannot alternate";
   if (variant == FwdVariant::kOneWave && !policy.has(kSplitKv)) return "splits have no other kernel";
+  if (variant == FwdVariant::kDirect) {
+    if (early || policy.has(kHasStoreWarp) || policy.has(kFetchNextTileLate)) return "there is no next tile";
+    if (tile.q_stages != 1 || tile.consumer_groups != 1 || tile.o_cols > 0) return "one tile needs one Q";
+    if (policy.has(kSplitKv)) return "splits are work tiles";
+  }
   return nullptr;
 }
 

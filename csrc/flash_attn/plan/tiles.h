@@ -26,7 +26,8 @@ constexpr int kNumHeadDims = 6;
 // kMasked: in the wgmma family, masked calls of head dims with a separate tile for them; kPlain has no mask there.
 // kOneWave: in the wgmma family, in place of kPlain and kShort, for calls with at most one wave of m_blocks and for KV
 // splits. The variants with score modifiers do both, kDropout calls of one wave.
-enum class FwdVariant { kPlain, kShort, kDropout, kScoreMod, kMasked, kOneWave, kSoftcap, kAlibi };
+// kDirect: kOneWave's tile, for the calls among them that need no schedule: dense, without splits and pages.
+enum class FwdVariant { kPlain, kShort, kDropout, kScoreMod, kMasked, kOneWave, kSoftcap, kAlibi, kDirect };
 
 constexpr const char* variant_name(FwdVariant variant) {
   switch (variant) {
@@ -38,6 +39,7 @@ constexpr const char* variant_name(FwdVariant variant) {
     case FwdVariant::kOneWave: return "one_wave";
     case FwdVariant::kSoftcap: return "softcap";
     case FwdVariant::kAlibi: return "alibi";
+    case FwdVariant::kDirect: return "direct";
   }
   return "";
 }
@@ -171,15 +173,20 @@ constexpr Sm90FwdTile sm90_fwd_tile(int head_dim, FwdVariant variant) {
     if (head_dim_index(head_dim) == head_dim_index(kSm90MaskedTile.head_dim)) return kSm90MaskedTile;
     variant = FwdVariant::kPlain;
   }
-  if (variant == FwdVariant::kOneWave) return kSm90OneWaveTiles[head_dim_index(head_dim) - kSm90FirstHeadDim];
+  if (variant == FwdVariant::kOneWave || variant == FwdVariant::kDirect) {
+    Sm90FwdTile tile = kSm90OneWaveTiles[head_dim_index(head_dim) - kSm90FirstHeadDim];
+    if (variant == FwdVariant::kDirect) tile.q_stages = 1, tile.overlaps = false;
+    return tile;
+  }
   if (modifies_scores(variant)) variant = FwdVariant::kScoreMod;
   return kSm90FwdTiles[static_cast<int>(variant)][head_dim_index(head_dim) - kSm90FirstHeadDim];
 }
 
-// Whether kernels of a tile read paged K and V: two consumer groups, and dropout, leave no warps for it; rows are
-// looked up 32 at a time.
+// Whether kernels of a tile read paged K and V: two consumer groups, and dropout, leave no warps for it, and kDirect
+// has none; rows are looked up 32 at a time.
 constexpr bool sm90_reads_pages(const Sm90FwdTile& tile, FwdVariant variant) {
-  return tile.consumer_groups == 1 && variant != FwdVariant::kDropout && tile.block_n % 32 == 0;
+  return tile.consumer_groups == 1 && variant != FwdVariant::kDropout && variant != FwdVariant::kDirect &&
+         tile.block_n % 32 == 0;
 }
 
 // Whether masked calls of this head dim have a separate tile.
@@ -196,12 +203,13 @@ constexpr bool sm90_has_variant(int head_dim, FwdVariant variant) {
   if (variant == FwdVariant::kShort) {
     return own.consumer_groups != plain.consumer_groups || own.block_m != plain.block_m;
   }
+  if (variant == FwdVariant::kDirect) return plain.head_dim == 64 || plain.head_dim == 128;
   return variant != FwdVariant::kMasked || sm90_splits_masked(head_dim);
 }
 
-// A producer warpgroup and one for each 64 rows of each consumer group.
-constexpr int sm90_fwd_threads(const Sm90FwdTile& tile) {
-  return 128 * (tile.consumer_groups * (tile.block_m / 64) + 1);
+// One warpgroup for each 64 rows of each consumer group, and a producer warpgroup; kDirect: a load warp.
+constexpr int sm90_fwd_threads(const Sm90FwdTile& tile, FwdVariant variant) {
+  return 128 * tile.consumer_groups * (tile.block_m / 64) + (variant == FwdVariant::kDirect ? 32 : 128);
 }
 
 // Columns of a swizzle atom of a 16-bit tile, and of the TMA box that writes it: rows of 128 or 64 bytes.

@@ -22,7 +22,16 @@ namespace {
 
 constexpr int kRows = 128;  // per thread block
 static_assert(kRows == plan::kSoftmaxDGap, "the last block of a dense head covers its padding rows");
-constexpr int kThreads = 256;
+// Threads of a thread block: few in large calls, so that several blocks fill a multiprocessor; in calls of one wave as
+// many as take all rows at once, since nothing else hides the latency of a row.
+constexpr int kLeastThreads = 256, kMostThreads = 1024;
+constexpr int kThreadsAtATime = 132 * kMostThreads;  // on most Hopper GPUs
+// Registers for as many threads as a multiprocessor holds: 2048, or 1536.
+#if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ == 800 || __CUDA_ARCH__ == 900 || __CUDA_ARCH__ == 1000)
+constexpr int kLargestBlocksPerSm = 2;
+#else
+constexpr int kLargestBlocksPerSm = 1;
+#endif
 constexpr int kVectorCols = 8;  // elements of one 16-byte load
 
 __device__ float2 to_floats(__half2 pair) { return __half22float2(pair); }
@@ -57,16 +66,40 @@ __device__ bool has_keys(const Flash_bwd_params& params, int64_t lse_row, int ro
   return params.keeps_dq ? !isinf(params.softmax_lse_ptr[lse_row + row]) : row >= first_row;
 }
 
+// Divisions are the host's: a row waits for them.
+struct SoftmaxDLaunch {
+  FastDiv heads;            // of a sequence
+  FastDiv blocks_of_head;   // m_blocks, or slots of packed sequences
+  int64_t cleared_vectors;  // of the workspace, by each thread block
+  Flash_bwd_params params;
+
+  // blocks: at least one.
+  SoftmaxDLaunch(const Flash_bwd_params& params_, int64_t blocks)
+      : heads(params_.h),
+        blocks_of_head(static_cast<int>(blocks / params_.h / (params_.is_varlen() ? 1 : params_.b))),
+        cleared_vectors((params_.workspace_vectors + blocks - 1) / blocks),
+        params(params_) {}
+
+  // As work_tile_at().
+  __device__ WorkTile tile(int index) const {
+    const int head = blocks_of_head.divide(index), block = index - head * blocks_of_head.divisor;
+    if (params.is_varlen()) return varlen_work_tile(params, kRows, head, block);
+    const int batch = heads.divide(head);
+    return equal_work_tile(params, kRows, batch, head - batch * heads.divisor, block);
+  }
+};
+
 // Clears this thread block's part of the fp32 dQ and of the semaphores.
-__device__ void clear_workspace(const Flash_bwd_params& params, int cta) {
-  const int64_t count = params.workspace_vectors, length = (count + gridDim.x - 1) / gridDim.x;
-  const int64_t begin = length * cta, end = min(begin + length, count);
-  for (int64_t i = begin + threadIdx.x; i < end; i += kThreads) params.workspace_ptr[i] = float4{};
+__device__ void clear_workspace(const SoftmaxDLaunch& launch, int cta) {
+  const int64_t begin = launch.cleared_vectors * cta;
+  const int64_t end = min(begin + launch.cleared_vectors, launch.params.workspace_vectors);
+#pragma unroll 1  // to unroll it, nvcc would divide by the number of threads first
+  for (int64_t i = begin + threadIdx.x; i < end; i += blockDim.x) launch.params.workspace_ptr[i] = float4{};
 }
 
-// The sum over the thread block, in a fixed order, valid in thread 0.
+// The sum over a thread block of kLeastThreads, in a fixed order, valid in thread 0.
 __device__ float block_sum(float value) {
-  __shared__ float warp_sums[kThreads / 32];
+  __shared__ float warp_sums[kLeastThreads / 32];
   for (int distance = 16; distance > 0; distance /= 2) value += __shfl_xor_sync(0xffffffffu, value, distance);
   if (threadIdx.x % 32 == 0) warp_sums[threadIdx.x / 32] = value;
   __syncthreads();
@@ -78,52 +111,61 @@ __device__ float block_sum(float value) {
 // Padding rows of a dense softmax_d are set to 0 here, so that it needs no fill; those of a packed one stay
 // uninitialised.
 template <class Pair>
-__global__ void __launch_bounds__(kThreads) softmax_d_kernel(const __grid_constant__ Flash_bwd_params params) {
-  const int index = reversed_block();
-  clear_workspace(params, index);
+__global__ void __launch_bounds__(kMostThreads, kLargestBlocksPerSm)
+    softmax_d_kernel(const __grid_constant__ SoftmaxDLaunch launch) {
+  const Flash_bwd_params& params = launch.params;
+  // The order matters. An earlier kernel of the stream may still use the memory of the workspace. And the next kernel,
+  // which may start from here on, relies on all earlier ones being complete.
   wait_for_previous_kernel();
-  const WorkTile tile = work_tile_at(params, kRows, index);
+  allow_next_kernel();
+  clear_workspace(launch, reversed_block());
+  const WorkTile tile = launch.tile(reversed_block());
   if (tile.empty()) return;
   const bool is_varlen = params.is_varlen();
   if (!in_sequence(params, tile)) return;
   static_assert(plan::kMaxHeadDim <= 32 * kVectorCols, "the lanes of a row are of one warp");
-  int lanes = 4;  // per row: a power of two
-  while (lanes * kVectorCols < params.d_v) lanes *= 2;
-  const int lane = threadIdx.x % lanes, col = lane * kVectorCols;
-  auto row_of = [&](const void* data, const MatrixStrides& strides, int row) {
-    return static_cast<const uint16_t*>(data) +
-           matrix_offset(strides, is_varlen, tile.batch, tile.q_begin + row, tile.head) + col;
+  int lane_bits = 2;  // of the lanes of a row, a power of two
+  while ((kVectorCols << lane_bits) < params.d_v) ++lane_bits;
+  const int lanes = 1 << lane_bits, lane = threadIdx.x & (lanes - 1), col = lane * kVectorCols;
+  const auto load = [&](const void* data, const MatrixStrides& strides, int row) {
+    const uint16_t* const matrix = static_cast<const uint16_t*>(data);
+    const int64_t offset = matrix_offset(strides, is_varlen, tile.batch, tile.q_begin + row, tile.head) + col;
+    return *reinterpret_cast<const uint4*>(matrix + offset);
   };
   const int first_row = first_visible_row(Visibility{tile.seqlen_q, tile.seqlen_k, params.window});
   const int64_t lse_row = lse_offset(tile, params);
   const float sink = row_sink(params, tile);
   float dsink = 0.0f;
   float* const delta = params.softmax_d_ptr + softmax_d_offset(params, tile.batch, tile.head, tile.q_begin);
-  for (int offset = 0; offset < kRows; offset += kThreads / lanes) {
-    const int row = tile.row_begin + offset + threadIdx.x / lanes;
+  for (int offset = threadIdx.x >> lane_bits; offset < kRows; offset += blockDim.x >> lane_bits) {
+    const int row = tile.row_begin + offset;
     float sum = 0.0f;
     if (row < tile.row_end && col < params.d_v && has_keys(params, lse_row, row, first_row)) {
-      sum = dot<Pair>(*reinterpret_cast<const uint4*>(row_of(params.do_ptr, params.do_strides, row)),
-                      *reinterpret_cast<const uint4*>(row_of(params.o_ptr, params.o_strides, row)));
+      // Copies: through references to memory the products would load four bytes at a time.
+      const uint4 dout = load(params.do_ptr, params.do_strides, row), out = load(params.o_ptr, params.o_strides, row);
+      sum = dot<Pair>(dout, out);
     }
-    for (int distance = lanes / 2; distance > 0; distance /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, distance);
+#pragma unroll
+    for (int distance = 16; distance > 0; distance /= 2) {
+      if (distance < lanes) sum += __shfl_xor_sync(0xffffffffu, sum, distance);
+    }
     if (lane == 0 && row < tile.row_end) dsink += apply_lse(params, lse_row + row, sink, sum);
     if (lane == 0 && (row < tile.row_end || !is_varlen)) delta[row] = sum;
   }
   if (params.dsinks_ptr == nullptr) return;
   dsink = block_sum(dsink);
-  if (threadIdx.x == 0) params.dsinks_ptr[index] = dsink;
+  if (threadIdx.x == 0) params.dsinks_ptr[reversed_block()] = dsink;
 }
 
 template <class Pair>
 cudaError_t run(const Flash_bwd_params& params, cudaStream_t stream) {
   static std::atomic<uint64_t> configured_devices{0};
   const int64_t blocks = params.h * plan::m_blocks(params.is_varlen(), params.b, params.seqlen_q, kRows);
-  if (params.is_varlen()) {  // run_prepare() is the preceding launch
-    return launch_dependent(softmax_d_kernel<Pair>, blocks, kThreads, 0, params, params.device, stream,
-                            configured_devices);
-  }
-  return launch(softmax_d_kernel<Pair>, blocks, kThreads, 0, params, params.device, stream, configured_devices);
+  if (blocks == 0) return cudaSuccess;
+  int threads = params.dsinks_ptr != nullptr ? kLeastThreads : kMostThreads;
+  while (threads > kLeastThreads && blocks * threads > kThreadsAtATime) threads /= 2;
+  return launch_dependent(softmax_d_kernel<Pair>, blocks, threads, 0, SoftmaxDLaunch(params, blocks), params.device,
+                          stream, configured_devices);
 }
 
 }  // namespace

@@ -58,8 +58,15 @@ __device__ __forceinline__ void load_dq(Accumulator& acc_dq, const float* tile, 
   const float* const first = tile + thread * kDqVector;
 #pragma unroll
   for (int i = 0; i < decltype(cute::size(acc_dq))::value; i += kDqVector) {
-#pragma unroll
-    for (int j = 0; j < kDqVector; ++j) acc_dq(i + j) = first[i * kThreads + j];
+    if constexpr (kDqVector == 4) {
+      const float4 values = *reinterpret_cast<const float4*>(first + i * kThreads);
+      acc_dq(i) = values.x;
+      acc_dq(i + 1) = values.y;
+      acc_dq(i + 2) = values.z;
+      acc_dq(i + 3) = values.w;
+    } else {
+      acc_dq(i) = first[i * kThreads];
+    }
   }
 }
 

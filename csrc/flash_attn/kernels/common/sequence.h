@@ -93,8 +93,8 @@ __device__ __forceinline__ WorkTile varlen_work_tile(const Flash_fwd_params& par
   return tile;
 }
 
-// `from_last`: m_block of the head, counted from the last one.
-__device__ __forceinline__ WorkTile dense_work_tile(const Flash_fwd_params& params, int block_m, int batch, int head,
+// `from_last`: m_block of the head, counted from the last one. All sequences have seqlen_k keys.
+__device__ __forceinline__ WorkTile equal_work_tile(const Flash_fwd_params& params, int block_m, int batch, int head,
                                                     int from_last) {
   const int m_blocks = (params.seqlen_q + block_m - 1) / block_m;
   WorkTile tile;
@@ -102,9 +102,16 @@ __device__ __forceinline__ WorkTile dense_work_tile(const Flash_fwd_params& para
   tile.batch = batch;
   tile.seqlen_q = params.seqlen_q;
   tile.seqlen_k = params.seqlen_k;
-  if (params.varlen.key_ranges != nullptr) set_key_range(tile, params);
   tile.row_begin = (m_blocks - 1 - from_last) * block_m;
   tile.row_end = min(tile.row_begin + block_m, tile.seqlen_q);
+  return tile;
+}
+
+// The same where the device may know how many each has.
+__device__ __forceinline__ WorkTile dense_work_tile(const Flash_fwd_params& params, int block_m, int batch, int head,
+                                                    int from_last) {
+  WorkTile tile = equal_work_tile(params, block_m, batch, head, from_last);
+  if (params.varlen.key_ranges != nullptr) set_key_range(tile, params);
   return tile;
 }
 

@@ -50,7 +50,7 @@ struct Fp8FwdConfig {
   static constexpr int kConsumerGroups = kTile.consumer_groups;
   static constexpr int kWarpGroups = kBlockM / 64;
   static constexpr int kConsumerWarps = 4 * kWarpGroups;
-  static constexpr int kThreads = plan::sm90_fwd_threads(kTile);
+  static constexpr int kThreads = plan::sm90_fwd_threads(kTile, kVariant);
   static constexpr int kProducerRegisters = kWarpGroups == 3 ? 32 : 24;
   static constexpr int kConsumerRegisters = kWarpGroups == 3 ? 160 : 240;
   static_assert(kConsumerGroups == 1 && (kWarpGroups == 2 || kWarpGroups == 3), "register budgets");

@@ -165,7 +165,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   extern __shared__ __align__(1024) char smem[];
   FwdStorage<Config>& storage = *reinterpret_cast<FwdStorage<Config>*>(smem);
   if (threadIdx.x < 32) {
-    storage.init_barriers(false);
+    if (threadIdx.x == 0) storage.init_barriers(false);  // a branch without the warp: ptxas serializes wgmma at d 256
+    __syncwarp();
     Barrier::fence_init();
   }
   fill_ones(storage);

@@ -41,6 +41,7 @@ struct FwdConfig {
   using Roles = FwdRoles<FwdConfig>;
   using OutElement = Element;
   static constexpr FwdVariant kVariant = kVariant_;
+  static constexpr bool kIsDirect = kVariant == FwdVariant::kDirect;
   static constexpr bool kHasValueDim = kHeadDimV_ != kHeadDim_;
   static constexpr plan::Sm90FwdTile kTile =
       kHasValueDim ? plan::kSm90ValueDimTile : plan::sm90_fwd_tile(kHeadDim_, kVariant);
@@ -57,10 +58,11 @@ struct FwdConfig {
   static_assert(kBlockM % 64 == 0 && kBlockN % 16 == 0, "wgmma multiplies 64 rows by 16 keys");
 
   // Warpgroup 0 produces, the others consume 64 rows each. setmaxnreg moves registers from the first to the others.
+  // With kIsDirect the consumers come first and a load warp last: registers are enough for all.
   static constexpr int kConsumerGroups = kTile.consumer_groups;
   static constexpr int kWarpGroups = kBlockM / 64;  // of a consumer group
   static constexpr int kConsumerWarps = 4 * kWarpGroups;
-  static constexpr int kThreads = plan::sm90_fwd_threads(kTile);
+  static constexpr int kThreads = plan::sm90_fwd_threads(kTile, kVariant);
   static constexpr int kProducerRegisters = kConsumerGroups * kWarpGroups == 2 ? 40 : 32;
   static constexpr int kConsumerRegisters = kConsumerGroups * kWarpGroups == 2 ? 232 : kWarpGroups == 3 ? 160 : 112;
   static_assert(kConsumerGroups == 1 ? kWarpGroups == 2 || kWarpGroups == 3 : kConsumerGroups == 2 && kWarpGroups == 2,
@@ -146,7 +148,7 @@ struct FwdConfig {
   // O is staged over Q, or kStoredCols columns at a time in a dedicated buffer, so that the next Q may land before O
   // has left (docs/tuning/findings.md, 4).
   static constexpr bool kSeparateOSmem = kTile.o_cols > 0;
-  static_assert(kSeparateOSmem || kQStages == 2, "the next Q has to land before O has left");
+  static_assert(kSeparateOSmem || kQStages == 2 || kIsDirect, "the next Q has to land before O has left");
   static constexpr int kStoredCols = kSeparateOSmem ? kTile.o_cols : kHeadDimV;
   static constexpr int kStoredAtoms = kStoredCols / kAtomCols;
   static constexpr int kSmemO = 64 * kTile.o_cols;

@@ -146,7 +146,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1) flash_fwd_kernel(const __
       storages[consumer_group].short_series.coefficient[threadIdx.x] = coefficient;
     }
   }
-  if (threadIdx.x < 32) {
+  if (threadIdx.x == 0) {
+    prefetch_tensor_maps(launch, launch.params.is_paged());
     for (int consumer_group = 0; consumer_group < Config::kConsumerGroups; ++consumer_group)
       storages[consumer_group].init_barriers(launch.params.is_paged());
     Barrier::fence_init();

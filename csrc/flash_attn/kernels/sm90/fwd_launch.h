@@ -6,6 +6,7 @@
 #include "kernels/tma/tensor_map.h"
 #include "plan/fwd_plan.h"
 #ifdef __CUDA_ARCH__
+#include "kernels/sm90/fwd_direct_kernel.h"
 #include "kernels/sm90/fwd_kernel.h"
 #else
 #include "kernels/common/host_pass.h"
@@ -21,6 +22,8 @@ template <Dtype kDtype, int kHeadDim, FwdVariant kVariant, int kHeadDimV>
 struct FwdConfig;
 template <class Config>
 __global__ void flash_fwd_kernel(const __grid_constant__ FwdLaunch launch) {}
+template <class Config>
+__global__ void flash_fwd_direct_kernel(const __grid_constant__ FwdLaunch launch) {}
 #endif
 
 // Maps of boxes of rows within a page; without them rows are copied one by one.
@@ -91,8 +94,14 @@ cudaError_t run_flash_fwd(const Flash_fwd_split_params& params, const plan::FwdP
   FwdLaunch launch = fwd_launch(params, plan);
   const cudaError_t status = make_tensor_maps(launch, plan, kPolicy.has(plan::fwd_feature::kHasStoreWarp) ? 64 : 16);
   if (status != cudaSuccess) return status;
-  return launch_kernel(flash_fwd_kernel<FwdConfig<kDtype, kHeadDim, kVariant, kHeadDimV>>, launch, plan, stream,
-                       configured_devices);
+  using Config = FwdConfig<kDtype, kHeadDim, kVariant, kHeadDimV>;
+  void (*kernel)(FwdLaunch);
+  if constexpr (kVariant == FwdVariant::kDirect) {
+    kernel = flash_fwd_direct_kernel<Config>;
+  } else {
+    kernel = flash_fwd_kernel<Config>;
+  }
+  return launch_kernel(kernel, launch, plan, stream, configured_devices);
 }
 
 // No plan names a variant without a kernel.
@@ -118,6 +127,7 @@ cudaError_t run_mha_fwd(const Flash_fwd_split_params& params, const plan::FwdPla
       case FwdVariant::kOneWave: return run_variant<kDtype, kHeadDim, FwdVariant::kOneWave>(params, plan, stream);
       case FwdVariant::kSoftcap: return run_variant<kDtype, kHeadDim, FwdVariant::kSoftcap>(params, plan, stream);
       case FwdVariant::kAlibi: return run_variant<kDtype, kHeadDim, FwdVariant::kAlibi>(params, plan, stream);
+      case FwdVariant::kDirect: return run_variant<kDtype, kHeadDim, FwdVariant::kDirect>(params, plan, stream);
     }
     return cudaErrorInvalidValue;
   }

@@ -11,19 +11,21 @@
 namespace flash {
 namespace sm90 {
 
+// What a thread block needs first comes first: constants arrive a cache line at a time, and each line that is not in
+// the cache yet delays the first loads.
 struct FwdLaunch {
-  Flash_fwd_params params;
-  CUtensorMap q_map, k_map, v_map, o_map;
-  int page_box_rows;       // rows of a TMA box of paged K and V; 0: no boxes
-  int tiles;               // work tiles of all heads
-  int short_tiles;         // of each head, upper bound: tiles that see few keys, candidates for tail tiles
-  bool sort_varlen_tiles;  // tiles of a head are ordered by VarlenOrder, empty slots left out
   plan::WorkTileOrder order;
   FastDiv heads_of_batch;     // query heads of a sequence
-  FastDiv unmasked_blocks;    // max_unmasked_blocks()
   FastDiv group;              // query heads per K/V head
+  FastDiv unmasked_blocks;    // max_unmasked_blocks()
+  int page_box_rows;          // rows of a TMA box of paged K and V; 0: no boxes
+  int tiles;                  // work tiles of all heads
+  int short_tiles;            // of each head, upper bound: tiles that see few keys, candidates for tail tiles
+  bool sort_varlen_tiles;     // tiles of a head are ordered by VarlenOrder, empty slots left out
   int* tile_count_semaphore;  // null: static schedule, equally many tiles per consumer group
   KvSplits splits;            // of each work tile; each split is a separate tile
+  Flash_fwd_params params;
+  CUtensorMap q_map, k_map, v_map, o_map;
 };
 
 // Whether a work tile is one of several splits.

@@ -24,6 +24,20 @@ using namespace tma;
 // The first two producer warps of a consumer group; warps 2 and 3 have the roles that a kernel needs (FwdRoles).
 enum ProducerWarp { kLoadWarp, kSchedulerWarp };
 
+// By one thread, as the first thing it does: tensor maps are parameters of the launch, so that they may be fetched
+// while the previous kernel still runs. Pages without boxes have no maps.
+__device__ __forceinline__ void prefetch_tensor_maps(const FwdLaunch& launch, bool is_paged) {
+  const auto prefetch = [](const CUtensorMap& map) {
+    cute::prefetch_tma_descriptor(reinterpret_cast<const cute::TmaDescriptor*>(&map));
+  };
+  if (!is_paged) {
+    prefetch(launch.k_map);
+    prefetch(launch.v_map);
+  }
+  prefetch(launch.q_map);
+  prefetch(launch.o_map);
+}
+
 // Which work tiles a consumer group gets.
 template <class Config>
 struct WorkTileScheduler {
@@ -259,14 +273,18 @@ struct FwdProducer {
 #pragma unroll
     for (int group = 0; group < Config::kWarpGroups; ++group) {
       storage.q_empty[q_state.stage][group].wait(q_state.phase ^ 1);
-      if (issues) {
-        Barrier& full = storage.q_full[q_state.stage][group];
-        full.arrive_and_expect(kQBytes);
-        load<64, Config::kAtoms>(launch.q_map, full, storage.q[q_state.stage][group], rows, tile.row_begin + 64 * group,
-                                 tile.head, cute::TMA::CacheHintSm90::EVICT_FIRST);
-      }
+      load_q(tile, rows, group);
     }
     q_state.advance();
+  }
+
+  // The rows of one warpgroup.
+  __device__ __forceinline__ void load_q(const WorkTile& tile, const TmaRows& rows, int group) const {
+    if (!issues) return;
+    Barrier& full = storage.q_full[q_state.stage][group];
+    full.arrive_and_expect(kQBytes);
+    load<64, Config::kAtoms>(launch.q_map, full, storage.q[q_state.stage][group], rows, tile.row_begin + 64 * group,
+                             tile.head, cute::TMA::CacheHintSm90::EVICT_FIRST);
   }
 
   // A work tile being loaded.
@@ -324,12 +342,7 @@ struct FwdProducer {
     v_state.advance();
   }
 
-  __device__ __forceinline__ void prefetch(const CUtensorMap& map) const {
-    if (issues) cute::prefetch_tma_descriptor(reinterpret_cast<const cute::TmaDescriptor*>(&map));
-  }
-
   __device__ __forceinline__ void run() {
-    prefetch(launch.q_map);
     WorkPipeline<Config> pipeline(storage);
     if (launch.params.is_paged()) {
       run_paged(pipeline);
@@ -352,8 +365,6 @@ struct FwdProducer {
 
   // Loads V one block after K, in the order the consumers want them, across work tiles too.
   __device__ __forceinline__ void run_unpaged(WorkPipeline<Config>& pipeline) {
-    prefetch(launch.k_map);
-    prefetch(launch.v_map);
     LoadWork work = next_tile(pipeline);
     if (!work.tile.empty()) {
       load_k(work, 0);

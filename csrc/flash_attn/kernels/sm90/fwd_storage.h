@@ -28,6 +28,13 @@ __device__ __forceinline__ void begin_together() {
   asm volatile("barrier.sync %0, %1;" ::"n"(kBarrier), "n"(Config::kThreads) : "memory");
 }
 
+// The same for a warp that does not wait for the others.
+template <class Config>
+__device__ __forceinline__ void arrive_at_begin() {
+  constexpr uint32_t kBarrier = kBeginBarrier + cutlass::arch::NamedBarrier::ReservedNamedBarrierCount;
+  asm volatile("barrier.arrive %0, %1;" ::"n"(kBarrier), "n"(Config::kThreads) : "memory");
+}
+
 // For reads of 16 bytes at a time.
 template <class T>
 struct alignas(16) Slot {
@@ -72,26 +79,41 @@ struct FwdStorage {
   int split[kTileSlots];  // index of the KV split
   ShortSoftcapSeries short_series;
 
-  // Called by one warp, before Barrier::fence_init().
+  // Called by one thread, before Barrier::fence_init(). A lane for each barrier would take longer: their addresses
+  // would not be uniform, and ptxas makes that a loop over the lanes with a fence in every iteration.
   __device__ __forceinline__ void init_barriers(bool is_paged) {
-    const int lane = threadIdx.x % 32, group = lane % Config::kWarpGroups;
     const int loading_warps = is_paged ? 3 : 1 + Config::kPackedDropout + Config::kHasStoreWarp;
-    if (lane < Config::kKvStages) {
-      k_full[lane].init(is_paged ? 32 : 1 + 32 * Config::kPackedDropout);
-      v_full[lane].init(is_paged ? 32 : 1);
-      k_empty[lane].init((Config::kPackedDropout ? 32 : 1) * Config::kConsumerWarps);
-      v_empty[lane].init(Config::kConsumerWarps);
+    init_tile_barriers(is_paged);
+#pragma unroll
+    for (int stage = 0; stage < Config::kQStages; ++stage) {
+#pragma unroll
+      for (int group = 0; group < Config::kWarpGroups; ++group) {
+        q_empty[stage][group].init(Config::kHasStoreWarp ? 1 : 4);
+        if constexpr (Config::kHasStoreWarp) o_full[stage][group].init(4);
+      }
     }
-    if (lane == 0) pre_clear_full.init(1);
-    if (lane < Config::kQStages * Config::kWarpGroups) {
-      q_full[lane / Config::kWarpGroups][group].init(1);
-      q_empty[lane / Config::kWarpGroups][group].init(Config::kHasStoreWarp ? 1 : 4);
-      if constexpr (Config::kHasStoreWarp) o_full[lane / Config::kWarpGroups][group].init(4);
+#pragma unroll
+    for (int slot = 0; slot < kTileSlots; ++slot) {
+      tile_full[slot].init(1);
+      trip_count_full[slot].init(Config::kWarpGroups);
+      tile_empty[slot].init(32 * (Config::kConsumerWarps + loading_warps));
     }
-    if (lane < kTileSlots) {
-      tile_full[lane].init(1);
-      trip_count_full[lane].init(Config::kWarpGroups);
-      tile_empty[lane].init(32 * (Config::kConsumerWarps + loading_warps));
+  }
+
+  // Those through which the Q, K and V of a tile pass.
+  __device__ __forceinline__ void init_tile_barriers(bool is_paged) {
+#pragma unroll
+    for (int stage = 0; stage < Config::kKvStages; ++stage) {
+      k_full[stage].init(is_paged ? 32 : 1 + 32 * Config::kPackedDropout);
+      v_full[stage].init(is_paged ? 32 : 1);
+      k_empty[stage].init((Config::kPackedDropout ? 32 : 1) * Config::kConsumerWarps);
+      v_empty[stage].init(Config::kConsumerWarps);
+    }
+    pre_clear_full.init(1);
+#pragma unroll
+    for (int stage = 0; stage < Config::kQStages; ++stage) {
+#pragma unroll
+      for (int group = 0; group < Config::kWarpGroups; ++group) q_full[stage][group].init(1);
     }
   }
 };
@@ -117,6 +139,15 @@ struct FwdWork {
   __device__ __forceinline__ bool exists() const { return !tile.empty(); }
 };
 
+// The trip count of warpgroup `group` of its consumer group.
+template <class Config>
+__device__ __forceinline__ auto trip_count_of(const WorkTile& tile, const KvBlockOrder& order, const Window& window,
+                                              int group) {
+  const MaskOf<Config> mask{tile.seqlen_q, tile.seqlen_k, window};
+  const int first_row = tile.row_begin + 64 * group, row_end = min(first_row + 64, tile.row_end);
+  return Config::trip_count(mask, order, first_row, row_end);
+}
+
 // Work pipeline of a consumer group: the scheduler warp commits tiles, the other warps wait for and release them. The
 // scheduler also computes the consumers' trip counts: between tiles every consumer instruction is on the critical path.
 template <class Config>
@@ -140,9 +171,7 @@ struct WorkPipeline {
     }
     if (lane < Config::kWarpGroups) {  // a lane for each warpgroup
       if constexpr (!Config::kNoMask) {
-        const MaskOf<Config> mask{tile.seqlen_q, tile.seqlen_k, window};
-        const int first_row = tile.row_begin + 64 * lane, row_end = min(first_row + 64, tile.row_end);
-        storage.steps[state.stage][lane].value = Config::trip_count(mask, order, first_row, row_end);
+        storage.steps[state.stage][lane].value = trip_count_of<Config>(tile, order, window, lane);
       }
       storage.trip_count_full[state.stage].arrive();
     }

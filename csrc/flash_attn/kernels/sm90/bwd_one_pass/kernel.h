@@ -6,6 +6,7 @@
 #include <cute/arch/copy_sm90_tma.hpp>
 
 #include "kernels/common/convert_dq.h"
+#include "kernels/common/pdl.h"
 #include "kernels/sm90/bwd_one_pass/dq_reduce_warp.h"
 #include "kernels/sm90/bwd_one_pass/dq_warpgroup.h"
 #include "kernels/sm90/bwd_one_pass/loader.h"
@@ -111,15 +112,31 @@ struct BwdConsumer {
   }
 };
 
+// Launched as a dependent of softmax_d_kernel(), of whose results it needs softmax_d and the cleared workspace: the
+// statistics and reduce warps wait for them, and the load warp before it fetches from the semaphore. All that is older
+// is complete by then: Q, K, V and dO are loaded at once, and nobody reads dK and dV any more. Packed sequences have
+// their segments from the kernel before, which may be cached as it was before that.
+template <class Config>
+__device__ __forceinline__ BwdStorage<Config>& begin_kernel(const BwdLaunch& launch, char* smem) {
+  BwdStorage<Config>& storage = *reinterpret_cast<BwdStorage<Config>*>(smem);
+  if (threadIdx.x == 0) {
+    for (const CUtensorMap* map : {&launch.q_map, &launch.do_map, &launch.k_map, &launch.v_map}) {
+      cute::prefetch_tma_descriptor(reinterpret_cast<const cute::TmaDescriptor*>(map));
+    }
+    storage.init_barriers();
+  }
+  if (launch.params.is_varlen()) wait_for_previous_kernel();
+  __syncthreads();
+  return storage;
+}
+
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, 1) flash_bwd_kernel(const __grid_constant__ BwdLaunch launch) {
   static_assert(sizeof(BwdStorage<Config>) ==
                     plan::sm90_bwd_smem_bytes(Config::kTile, Config::kIsGeneral, Config::kDqInSmem, Config::kDtype),
                 "plan and kernel agree on the shared memory");
   extern __shared__ __align__(1024) char smem[];
-  BwdStorage<Config>& storage = *reinterpret_cast<BwdStorage<Config>*>(smem);
-  if (threadIdx.x == 0) storage.init_barriers();
-  __syncthreads();
+  BwdStorage<Config>& storage = begin_kernel<Config>(launch, smem);
   const int warp_group = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // warp-uniform, so that branches on it are
   if (warp_group == 0) {
     cutlass::arch::warpgroup_reg_dealloc<Config::kProducerRegisters>();
@@ -127,12 +144,14 @@ __global__ void __launch_bounds__(Config::kThreads, 1) flash_bwd_kernel(const __
     PipelineState<Config::kStages> state;
     if (warp == kLoadWarp) BwdLoader<Config>(launch, storage).run_all();
     if (warp == kStatisticsWarp) {
+      wait_for_previous_kernel();
       for_each_work_tile(launch, storage, [&](const BwdWorkTile& tile) {
         load_statistics<Config>(launch.params, storage, tile, state);
       });
     }
     if constexpr (Config::kHasDqReduceWarps) {
       if (warp >= kFirstDqReduceWarp) {
+        wait_for_previous_kernel();
         DqReduceWarp<Config> dq_reduce_warp{launch.params, storage, warp - kFirstDqReduceWarp};
         for_each_work_tile(launch, storage, [&](const BwdWorkTile& tile) { dq_reduce_warp.run(tile); });
       }
@@ -175,9 +194,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
                     plan::sm90_bwd_smem_bytes(Config::kTile, Config::kIsGeneral, Config::kDqInSmem, Config::kDtype),
                 "plan and kernel agree on the shared memory");
   extern __shared__ __align__(1024) char smem[];
-  BwdStorage<Config>& storage = *reinterpret_cast<BwdStorage<Config>*>(smem);
-  if (threadIdx.x == 0) storage.init_barriers();
-  __syncthreads();
+  BwdStorage<Config>& storage = begin_kernel<Config>(launch, smem);
   const int warp_group = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
   if (warp_group == 0) {
     cutlass::arch::warpgroup_reg_dealloc<Config::kProducerRegisters>();
@@ -186,6 +203,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
       BwdLoader<Config> loader(launch, storage);
       for_each_n_block<Config>(launch, [&](const BwdWorkTile& tile) { loader.run(tile); });
     } else if (warp == kStatisticsWarp) {
+      wait_for_previous_kernel();
       PipelineState<Config::kStages> state;
       for_each_n_block<Config>(
           launch, [&](const BwdWorkTile& tile) { load_statistics<Config>(launch.params, storage, tile, state); });
@@ -212,9 +230,12 @@ __global__ void __launch_bounds__(32 * Config::kDqWarps)
   extern __shared__ __align__(1024) char smem[];
   const auto staged = make_tensor(make_smem_ptr(reinterpret_cast<Element*>(smem)), typename Config::SmemLayoutQ{});
   const auto store = make_tiled_copy_C(Store{}, typename Config::MmaDq{}).get_thread_slice(threadIdx.x % 128);
+  if (params.is_varlen()) wait_for_previous_kernel();  // segments
   convert_dq<Config>(params, staged, [&](const float* dq_tile) {
+    wait_for_previous_kernel();
     typename BwdMainloop<Config>::AccDq acc_dq;
     load_dq<32>(acc_dq, dq_tile + Config::dq_offset(threadIdx.x / 32), threadIdx.x % 32);
+    __syncthreads();  // all loads are issued before the first is waited for: ptxas would save registers
 #pragma unroll
     for (int i = 0; i < size(acc_dq); ++i) acc_dq(i) *= params.scale_softmax;
     const auto values = convert<Element>(acc_dq);

@@ -61,10 +61,15 @@ inline cudaError_t make_tensor_maps(BwdLaunch& launch, const plan::BwdPlan& plan
                               plan.dtype, {plan.head_dim, kStoredRows});
 }
 
+// Only softmax_d_kernel() may precede a dependent launch: the kernel counts on what that one has waited for.
 template <class Config>
 cudaError_t launch_kernel(void (*kernel)(BwdLaunch), const BwdLaunch& launch, const plan::BwdPlan& plan,
                           cudaStream_t stream) {
   static std::atomic<uint64_t> configured_devices{0};
+  if (plan.runs(plan::BwdStage::kBegin)) {
+    return launch_dependent(kernel, plan.grid, plan.threads, plan.smem_bytes, launch, launch.params.device, stream,
+                            configured_devices);
+  }
   return flash::launch(kernel, plan.grid, plan.threads, plan.smem_bytes, launch, launch.params.device, stream,
                        configured_devices);
 }
@@ -72,8 +77,8 @@ cudaError_t launch_kernel(void (*kernel)(BwdLaunch), const BwdLaunch& launch, co
 template <class Config>
 cudaError_t run_flash_bwd_convert_dq(const Flash_bwd_params& params, const plan::BwdPlan& plan, cudaStream_t stream) {
   static std::atomic<uint64_t> configured_devices{0};
-  return flash::launch(flash_bwd_convert_dq_kernel<Config>, plan.dq_grid, plan.dq_threads, plan.dq_smem_bytes, params,
-                       params.device, stream, configured_devices);
+  return launch_dependent(flash_bwd_convert_dq_kernel<Config>, plan.dq_grid, plan.dq_threads, plan.dq_smem_bytes,
+                          params, params.device, stream, configured_devices);
 }
 
 // softmax_d, then the main kernel: either it computes all gradients of whole heads, or it adds to dQ in global memory

@@ -6,6 +6,7 @@
 #include "core/bwd_schedule.h"
 #include "core/visible_range.h"
 #include "kernels/common/mask.h"
+#include "kernels/common/pdl.h"
 #include "kernels/sm90/bwd_one_pass/storage.h"
 #include "kernels/tma/clear_rows.h"
 #include "kernels/tma/tensor_map.h"
@@ -59,6 +60,7 @@ struct BwdLoader {
     const bool is_deterministic = launch.params.dq_semaphore_ptr != nullptr;
     if (first && (semaphore == nullptr || !is_deterministic)) return blockIdx.x;
     if (semaphore == nullptr) return index + gridDim.x;
+    wait_for_previous_kernel();  // softmax_d_kernel() clears the semaphore
     const int begin = is_deterministic ? 0 : gridDim.x;
     const int fetched = is_elected ? atomicAdd(semaphore, 1) : 0;
     return begin + __shfl_sync(0xffffffffu, fetched, 0);

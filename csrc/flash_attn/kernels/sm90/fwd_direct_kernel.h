@@ -1,0 +1,131 @@
+// The wgmma forward of one wave of m_blocks (kDirect): a thread block computes one and ends. There is nothing to
+// schedule and nobody to hand tiles on: every warp finds the tile from blockIdx, and the load warp asks for K and Q as
+// soon as it has initialised the mbarriers. In a call of few microseconds the way to these first loads counts, and the
+// size of the code, which is in no cache yet.
+#pragma once
+
+#include "kernels/common/max_logit.h"
+#include "kernels/common/pdl.h"
+#include "kernels/sm90/fwd_epilogue.h"
+#include "kernels/sm90/fwd_mainloop.h"
+#include "kernels/sm90/fwd_producer.h"
+
+namespace flash {
+namespace sm90 {
+
+// The last m_blocks of all heads come first, as those of a wave that a mask on the right makes unequal.
+template <class Config>
+__device__ __forceinline__ WorkTile direct_tile(const FwdLaunch& launch) {
+  const FastDiv& heads = launch.order.heads;
+  const int index = blockIdx.x, from_last = heads.divide(index), head = index - from_last * heads.divisor;
+  const int batch = launch.heads_of_batch.divide(head);
+  return equal_work_tile(launch.params, Config::kBlockM, batch, head - batch * launch.heads_of_batch.divisor,
+                         from_last);
+}
+
+// Load warp: initialises the mbarriers, then loads Q, K and V.
+template <class Config>
+struct DirectLoader : FwdProducer<Config> {
+  using Base = FwdProducer<Config>;
+  using Base::issues;
+  using Base::launch;
+  using Base::storage;
+  using typename Base::LoadWork;
+
+  using Base::Base;
+
+  __device__ __forceinline__ void run() {
+    if (issues) {
+      prefetch_tensor_maps(launch, false);
+      storage.init_tile_barriers(false);
+      Barrier::fence_init();
+    }
+    __syncwarp();
+    arrive_at_begin<Config>();
+    const WorkTile tile = direct_tile<Config>(launch);
+    const KvBlockOrder order = kv_block_order<Config>(launch, tile);
+    wait_for_previous_kernel();
+    if (order.count() == 0) {
+      store_fully_masked<Config>(launch, tile, 0);
+      return;
+    }
+    load({tile, order, TmaRows(false, tile.batch, 0, tile.seqlen_k), launch.group.divide(tile.head)});
+  }
+
+  // V one block after K, as the consumers want them.
+  __device__ __forceinline__ void load(const LoadWork& work) {
+    const TmaRows q_rows(false, work.tile.batch, 0, work.tile.seqlen_q);
+    this->load_k(work, 0);
+#pragma unroll
+    for (int group = 0; group < Config::kWarpGroups; ++group) this->load_q(work.tile, q_rows, group);
+    const int count = work.order.count();
+    for (int i = 1; i < count; ++i) {
+      this->load_k(work, i);
+      this->load_v(work, i - 1);
+    }
+    this->load_v(work, count - 1);
+  }
+};
+
+// Consumer warpgroup: 64 rows from S to O.
+template <class Config>
+struct DirectConsumer {
+  const FwdLaunch& launch;
+  FwdMainloop<Config> mainloop;
+
+  __device__ __forceinline__ DirectConsumer(const FwdLaunch& launch_, FwdStorage<Config>& storage, int group)
+      : launch(launch_), mainloop(launch_.params, storage, group) {}
+
+  __device__ __forceinline__ FwdWork<Config> work() const {
+    const WorkTile tile = direct_tile<Config>(launch);
+    const KvBlockOrder order = kv_block_order<Config>(launch, tile);
+    return {tile, order, trip_count_of<Config>(tile, order, launch.params.window, mainloop.group)};
+  }
+
+  __device__ __forceinline__ void compute_attn(const FwdWork<Config>& work) {
+    if (mainloop.is_last_group()) mainloop.arrive_at_order_barrier();  // lets the first group start
+    mainloop.wait_for_tile(0, 0);
+    mainloop.issue_qk(0);
+    mainloop.wait_for_scores();
+    mainloop.first_step(work);
+    const int num_skipped = mainloop.run(work, 0);
+    mainloop.issue_last_pv(work);
+    const int row_begin = mainloop.row_begin(work);
+    float o_scale[FwdMainloop<Config>::kRows];
+    store_max_logit(mainloop.softmax, launch.params, work.tile, mainloop.coords, row_begin);
+    const float sink = row_sink(launch.params, work.tile);
+    finalize_rows(mainloop.softmax, o_scale, launch.params, sink);
+    mainloop.wait_for_o();
+    store_o(mainloop, work, launch.o_map, 0, o_scale);
+    mainloop.skip_v(num_skipped);
+    store_lse(mainloop.softmax, launch.params, work.tile, mainloop.coords, row_begin, sink);
+    if (mainloop.group == 0) mainloop.wait_for_order_barrier();  // the last group's arrival
+    if (threadIdx.x % 32 == 0) cute::tma_store_wait<0>();        // shared memory must outlive the store's reads
+  }
+};
+
+template <class Config>
+__global__ void __launch_bounds__(Config::kThreads, 1)
+    flash_fwd_direct_kernel(const __grid_constant__ FwdLaunch launch) {
+  static_assert(
+      sizeof(FwdStorage<Config>) == plan::sm90_fwd_smem_bytes(Config::kTile, Config::kVariant, Config::kDtype),
+      "plan and kernel agree on the shared memory");
+  extern __shared__ __align__(1024) char smem[];
+  FwdStorage<Config>& storage = *reinterpret_cast<FwdStorage<Config>*>(smem);
+  const int warp_group =
+      __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // shuffled, so that ptxas sees uniform branches
+  if (warp_group == Config::kWarpGroups) {
+    DirectLoader<Config>(launch, storage).run();
+    return;
+  }
+  DirectConsumer<Config> consumer(launch, storage, warp_group);
+  const FwdWork<Config> work = consumer.work();
+  begin_together<Config>();
+  wait_for_previous_kernel();
+  store_rng_state(launch.params.dropout);
+  if (work.order.count() > 0) consumer.compute_attn(work);
+  allow_next_kernel();  // not earlier: its thread blocks would crowd onto the few idle SMs
+}
+
+}  // namespace sm90
+}  // namespace flash
