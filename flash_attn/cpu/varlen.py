@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Optional, TypeVar
 
 import torch
 
-from ..eight_bit import E4M3, Descales
+from ..eight_bit import EIGHT_BIT, INT8, Descales
 from . import checks
 from .backward import Sums, attend_backward, row_deltas, sink_gradient
 from .dq_stage import DqStage
@@ -98,8 +98,8 @@ def gather_pages(cache: torch.Tensor, block_table: torch.Tensor, row: int, start
     page_size = cache.shape[1]
     if start >= stop:
         return cache.new_empty(0, *cache.shape[2:])
-    if cache.dtype is E4M3:  # it has no assignment by a mask
-        return gather_pages(cache.view(torch.int8), block_table, row, start, stop).view(cache.dtype)
+    if cache.dtype in EIGHT_BIT and cache.dtype is not INT8:  # no assignment by a mask
+        return gather_pages(cache.view(INT8), block_table, row, start, stop).view(cache.dtype)
     first = start // page_size
     pages = block_table[row, first : -(-stop // page_size)].long()
     missing = (pages < 0) | (pages >= cache.shape[0])

@@ -101,11 +101,12 @@ class AttentionArgs(NamedTuple):
         """What is given of NAMED_OPTIONS, attn_bias, mask and sm_margin, by name, and in a backward bias_grad where it
         is False: reading one costs the extension as much as a check."""
         given: dict[str, Any] = {}
-        if self.sinks is None and not self.sm_margin and not self.has_score_tensors():
+        optional, defaults = _OPTIONAL[type(self)]
+        if self.sinks is None and self[optional] == defaults:
             return given
         for name in NAMED_OPTIONS:
             value = getattr(self, name)
-            if value is not None:
+            if value is not self._field_defaults.get(name):
                 given[name] = value
         if self.attn_bias is not None:
             given["attn_bias"] = with_all_axes(self.attn_bias, packed=self.cu_seqlens_q is not None)
@@ -229,6 +230,14 @@ class AttentionBackwardArgs(NamedTuple):
         return self.dout, self.dlse, self.q, self.k, self.v
 
 
+# Of each record the fields from sm_margin on and their defaults: `named` passes on what differs from these.
+_OPTIONAL: dict[type, tuple[Any, tuple[Any, ...]]] = {
+    record: (
+        slice(record._fields.index("sm_margin"), None),
+        tuple(map(record._field_defaults.get, record._fields[record._fields.index("sm_margin") :])),
+    )
+    for record in (AttentionArgs, AttentionBackwardArgs)
+}
 BACKWARD_INPUTS = ("dout", "dlse", "q", "k", "v")  # the fields that may ask for a gradient; none gets one
 
 
