@@ -12,7 +12,6 @@ from typing import Any, Optional
 
 import torch
 from torch import Tensor
-from torch.library import CustomOpDef
 
 from flash_attn.batch_invariance import is_batch_invariant
 from flash_attn.ops import calls, context
@@ -35,7 +34,7 @@ def _forward_args(
     alibi_slopes: Optional[Tensor],
     return_softmax: bool,
 ) -> AttentionArgs:
-    given = dict(zip(_SCORES, scores))
+    given: dict[str, Any] = dict(zip(_SCORES, scores))
     return AttentionArgs(
         q=q,
         k=k,
@@ -61,7 +60,7 @@ def _backward_args(
 ) -> AttentionBackwardArgs:
     """tensors: dout, q, k, v, out, lse."""
     given: dict[str, Any] = dict(zip(("dout", "q", "k", "v", "out", "lse", *_SCORES), (*tensors, *scores)))
-    return AttentionBackwardArgs(  # type: ignore[call-arg]  # mypy sees no defaults in this record
+    return AttentionBackwardArgs(
         dlse=None,
         rng_state=rng_state,  # type: ignore[arg-type]  # None without dropout
         cu_seqlens_q=sequences.cu_seqlens_q,
@@ -76,7 +75,7 @@ def _backward_args(
     )
 
 
-def _forward_operator(make_args: Callable[..., AttentionArgs]) -> CustomOpDef:
+def _forward_operator(make_args: Callable[..., AttentionArgs]) -> Any:
     """The operator of this name and parameters, which computes the forward of the arguments that make_args returns."""
     name = make_args.__name__
 
