@@ -23,8 +23,8 @@ positions    aligned to the bottom right corner: query i of sq is at position i 
 masked rows  a fully masked row (a query that sees no key) has output 0, gradients 0 and LSE +inf (with sinks: LSE the
              sink).
 gradients    of out and softmax_lse with respect to q, k, v, sinks, attn_bias and rel_bias; alibi_slopes or a number
-             as a tensor that requires one is rejected. Not twice differentiable, no forward mode. torch.vmap loops over
-             the samples.
+             as a tensor that requires one is rejected. Second derivatives and forward mode take PyTorch operations in
+             blocks of queries (docs/derivatives.md); mask and biases have neither. torch.vmap loops over the samples.
 
 Bad arguments raise RuntimeError, TypeError or NotImplementedError: the message names the argument, what was expected
 and what it was; nothing is computed then.
@@ -76,15 +76,15 @@ class _Attention(torch.autograd.Function):
     autograd sees no tensor within a record. With is_grad_enabled False nothing is recorded.
     """
 
-    num_inputs = 3
+    num_inputs, num_lengths = 3, 0
 
     @classmethod
     def apply(cls, *args: Any) -> Any:
         if _is_compiling():  # compiled code traces `forward` alone, unless it was left before
             return cls.forward(None, *args)
         sinks, options = args[-2:] if type(args[-1]) is Options else (None, PLAIN)
-        records = False
-        for x in args[: cls.num_inputs]:
+        inputs, records = args[: cls.num_inputs], False
+        for x in inputs:
             if type(x) is not Tensor:
                 return cls.forward(None, *args)
             if x.requires_grad:
@@ -103,9 +103,36 @@ class _Attention(torch.autograd.Function):
         if options.out is not None or context.is_watched():
             return cls.forward(None, *args)
         if records and torch.is_grad_enabled():
+            if normalize.converts(inputs, sinks):
+                return cls._apply_converted(args, sinks, options, biases)
             args = (*args, *biases) if biases else args
             return super().apply(*args)  # type: ignore[no-untyped-call]  # of torch
         return cls.forward(_EAGER, *args)
+
+    @classmethod
+    def _apply_converted(
+        cls, args: tuple[Any, ...], sinks: Tensor | None, options: Options, biases: tuple[Any, ...]
+    ) -> Any:
+        """`apply` to what kernels read, made of args by operations that autograd records, so that it saves no args."""
+        inputs, rest = args[: cls.num_inputs], list(args[cls.num_inputs :])
+        try:
+            if options is not PLAIN:
+                normalize.check_score_tensors(options, inputs[0])  # before anything is launched
+            operands = normalize.operands(inputs, cls.num_lengths > 0)
+            if sinks is not None:
+                rest[-2] = arguments.sinks(sinks)
+        except (RuntimeError, TypeError) as error:
+            arguments.rename(error, normalize.callers_names(inputs, DENSE, options))
+            raise
+        is_padded = operands[0].shape != inputs[0].shape
+        if is_padded and rest[cls.num_lengths + 1] is None:  # softmax_scale
+            rest[cls.num_lengths + 1] = inputs[0].shape[-1] ** -0.5
+        result = super().apply(*operands, *rest, *biases)  # type: ignore[no-untyped-call]  # of torch
+        if not is_padded:
+            return result
+        out, *others = result if isinstance(result, tuple) else (result,)
+        out = out[..., : inputs[-1].shape[-1]].contiguous()
+        return (out, *others) if others else out
 
     @staticmethod
     def backward(ctx: Any, dout: Any, *others: Any) -> Any:
@@ -156,6 +183,8 @@ class FlashAttnKVPackedFunc(_Attention):
 class FlashAttnVarlenFunc(_Attention):
     """q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k; block_table follows return_softmax."""
 
+    num_lengths = 4
+
     @staticmethod
     def forward(
         ctx: Any, q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: Any, max_seqlen_k: Any,
@@ -175,7 +204,7 @@ class FlashAttnVarlenFunc(_Attention):
 class FlashAttnVarlenQKVPackedFunc(_Attention):
     """qkv, cu_seqlens, max_seqlen."""
 
-    num_inputs = 1
+    num_inputs, num_lengths = 1, 2
 
     @staticmethod
     def forward(ctx: Any, qkv: Any, cu_seqlens: Any, max_seqlen: Any, *options: Any) -> Any:
@@ -185,7 +214,7 @@ class FlashAttnVarlenQKVPackedFunc(_Attention):
 class FlashAttnVarlenKVPackedFunc(_Attention):
     """q, kv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k."""
 
-    num_inputs = 2
+    num_inputs, num_lengths = 2, 4
 
     @staticmethod
     def forward(ctx: Any, q: Any, kv: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: Any, max_seqlen_k: Any,
@@ -237,8 +266,10 @@ def _attention(
         if ctx is not _EAGER and ctx is not None:
             library.save_for_backward(ctx, args, output)
             ctx.num_inputs, ctx.returns_lse, ctx.has_biases = len(inputs), return_softmax, bool(biases)
-            ctx.head_dims = (*[inputs[0].shape[-1]] * 2, inputs[-1].shape[-1]) if padded else None
-            ctx.surplus_columns = output[0].shape[-1] - inputs[-1].shape[-1] if padded else 0
+            ctx.head_dims = None
+            if padded:  # in compiled code alone
+                ctx.head_dims = (*[inputs[0].shape[-1]] * 2, inputs[-1].shape[-1])
+                ctx.surplus_columns = output[0].shape[-1] - inputs[-1].shape[-1]
             constant = results[2 if return_softmax else 1 :] if is_grad_enabled else results
             if constant:
                 ctx.mark_non_differentiable(*constant)

@@ -25,6 +25,7 @@ from flash_attn.ops.attention_args import (
     AttentionBackwardArgs,
     Sequences,
 )
+from flash_attn.ops.triton.dispatch import once_differentiable
 
 _NAMES = ("q", "k", "v")
 # The arguments of the forward that the backward needs, by name alone, which torch.compile traces.
@@ -224,6 +225,7 @@ class _StraightThrough(torch.autograd.Function):
         return out, lse
 
     @staticmethod
+    @once_differentiable("flash_attn_straight_through_func")
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         if dout is None and dlse is None:
             return (None,) * 5

@@ -55,11 +55,16 @@ def autocast(inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
     Half precision inputs alone stay as they are, whatever the dtype of autocast.
     """
-    device_type = inputs[0].device.type
-    if device_type == "meta" or not torch.is_autocast_enabled(device_type):
+    if not autocasts(inputs[0]):
         return inputs
-    dtype = torch.get_autocast_dtype(device_type)
+    dtype = torch.get_autocast_dtype(inputs[0].device.type)
     return tuple(x if x.dtype == torch.float64 or x.dtype in EIGHT_BIT else x.to(dtype) for x in inputs)
+
+
+def autocasts(x: Tensor) -> bool:
+    """Whether autocast is on for the device of x."""
+    device_type = x.device.type
+    return device_type != "meta" and torch.is_autocast_enabled(device_type)
 
 
 def check_tensors(names: Sequence[str], values: Sequence[Any]) -> None:

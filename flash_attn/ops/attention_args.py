@@ -227,7 +227,14 @@ class AttentionBackwardArgs(NamedTuple):
 
     def differentiable(self) -> tuple[Optional[Tensor], ...]:
         """The values of BACKWARD_INPUTS."""
-        return self.dout, self.dlse, self.q, self.k, self.v
+        return self.dout, self.dlse, self.q, self.k, self.v, self.sinks, self.attn_bias, self.rel_bias
+
+    def forward_args(self) -> AttentionArgs:
+        """Those of the forward, which returned out and lse."""
+        given = {name: getattr(self, name) for name in AttentionArgs._fields if name in self._fields}
+        return AttentionArgs(
+            **given, seqused_k=None, leftpad_k=None, block_table=None, return_softmax=False, return_max_logit=False
+        )
 
 
 # Of each record the fields from sm_margin on and their defaults: `named` passes on what differs from these.
@@ -238,7 +245,18 @@ _OPTIONAL: dict[type, tuple[Any, tuple[Any, ...]]] = {
     )
     for record in (AttentionArgs, AttentionBackwardArgs)
 }
-BACKWARD_INPUTS = ("dout", "dlse", "q", "k", "v")  # the fields that may ask for a gradient; none gets one
+# The fields that a second backward may be asked for; out and lse are results of the others.
+BACKWARD_INPUTS = ("dout", "dlse", *ATTENTION_INPUTS)
+TANGENT_INPUTS = ATTENTION_INPUTS[:4]  # those with tangents and second derivatives
+
+
+class Tangents(NamedTuple):
+    """Directions of TANGENT_INPUTS, like them and in their packing; None is zero."""
+
+    tq: Optional[Tensor]
+    tk: Optional[Tensor]
+    tv: Optional[Tensor]
+    tsinks: Optional[Tensor]
 
 
 _is_compiling = torch.compiler.is_compiling
@@ -419,7 +437,9 @@ def _parameter(record: type[Any], name: str, written: Mapping[str, str]) -> str:
     return f"{kind} {name}{default}"
 
 
-def attention_gradients(values: Sequence[Any], record: type[Any] = AttentionArgs) -> tuple[Any, ...]:
-    """A gradient for every field of a record: values, one for each of ATTENTION_INPUTS, and None elsewhere."""
-    given = dict(zip(ATTENTION_INPUTS, values))
+def attention_gradients(
+    values: Sequence[Any], record: type[Any] = AttentionArgs, others: Optional[Mapping[str, Any]] = None
+) -> tuple[Any, ...]:
+    """A gradient for every field of a record: values, one for each of ATTENTION_INPUTS, others, and None elsewhere."""
+    given = {**dict(zip(ATTENTION_INPUTS, values)), **(others or {})}
     return tuple(given.get(name) for name in record._fields)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils.flop_counter import register_flop_formula
 
-from flash_attn.ops.attention_args import AttentionArgs, AttentionBackwardArgs, KvCacheArgs
+from flash_attn.ops.attention_args import AttentionArgs, AttentionBackwardArgs, KvCacheArgs, Tangents
 from flash_attn.ops.calls import unpack
 from flash_attn.utils.derived_buffers import has_values
 
@@ -86,6 +86,20 @@ def _backward(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
     call = AttentionBackwardArgs(*args, **kwargs)
     q, k, v = unpack(call.q, call.k, call.v)
     return _backward_flops(q, v, _pairs_of(call, q, k))
+
+
+@register_flop_formula(_core.jvp, get_raw=True)
+def _jvp(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
+    call = AttentionArgs(*args[len(Tangents._fields) :], **kwargs)
+    q, k, v = unpack(call.q, call.k, call.v)
+    return _products(q, v, _pairs_of(call, q, k), 3, 3)
+
+
+@register_flop_formula(_core.hvp, get_raw=True)
+def _hvp(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
+    call = AttentionBackwardArgs(*args[len(Tangents._fields) :], **kwargs)
+    q, k, v = unpack(call.q, call.k, call.v)
+    return _products(q, v, _pairs_of(call, q, k), 7, 5)
 
 
 @register_flop_formula([_core.kvcache_fwd, _core.kvcache_append_fwd], get_raw=True)
