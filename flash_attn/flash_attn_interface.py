@@ -13,11 +13,11 @@ dtypes       q, k, v of one dtype: float16 or bfloat16; on CPU tensors float32 a
              256 (and an equal head_dim_v) on compute capability 9.0 (docs/fp8.md), decodes over 8-bit k and v, and
              converts what many queries see.
 heads        nheads divisible by nheads_k; query head i reads K/V head i // (nheads / nheads_k).
-head_dim     up to 256. On CUDA a head_dim that is no multiple of 8 costs a padded copy of the inputs.
-head_dim_v   of v and out, where a function names it: up to 256, head_dim or another. Where it differs, CUDA takes the
-             time of the larger head dim for both; on Hopper 192 and 128 do not, but for a forward with dropout, softcap
-             or ALiBi. Where the larger is up to 32, on GPUs other than Hopper, for small problems and few queries over
-             many keys, those of q, k and v with the smaller one are padded by a copy.
+head_dim     up to 256, on CPU tensors 512. On CUDA one that is no multiple of 8 costs a padded copy of the inputs.
+head_dim_v   of v and out, where a function names it: head_dim or another one, to the same limit. Where it differs, CUDA
+             takes the time of the larger head dim for both; on Hopper 192 and 128 do not, but for a forward with
+             dropout, softcap or ALiBi. Where the larger is up to 32, on GPUs other than Hopper, for small problems and
+             few queries over many keys, those of q, k and v with the smaller one are padded by a copy.
 strides      any; a head dim with a stride other than 1 costs a copy.
 positions    aligned to the bottom right corner: query i of sq is at position i + sk - sq among sk keys.
 masked rows  a fully masked row (a query that sees no key) has output 0, gradients 0 and LSE +inf (with sinks: LSE the
@@ -100,7 +100,7 @@ class _Attention(torch.autograd.Function):
                 if x is not None and type(x) is not Tensor and type(x) is not Parameter:
                     return cls.forward(None, *args)
             records = records or context.records_gradients(*biases)
-        if options.out is not None or context.is_watched():
+        if (options is not PLAIN and (options.out is not None or options.qv is not None)) or context.is_watched():
             return cls.forward(None, *args)
         if records and torch.is_grad_enabled():
             if normalize.converts(inputs, sinks):
@@ -332,14 +332,17 @@ def attend_rows_in_use(
     arguments.check_sequences(sequences)
     arguments.check_rank("q", q, "total, heads, head_dim")
     assert sequences.cu_seqlens_q is not None
-    rows, out = RowsInUse(sequences.cu_seqlens_q, seqused_q, q), more.out
+    rows, out, qv = RowsInUse(sequences.cu_seqlens_q, seqused_q, q), more.out, more.qv
+    if qv is not None:
+        arguments.check_tensors((more.qv_name,), (qv,))
+        arguments.check_rank(more.qv_name, qv, "total, heads, head_dim")
     if out is not None:
-        outputs.reject_gradients(out, q, k, v, sinks)
-        read = {"q": q, "k": k, "v": v, "seqused_q": seqused_q, "sinks": sinks, **sequences._asdict()}
+        outputs.reject_gradients(out, q, k, v, sinks, qv)
+        read = {"q": q, "k": k, "v": v, "qv": qv, "seqused_q": seqused_q, "sinks": sinks, **sequences._asdict()}
         outputs.check_result(out, q, v, more.quant.out_dtype, read)
     result = attend(
         (rows.gather(q), k, v), sequences._replace(cu_seqlens_q=rows.cu_seqlens), *score, sinks,
-        more._replace(out=None, **normalize.score_rows(rows, more, q)),
+        more._replace(out=None, qv=None if qv is None else rows.gather(qv), **normalize.score_rows(rows, more, q)),
     )  # fmt: skip
     result, *others = result if isinstance(result, tuple) else (result,)
     if len(others) > 1:  # the LSE comes with S_dmask
@@ -425,7 +428,7 @@ def flash_attn_func(
     Arguments:
         q: (batch, seqlen_q, nheads, head_dim), float16 or bfloat16, on the CPU also float32 and float64.
         k: (batch, seqlen_k, nheads_k, head_dim) of q's dtype. Query head i reads K/V head i // (nheads / nheads_k).
-        v: (batch, seqlen_k, nheads_k, head_dim_v) of q's dtype. Head dims up to 256, any strides.
+        v: (batch, seqlen_k, nheads_k, head_dim_v) of q's dtype. Head dims up to 256 (CPU: 512), any strides.
         <options>
 
     Keyword arguments:
@@ -605,6 +608,8 @@ def flash_attn_varlen_func(
     v_descale_axis: str | None = None,
     out_dtype: torch.dtype | None = None,
     exp: str = "exact",
+    qv: Tensor | None = None,
+    q_v: Tensor | None = None,
 ) -> TensorOrTuple:
     """Exact attention over sequences of different lengths, concatenated without padding.
 
@@ -614,7 +619,7 @@ def flash_attn_varlen_func(
     Arguments:
         q: (total_q, nheads, head_dim), float16 or bfloat16, on the CPU also float32 and float64.
         k: (total_k, nheads_k, head_dim) of q's dtype, or (num_pages, page_size, nheads_k, head_dim) with block_table.
-        v: like k, its last axis head_dim_v. Head dims up to 256; nheads a multiple of nheads_k; any strides.
+        v: like k, its last axis head_dim_v. Head dims up to 256 (CPU: 512); nheads a multiple of nheads_k; any strides.
         cu_seqlens_q: int32 or int64 (batch + 1,). Sequence i has the rows cu_seqlens_q[i] to cu_seqlens_q[i + 1] of q.
         cu_seqlens_k: int32 or int64 (batch + 1,), the same for k and v (lengths of keys, when paged).
         max_seqlen_q, max_seqlen_k: int, or integer tensor of one element: upper bounds of the lengths, which size
@@ -630,6 +635,9 @@ def flash_attn_varlen_func(
             alone. Forward only.
         leftpad_k: int32 (batch,). Keys skipped at the start of each sequence, which count in its length. Forward only.
         <descales>
+        qv, q_v: (total_q, nheads, head_dim_v) of q's dtype, by either name. Scores are then Q K^T + QV V^T, the default
+            softmax_scale 1 / sqrt(head_dim + head_dim_v), head dims of v up to 512, and that of q may be 0: multi-head
+            latent attention in its absorbed form. Forward only, without dropout, on CPU tensors of at least 16 bits.
 
     <result>
     """
@@ -647,12 +655,14 @@ def flash_attn_varlen_func(
         and return_max_logit is batch_invariant is False
         and lse_convention == "fa2"
         and quant is NO_QUANT
-        and seqused_k is leftpad_k is None
+        and seqused_k is leftpad_k is qv is q_v is None
     ):
         more = _rare(
             sinks, s_aux, learnable_sink, lse_convention, mask=mask, attn_bias=attn_bias, rel_bias=rel_bias,
             return_max_logit=return_max_logit, batch_invariant=batch_invariant, quant=quant, seqused_k=seqused_k,
             leftpad_k=leftpad_k,
+            qv=qv if q_v is None else arguments.one_of_names(("qv", "q_v"), (qv, q_v)),
+            qv_name="q_v" if qv is None else "qv",
         )  # fmt: skip
     score = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
     if seqused_q is not None or _is_compiling():

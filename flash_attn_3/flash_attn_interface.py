@@ -2,8 +2,8 @@
 
 softmax_lse of a fully masked row is -inf here. Descales are (batch, nheads_k), or what `flash_attn.flash_attn_func`
 takes; those of wider tensors have no effect. num_splits, pack_gqa and scheduler_metadata have none on the result;
-qv, attention_chunk, cu_seqlens_k_new and rotary_seqlens raise NotImplementedError. sinks, also named s_aux and
-learnable_sink, and out are keyword only.
+attention_chunk, cu_seqlens_k_new, rotary_seqlens and, but for `flash_attn_with_kvcache`, qv raise NotImplementedError.
+sinks, also named s_aux and learnable_sink, and out are keyword only.
 """
 
 from __future__ import annotations
@@ -294,7 +294,9 @@ def flash_attn_with_kvcache(
         v_cache: like k_cache; without new keys its head dim may be another.
         k: (batch, seqlen_new, nheads_k, head_dim). Written to rows cache_seqlens[i] onwards of k_cache.
         v: like k.
-        qv, cu_seqlens_k_new, rotary_seqlens: None: not supported, tensors raise NotImplementedError.
+        qv: (batch, seqlen_q, nheads, head_dim_v), or packed like q, of q's dtype. Scores are then Q K^T + QV V^T, and
+            the default softmax_scale 1 / sqrt(head_dim + head_dim_v). CPU tensors only.
+        cu_seqlens_k_new, rotary_seqlens: None: not supported, tensors raise NotImplementedError.
         rotary_cos: (seqlen_rotary, rotary_dim / 2). Rotates k, and q, by their positions before use: from
             cache_seqlens[i] onwards (all queries by cache_seqlens[i] if neither causal nor a window is asked).
         rotary_sin: like rotary_cos.
@@ -327,20 +329,22 @@ def flash_attn_with_kvcache(
 
     <errors>
     """
-    _checks.reject_unsupported(qv, attention_chunk, cu_seqlens_k_new, rotary_seqlens)
+    _checks.reject_unsupported(None, attention_chunk, cu_seqlens_k_new, rotary_seqlens)
     num_splits = _checks.unused(num_splits, pack_gqa, scheduler_metadata, max_seqlen_q)
     rotary_interleaved = arguments.flag("rotary_interleaved", rotary_interleaved)
     arguments.check_tensors(("q", "k_cache", "v_cache"), (q, k_cache, v_cache))
+    arguments.check_optional_tensors(("qv",), (qv,))
     quant = _checks.quant_args(q, k_cache, v_cache, q_descale, k_descale, v_descale, out)
     sinks = arguments.named_sinks(sinks, s_aux, learnable_sink)
     score = (softmax_scale, causal, window_size, softcap)
-    options: dict[str, Any] = {"quant": quant, "sm_margin": sm_margin, "out": out, "sinks": sinks}
+    options: dict[str, Any] = {"quant": quant, "sm_margin": sm_margin, "out": out, "sinks": sinks, "qv": qv}
     where = (cache_seqlens, cache_batch_idx, cache_leftpad, page_table)
     new = (k, v, rotary_cos, rotary_sin)
     appends = any(x is not None for x in new)
     if appends:
         _checks.reject_beside("with new keys or rotary embedding", cu_seqlens_q=cu_seqlens_q)
-    if appends or (cu_seqlens_q is None and v_cache.shape[-1:] == q.shape[-1:]):
+    has_one_dim = qv is not None or v_cache.shape[-1:] == q.shape[-1:]
+    if appends or (cu_seqlens_q is None and has_one_dim):
         result, lse = over_cache(
             q, k_cache, v_cache, *new, *where, *score, rotary_interleaved, num_splits, names=_CACHE_NAMES, **options
         )  # fmt: skip

@@ -16,7 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 CXX_SUFFIXES = (".h", ".cpp", ".cu", ".cuh")
 CXX_FOLDERS = ("csrc", "tests", "examples", "benchmarks")
-PYTHON_PATHS = ("setup.py", "flash_attn", "flash_attn_3", "tests", "benchmarks", "examples", "tools")
+PYTHON_PATHS = ("setup.py", "flash_attn", "flash_attn_3", "flash_mla", "tests", "benchmarks", "examples", "tools")
 
 
 def tool_path(name: str) -> str | None:

@@ -144,6 +144,8 @@ def flash_attn_with_kvcache(
             max_seqlen_k, aux_tensors and rel_bias_prep_cache.
         q_descale, k_descale, v_descale: (batch, nheads_k), of float8_e4m3fn q, k_cache and v_cache; None is 1. No
             effect on those of 16-bit ones. The caches have one dtype; where it is float8_e4m3fn, q may be 16-bit.
+        qv: like q with the head dim of v_cache. Its products with v_cache add to the scores. On CUDA without new keys,
+            over pages alone, by the head dims of the models that have it (64 of q, 512 of v_cache).
         sinks: (nheads,).
         num_splits: int. 1 asks for rows that do not depend on the rest of the batch, as SGLang's deterministic mode
             means it; other values change nothing.
@@ -153,11 +155,11 @@ def flash_attn_with_kvcache(
     Returns out, or with return_softmax_lse (out, softmax_lse, two empty tensors): softmax_lse (nheads, total_q) or
     (batch, nheads, seqlen_q) float32, natural logarithm, -inf in rows without keys.
 
-    Raises NotImplementedError, by name, for qv, only_qv, attention_chunk, score_mod, mask_mod, sfq, sfk, sfv, rel_bias,
-    rotary_seqlens, a ver other than 3, float8_e5m2 and other 8-bit tensors without kernels; with new keys also for
-    cu_seqlens_k_new, cu_seqlens_q and 8-bit tensors.
+    Raises NotImplementedError, by name, for only_qv, attention_chunk, score_mod, mask_mod, sfq, sfk, sfv, rel_bias,
+    rotary_seqlens, a ver other than 3, a qv, float8_e5m2 and other 8-bit tensors without kernels; with new keys also
+    for cu_seqlens_k_new, cu_seqlens_q and 8-bit tensors.
     """
-    _reject_scores(qv, only_qv, attention_chunk, score_mod, mask_mod, rel_bias, ver)
+    _reject_scores(only_qv, attention_chunk, score_mod, mask_mod, rel_bias, ver)
     reject(sfq=sfq, sfk=sfk, sfv=sfv, rotary_seqlens=rotary_seqlens)
     options = {"softmax_scale": softmax_scale, "causal": causal, "window_size": window_size, "softcap": softcap}
     if any(x is not None for x in (k, v, rotary_cos, rotary_sin, cache_batch_idx)):
@@ -167,7 +169,7 @@ def flash_attn_with_kvcache(
             q, k_cache, v_cache, k=k, v=v, rotary_cos=rotary_cos, rotary_sin=rotary_sin, cache_seqlens=cache_seqlens,
             cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad, block_table=page_table,
             rotary_interleaved=rotary_interleaved, return_softmax_lse=True, out=out, batch_invariant=num_splits == 1,
-            sinks=sinks, sm_margin=sm_margin, **options,
+            sinks=sinks, sm_margin=sm_margin, qv=qv, **options,
         )  # fmt: skip
         return _result(result, lse, return_softmax_lse)
     rows, cu_rows = pack(q, cu_seqlens_q)
@@ -176,7 +178,7 @@ def flash_attn_with_kvcache(
         rows, k_cache, v_cache, cu_rows, seqused_k=length_of_each(cache_seqlens, cu_rows), leftpad_k=cache_leftpad,
         block_table=page_table, sinks=sinks, out=packed_out, batch_invariant=num_splits == 1,
         sm_margin=sm_margin, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, names=_CACHE_NAMES,
-        **options,
+        qv=qv if qv is None else pack(qv, cu_seqlens_q)[0], **options,
     )  # fmt: skip
     result, lse = unpack(q, cu_seqlens_q, result, lse)
     if out is not None and packed_out is not None:
@@ -235,6 +237,7 @@ def flash_attn_varlen_func(
         window_size: (left, right), -1 for unbounded. softcap: 0 for none, else softcap * tanh(score / softcap).
         q_descale, k_descale, v_descale: (batch, nheads_k), of float8_e4m3fn q, k and v; None is 1. No effect on those
             of 16-bit ones.
+        qv: (total_q, nheads, head_dim_v). Its products with v add to the scores. CPU tensors.
         sinks: (nheads,). A logit of each query head in the softmax.
         sm_margin: int. Multiprocessors left to other kernels, where the grid is persistent.
         out: (total_q, nheads, head_dim_v). Receives the result and is returned.
@@ -243,15 +246,15 @@ def flash_attn_varlen_func(
     Returns out, or with return_softmax_lse (out, softmax_lse, two empty tensors): softmax_lse (nheads, total_q)
     float32, natural logarithm, -inf in rows without keys.
 
-    Raises NotImplementedError, by name, for qv, only_qv, attention_chunk, score_mod, mask_mod, sfq, sfk, sfv, rel_bias,
-    a ver other than 3, float8_e5m2 and other 8-bit tensors without kernels.
+    Raises NotImplementedError, by name, for only_qv, attention_chunk, score_mod, mask_mod, sfq, sfk, sfv, rel_bias, a
+    ver other than 3, a qv, float8_e5m2 and other 8-bit tensors without kernels.
     """
-    _reject_scores(qv, only_qv, attention_chunk, score_mod, mask_mod, rel_bias, ver)
+    _reject_scores(only_qv, attention_chunk, score_mod, mask_mod, rel_bias, ver)
     reject(sfq=sfq, sfk=sfk, sfv=sfv)
     result, lse = packed_attention(
         q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, None, page_table, max_seqlen_q, max_seqlen_k, 0.0,
         softmax_scale, causal, window_size, softcap, None, sinks, out, sm_margin=sm_margin,
-        q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
+        q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, qv=qv,
     )  # fmt: skip
     return _result(result, lse, return_softmax_lse)
 
@@ -261,7 +264,6 @@ def _result(result: Tensor, lse: Tensor, with_lse: bool) -> Any:
 
 
 def _reject_scores(
-    qv: object,
     only_qv: object,
     attention_chunk: object,
     score_mod: object,
@@ -270,7 +272,7 @@ def _reject_scores(
     ver: object,
 ) -> None:
     reject(
-        qv=qv, only_qv=only_qv or None, attention_chunk=attention_chunk or None, score_mod=score_mod,
+        only_qv=only_qv or None, attention_chunk=attention_chunk or None, score_mod=score_mod,
         mask_mod=mask_mod, rel_bias=rel_bias,
     )  # fmt: skip
     if ver != 3:

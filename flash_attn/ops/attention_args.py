@@ -44,6 +44,8 @@ class Options(NamedTuple):
     out: Optional[Tensor] = None  # receives the result
     seqused_k: Optional[Tensor] = None
     leftpad_k: Optional[Tensor] = None
+    qv: Optional[Tensor] = None
+    qv_name: str = "qv"  # the caller's
     mask: Any = None  # AttentionMask or bool tensor
     attn_bias: Optional[Tensor] = None
     rel_bias: Optional[Tensor] = None
@@ -96,6 +98,7 @@ class AttentionArgs(NamedTuple):
     mask_block_k: int = 0
     attn_bias: Optional[Tensor] = None
     rel_bias: Optional[Tensor] = None
+    qv: Optional[Tensor] = None
 
     def named(self) -> dict[str, Any]:
         """What is given of NAMED_OPTIONS, attn_bias, mask and sm_margin, by name, and in a backward bias_grad where it
@@ -138,7 +141,7 @@ class AttentionArgs(NamedTuple):
 
     def forward_only(self) -> Optional[str]:
         """The first argument given that has no backward, by name; k where it has 8 bits."""
-        if self.seqused_k is None and self.leftpad_k is None and self.block_table is None:
+        if self.seqused_k is None and self.leftpad_k is None and self.block_table is None and self.qv is None:
             return "k" if self.k is not None and self.k.dtype in EIGHT_BIT else None
         return next(name for name in FORWARD_ONLY if getattr(self, name) is not None)
 
@@ -176,7 +179,7 @@ MASK_TENSORS = ("mask_query_ranges", "mask_key_hidden", "mask_bits", "mask_block
 # The arguments of calls with 8-bit tensors alone, also taken by name.
 SCALING = ("q_descale", "k_descale", "v_descale", "v_per_channel", "out_dtype")
 ATTENTION_INPUTS = ("q", "k", "v", "sinks", "attn_bias", "rel_bias")  # the fields that have gradients
-FORWARD_ONLY = ("seqused_k", "leftpad_k", "block_table")
+FORWARD_ONLY = ("seqused_k", "leftpad_k", "block_table", "qv")
 
 
 class AttentionBackwardArgs(NamedTuple):
@@ -349,6 +352,7 @@ class KvCacheArgs(NamedTuple):
     v_per_channel: bool = False
     out_dtype: Optional[torch.dtype] = None
     sm_margin: int = 0
+    qv: Optional[Tensor] = None
 
     def named(self) -> dict[str, Any]:
         """Those of NAMED_OPTIONS that it has, and sm_margin, that are given, by name."""
@@ -377,11 +381,11 @@ class KvCacheArgs(NamedTuple):
 
     def differentiable(self) -> tuple[Optional[Tensor], ...]:
         """The values of KVCACHE_INPUTS."""
-        return self.q, self.k_cache, self.v_cache, self.k, self.v, self.sinks, self.out
+        return self.q, self.k_cache, self.v_cache, self.k, self.v, self.sinks, self.out, self.qv
 
 
 # The fields that may ask for a gradient; none gets one.
-KVCACHE_INPUTS = ("q", "k_cache", "v_cache", "k", "v", "sinks", "out")
+KVCACHE_INPUTS = ("q", "k_cache", "v_cache", "k", "v", "sinks", "out", "qv")
 
 
 class KvCachePlanArgs(NamedTuple):
@@ -404,6 +408,7 @@ class KvCachePlanArgs(NamedTuple):
     batch_invariant: bool
     eight_bit: bool = False  # of an 8-bit cache
     sm_margin: int = 0
+    head_dim_v: int = 0  # of the calls' qv; 0: they have none
 
     def sizes(self) -> tuple[Any, ...]:
         """The sizes and options that all backends schedule by."""

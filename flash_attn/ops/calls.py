@@ -11,7 +11,7 @@ import torch
 
 from flash_attn import backends
 from flash_attn.eight_bit import result_dtype
-from flash_attn.ops import context, outputs, scaled
+from flash_attn.ops import context, latent, outputs, scaled
 from flash_attn.ops.attention_args import AttentionArgs, AttentionBackwardArgs, KvCacheArgs, KvCachePlanArgs
 
 if TYPE_CHECKING:
@@ -66,6 +66,8 @@ def forward(args: AttentionArgs, backend: Any = None, out: torch.Tensor | None =
 
     out: for the result, if given. A call that makes copies of 8-bit tensors returns another tensor.
     """
+    if args.qv is not None:
+        latent.check_packed(args)
     backend = backend or backends.of(args.q)
     named = args.named()
     if args.is_scaled():
@@ -77,6 +79,8 @@ def forward(args: AttentionArgs, backend: Any = None, out: torch.Tensor | None =
             if scaled.needs_copies(args):
                 return scaled.attend_copies(args, lambda copies: forward(copies, backend))
             named.update(scaled.by_name(args))
+    if args.qv is not None:
+        named["qv"] = rows_contiguous(args.qv)
     q, k, v = args.q, args.k, args.v
     if v is None or k is None:
         q, k, v = unpack(q, k, v)
@@ -116,6 +120,7 @@ def _has_copies(args: AttentionArgs, inputs: tuple[torch.Tensor, ...]) -> bool:
     index = (args.cu_seqlens_q, args.cu_seqlens_k, args.seqused_k, args.leftpad_k, args.block_table)
     return (
         any(x is not given or not has_contiguous_rows(x) for x, given in zip((args.q, args.k, args.v), inputs))
+        or (args.qv is not None and not has_contiguous_rows(args.qv))
         or any(x is not None and not (x.dtype is torch.int32 and x.is_contiguous()) for x in index)
     )  # fmt: skip
 
@@ -206,6 +211,7 @@ def forward_in_use(
     scaling: dict[str, Any] | None = None,
     out: torch.Tensor | None = None,
     sm_margin: int = 0,
+    qv: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Forward of packed queries of which `rows`, a RowsInUse, are in use -> (out, lse); without autograd.
 
@@ -216,7 +222,7 @@ def forward_in_use(
     args = AttentionArgs(
         rows.gather(q), k, v, rows.cu_seqlens, cu_seqlens_k, seqused_k, leftpad_k, block_table, alibi_slopes, sinks,
         max_seqlen_q or q.shape[0], max_seqlen_k or most_keys, dropout_p, *scores, False, False, False, batch_invariant,
-        sm_margin=sm_margin, **(scaling or {}),
+        sm_margin=sm_margin, qv=None if qv is None else rows.gather(qv), **(scaling or {}),
     )  # fmt: skip
     if out is None:
         result, lse = forward(args)[:2]
@@ -224,13 +230,15 @@ def forward_in_use(
     if rows.order is None:
         result, lse, *_ = forward_into(args, out, (q, k, v))
         return result, lse
-    outputs.check_result(out, q, v, args.out_dtype, {**args._asdict(), "q": q})
+    outputs.check_result(out, q, v, args.out_dtype, {**args._asdict(), "q": q, "qv": qv})
     result, lse = forward(args)[:2]
     return out.copy_(rows.scatter(result)), rows.scatter(lse, 1)
 
 
 def forward_fake(args: AttentionArgs) -> tuple[torch.Tensor, ...]:
     """Outputs of `forward` by shape, dtype, strides and device alone."""
+    if args.qv is not None:
+        latent.check_packed(args)
     q, k, v = unpack(args.q, args.k, args.v)
     if args.cu_seqlens_q is None:
         batch, max_seqlen_q, heads = q.shape[:3]
@@ -348,13 +356,18 @@ def kvcache_forward(args: KvCacheArgs, backend: Any = None) -> tuple[torch.Tenso
         overwritten = (args.out, args.k_cache, args.v_cache, args.k_token_descale, args.v_token_descale)
     if overwritten:
         context.check_writable(_KVCACHE_WRITTEN, overwritten)
-        if not (has_contiguous_rows(args.q) and k is args.k and v is args.v):
-            outputs.check_apart_from_copied(zip(_KVCACHE_WRITTEN, overwritten), {"q": args.q, "k": args.k, "v": args.v})
+        copied = {"q": args.q, "k": args.k, "v": args.v, "qv": args.qv}
+        if not all(x is None or has_contiguous_rows(x) for x in copied.values()):
+            outputs.check_apart_from_copied(zip(_KVCACHE_WRITTEN, overwritten), copied)
+    if args.qv is not None:
+        latent.check_cached(args)
     backend, scaling = backend or backends.of(args.q), {}
     if args.is_scaled():
         if not args.q.is_cpu:
             scaled.check_cache(args)
         scaling = args.scaling()
+    if args.qv is not None:
+        scaling = {**scaling, "qv": rows_contiguous(args.qv)}
     out, lse = backend.fwd_kvcache(
         rows_contiguous(args.q), args.k_cache, args.v_cache, k, v, _index("cache_seqlens", args.cache_seqlens),
         rotary_cos, rotary_sin, _index("cache_batch_idx", args.cache_batch_idx),
@@ -376,17 +389,25 @@ def kvcache_operator(args: KvCacheArgs) -> tuple[torch.Tensor, torch.Tensor]:
 def kvcache_operator_fake(args: KvCacheArgs) -> tuple[torch.Tensor, torch.Tensor]:
     """Outputs of `kvcache_operator` by shape, dtype, strides and device alone."""
     q = args.q
+    if args.qv is not None:
+        latent.check_cached(args)
     lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=_accumulator(q))
     dtype = result_dtype(q, args.v_cache, args.out_dtype)
-    return q.new_empty(q.shape if args.out is None else 0, dtype=dtype), lse
+    shape = q.shape if args.qv is None else args.qv.shape
+    return q.new_empty(shape if args.out is None else 0, dtype=dtype), lse
 
 
 def kvcache_plan(args: KvCachePlanArgs) -> torch.Tensor:
     """Fill the plan of calls of `kvcache_forward`, or make one where it is None -> plan."""
     lengths, leftpad = _index("cache_seqlens", args.cache_seqlens), _index("cache_leftpad", args.cache_leftpad)
+    latent.check_plan(args)
     backend = backends.of(args.cache_seqlens, "cache_seqlens")
     # On the CPU nothing is scheduled.
-    named = {} if args.cache_seqlens.is_cpu else {"eight_bit": args.eight_bit, "sm_margin": args.sm_margin}
+    named: dict[str, Any] = {"eight_bit": args.eight_bit, "sm_margin": args.sm_margin}
+    if args.cache_seqlens.is_cpu:
+        named = {"head_dim_v": args.head_dim_v}
+    elif args.head_dim_v:
+        named["head_dim_v"] = args.head_dim_v
     plan: torch.Tensor = backend.kvcache_plan(lengths, leftpad, *args.sizes(), args.plan, **named)
     context.written((args.plan,))
     return plan

@@ -39,8 +39,12 @@ _backward_op: Any = None
 
 def attention(args: AttentionArgs) -> Any:
     """`calls.forward` for a call that no autograd.Function records: as the operator, which is differentiable, where
-    someone watches it, by its rules within torch.func and forward mode."""
-    needs_dispatch, differentiating = context.survey(ATTENTION_INPUTS, args.differentiable(), carries_tangents=True)
+    someone watches it, by its rules within torch.func and forward mode, which know no qv."""
+    names: tuple[str, ...] = ATTENTION_INPUTS
+    given = args.differentiable()
+    if args.qv is not None:
+        names, given = (*names, "qv"), (*given, args.qv)
+    needs_dispatch, differentiating = context.survey(names, given, carries_tangents=args.qv is None)
     if needs_dispatch:
         return _forward_op(*args)
     if context.transforms():
@@ -50,9 +54,9 @@ def attention(args: AttentionArgs) -> Any:
 
 def attention_into(args: AttentionArgs, out: Tensor, inputs: Any) -> Any:
     """`attention` with its result in out; without gradients. inputs: (q, k, v) as the caller gave them."""
-    given = args.differentiable()
+    given = (*args.differentiable(), args.qv)
     outputs.reject_gradients(out, *given)
-    needs_dispatch = context.survey((*ATTENTION_INPUTS, "out"), (*given, out))[0]
+    needs_dispatch = context.survey((*ATTENTION_INPUTS, "qv", "out"), (*given, out))[0]
     if not needs_dispatch and not context.transformed():
         return calls.forward_into(args, out, inputs)
     *_, v = inputs

@@ -181,14 +181,15 @@ def _of_rows(
     sm_margin: int,
     out: Tensor | None,
     sinks: Tensor | None = None,
+    qv: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) in the form of q, of which rows are packed."""
+    """(out, lse) in the form of q, of which rows are packed, as qv is."""
     packed_out = out if cu_seqlens_q is not None else None
     if out is not None and packed_out is None:
         outputs.reject_gradients(out, q, k, v, sinks)
         read = {"q": q, "k": k, "v": v, "seqused_q": seqused_q, "sinks": sinks, **sequences._asdict()}
         outputs.check_result(out, q, v, quant.out_dtype, read)
-    options = Options(quant=quant, sm_margin=sm_margin, out=packed_out)
+    options = Options(quant=quant, sm_margin=sm_margin, out=packed_out, qv=qv)
     result, lse, _ = attend_rows_in_use(seqused_q, (rows, k, v), sequences, *_options(score), sinks, options)
     result, lse = unpack(q, cu_seqlens_q, result, lse)
     return (result if out is None or packed_out is not None else out.copy_(result)), lse
@@ -218,6 +219,7 @@ def over_cache(
     out: Tensor | None,
     names: dict[str, str],
     sinks: Tensor | None = None,
+    qv: Tensor | None = None,
 ) -> Any:
     """(out, lse) of `flash_attn.flash_attn_with_kvcache`. names: the caller's, see `_checks.renamed`."""
     try:
@@ -226,7 +228,7 @@ def over_cache(
             cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad, block_table=block_table,
             softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,
             rotary_interleaved=rotary_interleaved, num_splits=max(num_splits, 0), return_softmax_lse=True, out=out,
-            sinks=sinks, quant=quant, sm_margin=sm_margin,
+            sinks=sinks, quant=quant, sm_margin=sm_margin, qv=qv,
         )  # fmt: skip
     except _checks.ERRORS as error:
         raise _checks.renamed(error, names) from None
@@ -263,6 +265,7 @@ def _packed_over_cache(
     sm_margin: int,
     out: Tensor | None,
     sinks: Tensor | None = None,
+    qv: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     _check_cache(q, k, v, kv_batch_idx, page_table, cu_seqlens_q)
     rows, cu_rows = pack(q, cu_seqlens_q)
@@ -283,7 +286,7 @@ def _packed_over_cache(
         cu_rows, equal_steps(batch, capacity, q.device), rows.shape[0], capacity, lengths, leftpad_k, page_table
     )  # fmt: skip
     score = (softmax_scale, causal, window_size, softcap)
-    result, lse = _of_rows(q, k, v, rows, cu_seqlens_q, seqused_q, sequences, score, quant, sm_margin, out, sinks)
+    result, lse = _of_rows(q, k, v, rows, cu_seqlens_q, seqused_q, sequences, score, quant, sm_margin, out, sinks, qv)
     if sinks is not None and absent is not None and batch > 0:  # an inactive request has no sink
         rows_absent = absent[sequence_of_rows(cu_rows, rows.shape[0])]
         rows_absent = rows_absent if cu_seqlens_q is not None else rows_absent.view(batch, 1, -1)

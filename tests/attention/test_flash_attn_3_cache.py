@@ -8,6 +8,7 @@ from flash_attn_3_harness import OPS, by_sequence, cache_problem, fa3
 from reference import assert_accurate
 
 import flash_attn
+from flash_attn.ops import latent
 
 
 @pytest.mark.parametrize("value_dim", (32, 16))
@@ -140,3 +141,22 @@ def test_new_keys_are_appended(device, through):
     with pytest.raises(NotImplementedError, match="^cu_seqlens_q: expected None with new keys"):
         cu = torch.tensor([0, 3, 6], dtype=torch.int32, device=device)
         fa3.flash_attn_with_kvcache(q.flatten(0, 1), *caches, *new, cu_seqlens_q=cu, cache_seqlens=lengths)
+
+
+@pytest.mark.devices(*latent.DEVICES)
+def test_queries_of_the_values(device):
+    """qv, in batches and packed: those of flash_attn."""
+    q, k, v, table, cu, lengths = cache_problem(device, 48)
+    qv = torch.randn(18, 4, 48, device=device, dtype=torch.bfloat16)
+    options = {"cache_seqlens": lengths, "causal": True}
+    batch = q[:9].view(3, 3, 4, 32), qv[:9].view(3, 3, 4, 48)
+    out = fa3.flash_attn_with_kvcache(batch[0], k, v, qv=batch[1], page_table=table, **options)
+    expected = flash_attn.flash_attn_with_kvcache(batch[0], k, v, qv=batch[1], block_table=table, **options)
+    assert torch.equal(out, expected)
+    packed = fa3.flash_attn_with_kvcache(q, k, v, qv=qv, page_table=table, cu_seqlens_q=cu, **options)
+    for i, (first, stop) in enumerate(zip(cu[:-1].tolist(), cu[1:].tolist())):
+        one = flash_attn.flash_attn_with_kvcache(
+            q[None, first:stop], k, v, qv=qv[None, first:stop], block_table=table[i : i + 1], causal=True,
+            cache_seqlens=lengths[i : i + 1],
+        )  # fmt: skip
+        assert torch.allclose(packed[first:stop], one[0], atol=1e-2)
