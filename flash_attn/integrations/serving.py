@@ -138,13 +138,26 @@ def packed_attention(
         context.check_writable(("out",), (out,))
     try:
         result, lse = calls.forward_in_use(
-            q, k, v, RowsInUse(cu_seqlens_q, seqused_q, q), cu_seqlens_k, seqused_k, leftpad_k, block_table,
-            alibi_slopes, max_seqlen_q, max_seqlen_k,
+            q,
+            k,
+            v,
+            RowsInUse(cu_seqlens_q, seqused_q, q),
+            cu_seqlens_k,
+            seqused_k,
+            leftpad_k,
+            block_table,
+            alibi_slopes,
+            max_seqlen_q,
+            max_seqlen_k,
             scores=(scale, arguments.flag("causal", causal), *window, softcap),
-            dropout_p=dropout_p, batch_invariant=batch_invariant or is_batch_invariant(),
-            sinks=None if sinks is None else arguments.sinks(sinks), scaling=scaling, out=out,
-            sm_margin=arguments.sm_margin(sm_margin), qv=qv,
-        )  # fmt: skip
+            dropout_p=dropout_p,
+            batch_invariant=batch_invariant or is_batch_invariant(),
+            sinks=None if sinks is None else arguments.sinks(sinks),
+            scaling=scaling,
+            out=out,
+            sm_margin=arguments.sm_margin(sm_margin),
+            qv=qv,
+        )
     except (RuntimeError, TypeError) as error:  # NotImplementedError is a RuntimeError
         arguments.rename(error, {"qv": qv_name})
         raise

@@ -166,20 +166,48 @@ def flash_attn_with_kvcache(
         reject(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k_new=cu_seqlens_k_new)
         reject_8_bit(q=q, k_cache=k_cache, v_cache=v_cache)
         result, lse = attend_over_cache(
-            q, k_cache, v_cache, k=k, v=v, rotary_cos=rotary_cos, rotary_sin=rotary_sin, cache_seqlens=cache_seqlens,
-            cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad, block_table=page_table,
-            rotary_interleaved=rotary_interleaved, return_softmax_lse=True, out=out, batch_invariant=num_splits == 1,
-            sinks=sinks, sm_margin=sm_margin, qv=qv, **options,
-        )  # fmt: skip
+            q,
+            k_cache,
+            v_cache,
+            k=k,
+            v=v,
+            rotary_cos=rotary_cos,
+            rotary_sin=rotary_sin,
+            cache_seqlens=cache_seqlens,
+            cache_batch_idx=cache_batch_idx,
+            cache_leftpad=cache_leftpad,
+            block_table=page_table,
+            rotary_interleaved=rotary_interleaved,
+            return_softmax_lse=True,
+            out=out,
+            batch_invariant=num_splits == 1,
+            sinks=sinks,
+            sm_margin=sm_margin,
+            qv=qv,
+            **options,
+        )
         return _result(result, lse, return_softmax_lse)
     rows, cu_rows = pack(q, cu_seqlens_q)
     packed_out = out if out is None or cu_seqlens_q is not None else out.flatten(0, 1)
     result, lse = packed_attention(
-        rows, k_cache, v_cache, cu_rows, seqused_k=length_of_each(cache_seqlens, cu_rows), leftpad_k=cache_leftpad,
-        block_table=page_table, sinks=sinks, out=packed_out, batch_invariant=num_splits == 1,
-        sm_margin=sm_margin, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, names=_CACHE_NAMES,
-        qv=qv if qv is None else pack(qv, cu_seqlens_q)[0], **options,
-    )  # fmt: skip
+        rows,
+        k_cache,
+        v_cache,
+        cu_rows,
+        seqused_k=length_of_each(cache_seqlens, cu_rows),
+        leftpad_k=cache_leftpad,
+        block_table=page_table,
+        sinks=sinks,
+        out=packed_out,
+        batch_invariant=num_splits == 1,
+        sm_margin=sm_margin,
+        q_descale=q_descale,
+        k_descale=k_descale,
+        v_descale=v_descale,
+        names=_CACHE_NAMES,
+        qv=qv if qv is None else pack(qv, cu_seqlens_q)[0],
+        **options,
+    )
     result, lse = unpack(q, cu_seqlens_q, result, lse)
     if out is not None and packed_out is not None:
         result = out if packed_out.data_ptr() == out.data_ptr() else out.copy_(result)
@@ -252,10 +280,31 @@ def flash_attn_varlen_func(
     _reject_scores(only_qv, attention_chunk, score_mod, mask_mod, rel_bias, ver)
     reject(sfq=sfq, sfk=sfk, sfv=sfv)
     result, lse = packed_attention(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, None, page_table, max_seqlen_q, max_seqlen_k, 0.0,
-        softmax_scale, causal, window_size, softcap, None, sinks, out, sm_margin=sm_margin,
-        q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, qv=qv,
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        seqused_q,
+        seqused_k,
+        None,
+        page_table,
+        max_seqlen_q,
+        max_seqlen_k,
+        0.0,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        None,
+        sinks,
+        out,
+        sm_margin=sm_margin,
+        q_descale=q_descale,
+        k_descale=k_descale,
+        v_descale=v_descale,
+        qv=qv,
+    )
     return _result(result, lse, return_softmax_lse)
 
 
@@ -272,8 +321,11 @@ def _reject_scores(
     ver: object,
 ) -> None:
     reject(
-        only_qv=only_qv or None, attention_chunk=attention_chunk or None, score_mod=score_mod,
-        mask_mod=mask_mod, rel_bias=rel_bias,
-    )  # fmt: skip
+        only_qv=only_qv or None,
+        attention_chunk=attention_chunk or None,
+        score_mod=score_mod,
+        mask_mod=mask_mod,
+        rel_bias=rel_bias,
+    )
     if ver != 3:
         raise NotImplementedError(f"ver: expected 3, got {ver}: it is not supported")

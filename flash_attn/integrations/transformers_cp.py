@@ -172,7 +172,7 @@ def context_parallel_attention(
     try:
         (q, k, v), score, training = read_arguments(
             module, query, key, value, dropout, scaling, sliding_window, softcap, is_causal, s_aux, options
-        )  # fmt: skip
+        )
         _check_tokens_of_plan(module, cp_plan, q, k, attention_mask, position_ids, options)
     except Exception as raised:  # of any kind: the other ranks wait to be told
         cp_plan.compare("context_parallel_attention", "", raised)

@@ -125,9 +125,14 @@ class AttentionArgs(NamedTuple):
     def has_score_tensors(self) -> bool:
         """Whether the call has a mask or a bias."""
         return not (
-            self.mask_query_ranges is self.mask_key_hidden is self.mask_bits is self.mask_block_map
-            is self.attn_bias is self.rel_bias is None
-        )  # fmt: skip
+            self.mask_query_ranges
+            is self.mask_key_hidden
+            is self.mask_bits
+            is self.mask_block_map
+            is self.attn_bias
+            is self.rel_bias
+            is None
+        )
 
     def mask(self) -> Optional[MaskFactors]:
         tensors = self.mask_query_ranges, self.mask_key_hidden, self.mask_bits, self.mask_block_map
@@ -167,9 +172,16 @@ class AttentionArgs(NamedTuple):
     def without_scaling(self, q: Tensor, k: Optional[Tensor], v: Optional[Tensor]) -> "AttentionArgs":
         """The same call with operands to which the descales have been applied."""
         return self._replace(
-            q=q, k=k, v=v, q_descale=None, k_descale=None, v_descale=None, v_per_channel=False, out_dtype=None,
+            q=q,
+            k=k,
+            v=v,
+            q_descale=None,
+            k_descale=None,
+            v_descale=None,
+            v_per_channel=False,
+            out_dtype=None,
             fast_exp=False,
-        )  # fmt: skip
+        )
 
 
 # Options of scores that FlashAttention-2 does not have: both records have them, and the backends take them by name.
@@ -281,13 +293,30 @@ def saved_for_backward(
 ) -> tuple[tuple[Optional[Tensor], ...], tuple[Any, ...]]:
     """(tensors, options) that a forward saves, of which `backward_args` makes AttentionBackwardArgs."""
     tensors = (
-        args.q, args.k, args.v, out, lse, rng_state, args.cu_seqlens_q, args.cu_seqlens_k, args.alibi_slopes,
+        args.q,
+        args.k,
+        args.v,
+        out,
+        lse,
+        rng_state,
+        args.cu_seqlens_q,
+        args.cu_seqlens_k,
+        args.alibi_slopes,
         args.sinks,
-    )  # fmt: skip
+    )
     options = (
-        args.max_seqlen_q, args.max_seqlen_k, args.dropout_p, args.softmax_scale, args.causal, args.window_left,
-        args.window_right, args.softcap, args.deterministic, args.batch_invariant, args.sm_margin,
-    )  # fmt: skip
+        args.max_seqlen_q,
+        args.max_seqlen_k,
+        args.dropout_p,
+        args.softmax_scale,
+        args.causal,
+        args.window_left,
+        args.window_right,
+        args.softcap,
+        args.deterministic,
+        args.batch_invariant,
+        args.sm_margin,
+    )
     if not args.has_score_tensors():
         return tensors, options
     return (
