@@ -9,6 +9,7 @@ __version__ = "2.8.3"  # the API level that clients test for; __build__ has our 
 from flash_attn import fp8
 from flash_attn._build import build_info as _build_info
 from flash_attn.batch_invariance import is_batch_invariant, set_batch_invariant
+from flash_attn.derivatives.interface import flash_attn_jvp
 from flash_attn.dropout import dropout_mask
 from flash_attn.explanation import explain
 from flash_attn.flash_attn_interface import (
@@ -34,6 +35,7 @@ __all__ = [
     "explain",
     "flash_attn_combine",
     "flash_attn_func",
+    "flash_attn_jvp",
     "flash_attn_kvpacked_func",
     "flash_attn_qkvpacked_func",
     "flash_attn_varlen_func",

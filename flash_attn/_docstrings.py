@@ -78,7 +78,8 @@ Returns:
         (batch, nheads, seqlen_q, seqlen_k) rounded up to multiples of 128. For tests.
     max_logit (return_max_logit): (nheads,), the largest visible logit of each head, without the sink, or -inf.
 
-Gradients: of out and softmax_lse with respect to q, k, v, sinks and biases, once. A row that sees no key has out 0.
+Gradients: of out and softmax_lse with respect to q, k, v, sinks and biases, twice; of a call with a mask or a bias
+once. A row that sees no key has out 0.
 {_ERRORS}"""
 
 _STRAIGHT_THROUGH = f"""\
@@ -115,7 +116,7 @@ Returns:
     softmax_lse: <lse> float32 (float64 for float64 q), natural logarithm of the sum of
         exp(scores) of each row, the sink included; -inf in a row that sees no key, whose out is 0.
 
-Gradients: of out and softmax_lse with respect to q, k, v and sinks, once; 8-bit tensors have no gradients.
+Gradients: of out and softmax_lse with respect to q, k, v and sinks, twice; 8-bit tensors have no gradients.
 {_ERRORS}"""
 
 _RING = f"""\

@@ -123,6 +123,26 @@ def dense_batch_invariant(x):
 
 
 @_call
+def tangents(x):
+    q, k, v = x.dense(HEADS, HEADS_K, HEADS_K)
+    sinks, options = x.sinks(), {"causal": True, "softcap": 3.0, "deterministic": True, "dropout_p": 0.25}
+    given = [y.detach() for y in (q, k, v)]
+    results = flash_attn.flash_attn_jvp(
+        q, k, v, *given, sinks=sinks, tsinks=sinks.detach(), alibi_slopes=x.slopes(), **options
+    )
+    return _with_gradients(results, q, k, v, sinks)
+
+
+@_call
+def second_derivatives(x):
+    q, k, v = x.packed(HEADS, HEADS_K, HEADS_K)
+    lengths = x.cu_seqlens, x.cu_seqlens, x.rows, x.rows
+    out = flash_attn.flash_attn_varlen_func(q, k, v, *lengths, 0.25, causal=True, deterministic=True)
+    grads = torch.autograd.grad(out, (q, k, v), torch.ones_like(out), create_graph=True)
+    return torch.autograd.grad(grads, (q, k, v), [y.detach() for y in grads])
+
+
+@_call
 def qkvpacked(x):
     qkv = x.floats(x.batch, x.rows, 3, HEADS, DIM)
     return _with_gradients(flash_attn.flash_attn_qkvpacked_func(qkv, 0.25, **SCORES), qkv)

@@ -17,6 +17,7 @@
 #include "api/decode.h"
 #include "api/environment.h"
 #include "api/forward.h"
+#include "api/mla.h"
 #include "api/overlap.h"
 #include "api/quantized.h"
 #include "api/scores.h"
@@ -137,6 +138,19 @@ Params packed_sequences(int64_t batch, bool batch_invariant, const at::Tensor& c
 // An entry point returns its results, or its plan for explain().
 using Tensors = std::vector<at::Tensor>;
 
+// Packed queries with qv, whose results are those of mha_varlen_fwd().
+template <class Result>
+Result run_or_explain(const MlaCall& call) {
+  if constexpr (std::is_same_v<Result, plan::Explanation>) {
+    return explain(call, "forward");
+  } else {
+    Tensors results = mla_forward(call);
+    results.push_back(new_empty(call.q, {0}, call.q.scalar_type()));  // S_dmask
+    results.push_back(new_empty(call.q, {2}, at::kLong));             // rng_state
+    return results;
+  }
+}
+
 template <class Result>
 Result run_or_explain(const FwdCall& call) {
   if constexpr (std::is_same_v<Result, plan::Explanation>) {
@@ -251,8 +265,24 @@ Result mha_varlen_fwd(const at::Tensor& q, const at::Tensor& k, const at::Tensor
   FwdOptions options;
   QuantArgs quant;
   LaunchOptions launch;
-  set_named(named, scores, options, quant, launch);
+  LatentOptions latent;
+  set_named(named, scores, options, quant, launch, latent);
   const CallGuard guard;
+  if (latent.qv.has_value()) {
+    checks::query(q, 3, axes);
+    const int64_t batch = checks::cu_seqlens(cu_seqlens_q, cu_seqlens_k, q);
+    auto sequences = packed_sequences<Flash_fwd_params>(batch, batch_invariant, cu_seqlens_q, cu_seqlens_k);
+    sequences.varlen.seqused_k = int_or_null(seqused_k);
+    sequences.varlen.leftpad_k = int_or_null(leftpad_k);
+    sequences.paged = set_params_pages(block_table, k);
+    const OptionalTensor none;
+    const MlaCall call{q,    *latent.qv, k,    v,        out, block_table, scores, 0, batch_invariant, launch.sm_margin,
+                       none, none,       none, sequences};
+    checks::packed_mla(call, cu_seqlens_q, cu_seqlens_k, seqused_k, leftpad_k, quant);
+    checks::absent("p_dropout", p_dropout > 0.0);
+    checks::absent("return_max_logit", return_max_logit);
+    return run_or_explain<Result>(call);
+  }
   checks::query(q, 3, axes, true);
   checks::whole_vectors(q);
   const int64_t batch = checks::cu_seqlens(cu_seqlens_q, cu_seqlens_k, q);
@@ -372,8 +402,8 @@ Result mha_varlen_bwd(const at::Tensor& dout, const at::Tensor& q, const at::Ten
                                         deterministic, rng_state, launch.sm_margin});
 }
 
-// kFunction: mha_fwd_kvcache() or explain_kvcache().
-template <auto kFunction>
+// kFunction: mha_fwd_kvcache() or explain_kvcache(); kLatentFunction: the same of calls with qv.
+template <auto kFunction, auto kLatentFunction>
 auto with_kvcache_call(const at::Tensor& q, const at::Tensor& kcache, const at::Tensor& vcache, const OptionalTensor& k,
                        const OptionalTensor& v, const OptionalTensor& seqlens_k, const OptionalTensor& rotary_cos,
                        const OptionalTensor& rotary_sin, const OptionalTensor& cache_batch_idx,
@@ -385,12 +415,29 @@ auto with_kvcache_call(const at::Tensor& q, const at::Tensor& kcache, const at::
   ScoreOptions scores{softmax_scale, is_causal, window_left, window_right, softcap, alibi_slopes, {}, {}};
   CacheQuantArgs quant;
   LaunchOptions launch;
-  set_named(named, scores, quant, launch);
+  LatentOptions latent;
+  set_named(named, scores, quant, launch, latent);
   const CallGuard guard;
-  return kFunction(
-      {q,          wide_query(q, quant), kcache,    vcache,          k,   v,      seqlens_k,          rotary_cos,
-       rotary_sin, cache_batch_idx,      leftpad_k, block_table,     out, scores, rotary_interleaved, num_splits,
-       plan,       batch_invariant,      quant,     launch.sm_margin});
+  const KvCacheCall call{
+      q,          wide_query(q, quant), kcache,    vcache,          k,   v,      seqlens_k,          rotary_cos,
+      rotary_sin, cache_batch_idx,      leftpad_k, block_table,     out, scores, rotary_interleaved, num_splits,
+      plan,       batch_invariant,      quant,     launch.sm_margin};
+  return latent.qv.has_value() ? kLatentFunction(call, *latent.qv) : kFunction(call);
+}
+
+// head_dim_v: of calls with qv, else 0.
+at::Tensor any_kvcache_plan(const at::Tensor& seqlens_k, const OptionalTensor& leftpad_k, int64_t batch,
+                            int64_t seqlen_q, int64_t seqlen_new, int64_t heads, int64_t heads_k, int64_t head_dim,
+                            int64_t seqlen_cache, bool is_causal, int64_t window_left, int64_t window_right,
+                            int64_t num_splits, bool batch_invariant, const OptionalTensor& plan, bool eight_bit,
+                            int64_t sm_margin, int64_t head_dim_v) {
+  if (head_dim_v == 0) {
+    return kvcache_plan(seqlens_k, leftpad_k, batch, seqlen_q, seqlen_new, heads, heads_k, head_dim, seqlen_cache,
+                        is_causal, window_left, window_right, num_splits, batch_invariant, plan, eight_bit, sm_margin);
+  }
+  const checks::ScheduleSizes sizes{batch, seqlen_q, seqlen_new, heads, heads_k, head_dim, seqlen_cache, num_splits};
+  checks::kvcache_schedule(seqlens_k, leftpad_k, sizes, plan);
+  return mla_kvcache_plan(seqlens_k, sizes, head_dim_v, batch_invariant, sm_margin, plan);
 }
 
 std::string build_info() {
@@ -455,16 +502,16 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
                     "Backward of packed batches: [dq, dk, dv, softmax_d(, dsinks)]");
   define_varlen_bwd(m, "explain_varlen_bwd", &mha_varlen_bwd<plan::Explanation>,
                     "The plan of varlen_bwd, as a dict; nothing is launched");
-  define_kvcache(m, "fwd_kvcache", &with_kvcache_call<mha_fwd_kvcache>,
+  define_kvcache(m, "fwd_kvcache", &with_kvcache_call<mha_fwd_kvcache, mha_fwd_mla>,
                  "Forward against a KV cache, which receives k and v first: [out, softmax_lse]");
-  define_kvcache(m, "explain_kvcache", &with_kvcache_call<explain_kvcache>,
+  define_kvcache(m, "explain_kvcache", &with_kvcache_call<explain_kvcache, explain_mla>,
                  "The plan of fwd_kvcache, as a dict; nothing is launched");
-  m.def("kvcache_plan", &kvcache_plan, "Schedule and workspace of fwd_kvcache for given lengths: int32 (n,)",
+  m.def("kvcache_plan", &any_kvcache_plan, "Schedule and workspace of fwd_kvcache for given lengths: int32 (n,)",
         py::arg("seqlens_k"), py::arg("leftpad_k"), py::arg("batch"), py::arg("seqlen_q"), py::arg("seqlen_new"),
         py::arg("heads"), py::arg("heads_k"), py::arg("head_dim"), py::arg("seqlen_cache"), py::arg("is_causal"),
         py::arg("window_size_left"), py::arg("window_size_right"), py::arg("num_splits"), py::arg("batch_invariant"),
         py::arg("plan") = py::none(), py::kw_only(), py::arg("eight_bit") = false, py::arg("sm_margin") = 0,
-        py::call_guard<CallGuard>());
+        py::arg("head_dim_v") = 0, py::call_guard<CallGuard>());
   m.def("combine", &combine, "Merge of attention over disjoint sets of keys: [out, lse]", py::arg("out_partial"),
         py::arg("lse_partial"), py::arg("out"), py::call_guard<CallGuard>());
   m.def("build_info", &build_info, "Identity of this build as JSON text");

@@ -55,11 +55,16 @@ def autocast(inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
     Half precision inputs alone stay as they are, whatever the dtype of autocast.
     """
-    device_type = inputs[0].device.type
-    if device_type == "meta" or not torch.is_autocast_enabled(device_type):
+    if not autocasts(inputs[0]):
         return inputs
-    dtype = torch.get_autocast_dtype(device_type)
+    dtype = torch.get_autocast_dtype(inputs[0].device.type)
     return tuple(x if x.dtype == torch.float64 or x.dtype in EIGHT_BIT else x.to(dtype) for x in inputs)
+
+
+def autocasts(x: Tensor) -> bool:
+    """Whether autocast is on for the device of x."""
+    device_type = x.device.type
+    return device_type != "meta" and torch.is_autocast_enabled(device_type)
 
 
 def check_tensors(names: Sequence[str], values: Sequence[Any]) -> None:
@@ -157,8 +162,10 @@ def check_cache(name: str, cache: Tensor) -> None:
         raise RuntimeError(f"{name}: expected a contiguous last dimension (stride 1), got stride {stride}")
 
 
-def check_kvcache_ranks(q: Tensor, k_cache: Tensor, k: Tensor | None, block_table: Tensor | None) -> None:
-    for name, x, axes in (("q", q, 4), ("k_cache", k_cache, 4), ("k", k, 4), ("block_table", block_table, 2)):
+def check_kvcache_ranks(
+    q: Tensor, k_cache: Tensor, k: Tensor | None, block_table: Tensor | None, cache_name: str = "k_cache"
+) -> None:
+    for name, x, axes in (("q", q, 4), (cache_name, k_cache, 4), ("k", k, 4), ("block_table", block_table, 2)):
         if x is not None and x.dim() != axes:
             raise RuntimeError(f"{name}: expected {axes} dimensions, got {x.dim()}")
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
+from torch.nn import Parameter
 from torch.utils._device import DeviceContext
 
 _is_compiling = torch.compiler.is_compiling
@@ -23,17 +24,18 @@ _dispatch_modes = torch._C._len_torch_dispatch_stack
 _function_modes = torch._C._len_torch_function_stack
 
 
-def survey(names: Iterable[str], tensors: Iterable[Tensor | None]) -> tuple[bool, bool]:
+def survey(names: Iterable[str], tensors: Iterable[Tensor | None], carries_tangents: bool = False) -> tuple[bool, bool]:
     """(needs_dispatch, differentiating) of a call with these tensors, of which some may be None.
 
     needs_dispatch: something other than eager execution on plain tensors must see the operator: torch.compile,
     torch.jit.trace, a tensor subclass, a mode. differentiating: gradients are recorded.
-    Raises NotImplementedError for a tensor with a forward-mode tangent, which no operator here carries on.
+    Raises NotImplementedError for a tensor with a forward-mode tangent, which no operator carries on, and no call but
+    one that carries_tangents.
     """
     plain, requires_grad = True, False
     for x in tensors:
         if x is not None:
-            if type(x) is not Tensor:
+            if type(x) is not Tensor and type(x) is not Parameter:
                 plain = False
             if x.requires_grad:
                 requires_grad = True
@@ -44,7 +46,7 @@ def survey(names: Iterable[str], tensors: Iterable[Tensor | None]) -> tuple[bool
         or _dispatch_modes() > 0
         or (_function_modes() > 0 and _a_mode_watches())
     )
-    if forward_ad._current_level >= 0:
+    if forward_ad._current_level >= 0 and (needs_dispatch or not carries_tangents):
         reject_tangents(names, tensors)
     return needs_dispatch, requires_grad and torch.is_grad_enabled()
 
@@ -61,6 +63,11 @@ def is_watched() -> bool:
     )
 
 
+def transforms() -> bool:
+    """Whether a torch.func transform or forward mode is on, which go by the rules of an autograd.Function."""
+    return transformed() or forward_ad._current_level >= 0
+
+
 def records_gradients(*tensors: Tensor | None) -> bool:
     """Whether gradients are recorded of one of these (some None)."""
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
@@ -73,10 +80,13 @@ def _a_mode_watches() -> bool:
 
 def decomposes() -> bool:
     """Whether a function must use its PyTorch composition instead of its kernel, so that each operation is seen."""
-    return _is_compiling() or is_tracing() or transformed() or forward_ad._current_level >= 0
+    return _is_compiling() or is_tracing() or transforms()
 
 
-_NO_JVP = "flash_attn has no forward-mode derivative (torch.func.jvp, torch.autograd.forward_ad)"
+_NO_JVP = (
+    "forward-mode differentiation (torch.func.jvp, torch.autograd.forward_ad) has no rule here: eager attention has "
+    "one, and flash_attn_jvp, in compiled code too"
+)
 
 
 def reject_tangents(names: Iterable[str], tensors: Iterable[Tensor | None]) -> None:
@@ -98,8 +108,11 @@ def no_jvp(ctx: Any, *tangents: Any) -> Any:
 
 
 def reject_forward_mode(operator: str) -> None:
-    """Raise NotImplementedError within forward-mode differentiation: an operator's implementation sees no tangents."""
-    if forward_ad._current_level >= 0:
+    """Raise NotImplementedError within forward-mode differentiation: an operator's implementation sees no tangents.
+
+    Not within an autograd.Function, which has a rule for them or raises.
+    """
+    if forward_ad._current_level >= 0 and torch._C._is_fwd_grad_enabled():
         raise NotImplementedError(f"{operator}: expected a call outside of forward-mode differentiation: {_NO_JVP}")
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils.flop_counter import register_flop_formula
 
-from flash_attn.ops.attention_args import AttentionArgs, AttentionBackwardArgs, KvCacheArgs
+from flash_attn.ops.attention_args import AttentionArgs, AttentionBackwardArgs, KvCacheArgs, Tangents
 from flash_attn.ops.calls import unpack
 from flash_attn.utils.derived_buffers import has_values
 
@@ -29,6 +29,11 @@ def _products(q: Tensor, v: Tensor, pairs: int, of_queries: int, of_values: int)
 
 def _forward_flops(q: Tensor, v: Tensor, pairs: int) -> int:
     return _products(q, v, pairs, 1, 1)
+
+
+def _latent_flops(qv: Tensor | None, pairs: int) -> int:
+    """Those of scores of qv, in addition to those of q."""
+    return 0 if qv is None else _products(qv, qv, pairs, 1, 0)
 
 
 def _backward_flops(q: Tensor, v: Tensor, pairs: int) -> int:
@@ -78,7 +83,8 @@ def _pairs_of(args: AttentionArgs | AttentionBackwardArgs, q: Tensor, k: Tensor)
 def _forward(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
     call = AttentionArgs(*args, **kwargs)
     q, k, v = unpack(call.q, call.k, call.v)
-    return _forward_flops(q, v, _pairs_of(call, q, k))
+    pairs = _pairs_of(call, q, k)
+    return _forward_flops(q, v, pairs) + _latent_flops(call.qv, pairs)
 
 
 @register_flop_formula(_core.bwd, get_raw=True)
@@ -86,6 +92,20 @@ def _backward(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
     call = AttentionBackwardArgs(*args, **kwargs)
     q, k, v = unpack(call.q, call.k, call.v)
     return _backward_flops(q, v, _pairs_of(call, q, k))
+
+
+@register_flop_formula(_core.jvp, get_raw=True)
+def _jvp(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
+    call = AttentionArgs(*args[len(Tangents._fields) :], **kwargs)
+    q, k, v = unpack(call.q, call.k, call.v)
+    return _products(q, v, _pairs_of(call, q, k), 3, 3)
+
+
+@register_flop_formula(_core.hvp, get_raw=True)
+def _hvp(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
+    call = AttentionBackwardArgs(*args[len(Tangents._fields) :], **kwargs)
+    q, k, v = unpack(call.q, call.k, call.v)
+    return _products(q, v, _pairs_of(call, q, k), 7, 5)
 
 
 @register_flop_formula([_core.kvcache_fwd, _core.kvcache_append_fwd], get_raw=True)
@@ -97,7 +117,8 @@ def _kvcache(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
     cached = _values(call.cache_seqlens, batch, pages * call.k_cache.shape[1] - new)
     padding = _values(call.cache_leftpad, batch, 0)
     keys = (n + new - pad if n >= 0 else 0 for n, pad in zip(cached, padding))
-    return _forward_flops(call.q, call.v_cache, _pairs([seqlen_q] * batch, keys))
+    pairs = _pairs([seqlen_q] * batch, keys)
+    return _forward_flops(call.q, call.v_cache, pairs) + _latent_flops(call.qv, pairs)
 
 
 # ---- the operators that distributed-attention clients call ----

@@ -12,16 +12,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from flash_attn.ops import calls, context, outputs
 from flash_attn.ops.attention_args import (
     ATTENTION_INPUTS,
     BACKWARD_INPUTS,
     KVCACHE_INPUTS,
+    TANGENT_INPUTS,
     AttentionArgs,
     AttentionBackwardArgs,
     KvCacheArgs,
     KvCachePlanArgs,
+    Tangents,
     attention_gradients,
     backward_args,
     saved_for_backward,
@@ -36,20 +39,24 @@ _backward_op: Any = None
 
 def attention(args: AttentionArgs) -> Any:
     """`calls.forward` for a call that no autograd.Function records: as the operator, which is differentiable, where
-    someone watches it, sample by sample within torch.func."""
-    needs_dispatch, differentiating = context.survey(ATTENTION_INPUTS, args.differentiable())
+    someone watches it, by its rules within torch.func and forward mode, which know no qv."""
+    names: tuple[str, ...] = ATTENTION_INPUTS
+    given = args.differentiable()
+    if args.qv is not None:
+        names, given = (*names, "qv"), (*given, args.qv)
+    needs_dispatch, differentiating = context.survey(names, given, carries_tangents=args.qv is None)
     if needs_dispatch:
         return _forward_op(*args)
-    if context.transformed():
+    if context.transforms():
         return _TransformedAttention.apply(*args)
     return _forward_op(*args) if differentiating else calls.forward(args)
 
 
 def attention_into(args: AttentionArgs, out: Tensor, inputs: Any) -> Any:
     """`attention` with its result in out; without gradients. inputs: (q, k, v) as the caller gave them."""
-    given = args.differentiable()
+    given = (*args.differentiable(), args.qv)
     outputs.reject_gradients(out, *given)
-    needs_dispatch = context.survey((*ATTENTION_INPUTS, "out"), (*given, out))[0]
+    needs_dispatch = context.survey((*ATTENTION_INPUTS, "qv", "out"), (*given, out))[0]
     if not needs_dispatch and not context.transformed():
         return calls.forward_into(args, out, inputs)
     *_, v = inputs
@@ -87,22 +94,21 @@ def update_kvcache_plan(args: KvCachePlanArgs) -> None:
         calls.kvcache_plan(args)
 
 
-def save_for_backward(ctx: Any, args: AttentionArgs, output: Any) -> None:
-    """Save the tensors of a forward that `input_gradients` needs in the ctx of an autograd.Function."""
+def save_for_backward(ctx: Any, args: AttentionArgs, output: Any) -> Any:
+    """Save the tensors of a forward that `input_gradients` needs in the ctx of an autograd.Function; returns them."""
     out, lse, _, rng_state, *_ = output
     tensors, ctx.options = saved_for_backward(args, out, lse, rng_state)
-    ctx.save_for_backward(*context.all_savable(tensors))
+    saved = context.all_savable(tensors)
+    ctx.save_for_backward(*saved)
     ctx.forward_only = args.forward_only()
     ctx.set_materialize_grads(False)
+    return saved
 
 
 def input_gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None, bias_grad: bool = True) -> Any:
     """The gradients of ATTENTION_INPUTS, None for those that are not given. bias_grad: whether biases want theirs."""
     if ctx.forward_only is not None:
-        expected = "at least 16 bits" if ctx.forward_only == "k" else "None"
-        raise NotImplementedError(
-            f"{ctx.forward_only}: expected {expected} in training, got a tensor: it has no backward"
-        )
+        _reject_forward_only(ctx.forward_only, "training", "backward")
     if dout is None and dlse is None:
         return (None,) * len(ATTENTION_INPUTS)
     args = backward_args(dout, dlse, ctx.saved_tensors, ctx.options)
@@ -110,22 +116,33 @@ def input_gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None, bias_gra
         args = args._replace(dout=torch.zeros_like(args.out))
     if not (bias_grad or args.attn_bias is args.rel_bias is None):
         args = args._replace(bias_grad=False)
-    grads = iter(attention_backward(args))
-    return [None if x is None else next(grads) for x in args.learned()]
+    return by_input(args, attention_backward(args))
+
+
+def _reject_forward_only(name: str, where: str, missing: str) -> None:
+    expected = "at least 16 bits" if name == "k" else "None"
+    raise NotImplementedError(f"{name}: expected {expected} in {where}, got a tensor: it has no {missing}")
+
+
+def by_input(args: AttentionBackwardArgs, grads: Sequence[Any]) -> list[Any]:
+    """One for each of ATTENTION_INPUTS, None for those that get no gradient, from those of the others."""
+    rest = iter(grads)
+    return [None if x is None else next(rest) for x in args.learned()]
 
 
 def attention_backward(args: AttentionBackwardArgs) -> Any:
-    if context.survey(BACKWARD_INPUTS, args.differentiable())[0]:
+    """The gradients of those of `args.learned()` that are given."""
+    if context.survey(BACKWARD_INPUTS, args.differentiable(), carries_tangents=True)[0]:
         return _backward_op(*args)
-    if torch.is_grad_enabled():
-        return _AttentionBackward.apply(*args)
-    context.reject_batched_gradients(args.dout, args.dlse)
-    return calls.backward(args)
+    differentiated = torch.is_grad_enabled() or forward_ad._current_level >= 0
+    if not (differentiated and context.transformed()):
+        context.reject_batched_gradients(args.dout, args.dlse)
+    return _AttentionBackward.apply(*args) if differentiated else calls.backward(args)
 
 
-def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-    save_for_backward(ctx, AttentionArgs(*inputs), output)
+def _setup_context(ctx: Any, inputs: Any, output: Any) -> Any:
     ctx.mark_non_differentiable(*output[2:])
+    return save_for_backward(ctx, AttentionArgs(*inputs), output)
 
 
 def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: Any) -> Any:
@@ -135,15 +152,28 @@ def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: Any) -> An
 
 
 class _TransformedAttention(torch.autograd.Function):
-    """For torch.func, which needs setup_context; that costs eager calls 15 us of argument binding."""
+    """For torch.func and forward mode: they need setup_context, which costs eager calls 15 us of argument binding."""
 
     @staticmethod
     def forward(*args: Any) -> Any:
         return calls.forward(AttentionArgs(*args))
 
-    setup_context = staticmethod(_setup_context)
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_forward(*_setup_context(ctx, inputs, output))
+        ctx.constants = len(output) - 2
+
     backward = staticmethod(_backward)
-    jvp = staticmethod(context.no_jvp)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        given = dict(zip(AttentionArgs._fields, tangents))
+        directions = Tangents(*(given[name] for name in TANGENT_INPUTS))
+        if ctx.forward_only is not None:
+            _reject_forward_only(ctx.forward_only, "forward mode", "tangent")
+        _, _, _, out, *_ = saved = ctx.saved_tensors
+        args = backward_args(out, None, saved, ctx.options)
+        return *derived().tangents(directions, args), *[None] * ctx.constants
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
@@ -157,9 +187,7 @@ class _TransformedAttention(torch.autograd.Function):
 
 
 class _AttentionBackward(torch.autograd.Function):
-    """The backward under create_graph: gradients that cannot be differentiated once more."""
-
-    jvp = staticmethod(context.no_jvp)
+    """The backward where it is differentiated once more."""
 
     @staticmethod
     def forward(*args: Any) -> Any:
@@ -167,19 +195,61 @@ class _AttentionBackward(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        pass
+        ctx.save_for_forward(*save_values(ctx, inputs))
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        _reject_double_backward(ctx, *grads)
+        return _second_backward(ctx, *grads)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        return derived().tangents_of_gradients(AttentionBackwardArgs(*saved_values(ctx)), tangents)
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
         return context.by_sample(_AttentionBackward, info, in_dims, args)
 
 
-def _reject_double_backward(ctx: Any, *grads: Any) -> None:
-    raise RuntimeError("flash_attn: expected one backward, got a second: attention's gradients are not differentiable")
+def save_values(ctx: Any, values: Sequence[Any]) -> Any:
+    """Save arguments of any types in the ctx of an autograd.Function for `saved_values`; returns the tensors."""
+    ctx.values = [None if isinstance(x, Tensor) else x for x in values]
+    ctx.places = [i for i, x in enumerate(values) if isinstance(x, Tensor)]
+    tensors = context.all_savable([values[i] for i in ctx.places])
+    ctx.save_for_backward(*tensors)
+    ctx.set_materialize_grads(False)
+    return tensors
+
+
+def saved_values(ctx: Any) -> list[Any]:
+    values = list(ctx.values)
+    for i, x in zip(ctx.places, ctx.saved_tensors):
+        values[i] = x
+    return values
+
+
+def _second_setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+    save_values(ctx, inputs)
+
+
+def _second_backward(ctx: Any, *grads: Any) -> Any:
+    if len(grads) == 1 and isinstance(grads[0], (list, tuple)):  # of an operator with a list of results
+        (grads,) = grads
+    if all(x is None for x in grads):
+        return (None,) * len(AttentionBackwardArgs._fields)
+    if not context.transformed():
+        context.reject_batched_gradients(*grads)
+    args = AttentionBackwardArgs(*saved_values(ctx))
+    directions = Tangents(*by_input(args, grads)[: len(TANGENT_INPUTS)])
+    t_out, t_lse, *inputs = derived().second_derivatives(directions, args)
+    found = {"dout": t_out, "dlse": None if args.dlse is None else t_lse}
+    return attention_gradients(by_input(args, inputs), AttentionBackwardArgs, found)
+
+
+def derived() -> Any:
+    """The rules of derivatives, which are made of the operators here and loaded with the first one."""
+    from flash_attn.derivatives import rules
+
+    return rules
 
 
 def takes(record: type[Any], function: Callable[..., Any]) -> Callable[..., Any]:
@@ -205,10 +275,18 @@ def register(
     fake: Callable[..., Any],
     tags: Sequence[torch.Tag] = (),
 ) -> Any:
-    """The functional operator `name` over the fields of a record. function, fake: of these fields by position."""
+    """The functional operator `name` over the fields of a record. function, fake: of these fields by position.
+
+    Within forward mode a call raises: torch.compile and torch.library carry no tangents and say nothing.
+    """
+
+    def checked(*args: Any) -> Any:
+        context.reject_forward_mode(f"{_NAMESPACE}::{name}")
+        return function(*args)
+
     # The compliant tag lets compilers trust the fake.
     _library.define(name + schema(record, returns), tags=(*tags, torch.Tag.pt2_compliant_tag))
-    _library.impl(name, function, "CompositeExplicitAutograd")
+    _library.impl(name, checked, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{_NAMESPACE}::{name}", fake, lib=_library)
     return getattr(getattr(torch.ops, _NAMESPACE), name).default
 
@@ -221,15 +299,22 @@ def _register_attention() -> None:
     global _forward_op, _backward_op
     # The tag keeps dropout out of common subexpression elimination, and makes compiled checkpointing replay the RNG.
     _forward_op = register(
-        "fwd", AttentionArgs, "(Tensor, Tensor, Tensor, Tensor, Tensor)", _five_results(calls.forward),
-        _five_results(calls.forward_fake), tags=(torch.Tag.nondeterministic_seeded,),
-    )  # fmt: skip
+        "fwd",
+        AttentionArgs,
+        "(Tensor, Tensor, Tensor, Tensor, Tensor)",
+        _five_results(calls.forward),
+        _five_results(calls.forward_fake),
+        tags=(torch.Tag.nondeterministic_seeded,),
+    )
     _backward_op = register(
-        "bwd", AttentionBackwardArgs, "Tensor[]", takes(AttentionBackwardArgs, calls.backward),
+        "bwd",
+        AttentionBackwardArgs,
+        "Tensor[]",
+        takes(AttentionBackwardArgs, calls.backward),
         takes(AttentionBackwardArgs, calls.backward_fake),
-    )  # fmt: skip
+    )
     register_autograd("fwd", _backward, _setup_context)
-    register_autograd("bwd", _reject_double_backward)
+    register_autograd("bwd", _second_backward, _second_setup_context)
 
 
 def _register_writing(
@@ -268,4 +353,4 @@ _kvcache_append_op = _register_kvcache(
 )
 _kvcache_plan_op = _register_writing(
     "kvcache_plan", KvCachePlanArgs, "()", _fill_plan, lambda args: None, {"plan": "a"}
-)  # fmt: skip
+)

@@ -16,7 +16,7 @@ from flash_attn.limits import MAX_HEAD_DIM
 from flash_attn.masks import AttentionMask
 from flash_attn.masks.arguments import DEVICES, MASK_DEVICES, check_bias, mask_factors, with_all_axes
 from flash_attn.masks.checks import require
-from flash_attn.ops import arguments
+from flash_attn.ops import arguments, latent
 from flash_attn.ops.attention_args import (
     DENSE,
     MASK_TENSORS,
@@ -30,6 +30,7 @@ from flash_attn.ops.attention_args import (
 from flash_attn.ops.quant_args import NO_QUANT
 from flash_attn.ops.rows import RowsInUse
 
+_FLOAT32, _STRIDED = torch.float32, torch.strided
 _NO_OPTIONS = defaults_after(AttentionArgs, "batch_invariant")
 NAMES = (("qkv",), ("q", "kv"), ("q", "k", "v"))  # of the inputs in each packing
 
@@ -53,11 +54,12 @@ def attention(
     names = NAMES[len(inputs) - 1]
     if len(inputs) < 3:
         arguments.check_packed(names[-1], inputs[-1], 4 - len(inputs), sequences is not DENSE)
-    inputs = arguments.attention_inputs(names, inputs)
-    q: Tensor
-    k: Tensor | None
-    v: Tensor | None
-    q, k, v = inputs if len(inputs) == 3 else (*inputs, None, None)[:3]  # type: ignore[assignment]
+    if options.qv is None:
+        inputs = arguments.attention_inputs(names, inputs)
+    else:
+        made = arguments.attention_inputs((*names, options.qv_name), (*inputs, options.qv))
+        inputs, options = made[:-1], options._replace(qv=made[-1])
+    q = inputs[0]
     if type(dropout_p) is not float:
         dropout_p = arguments.number("dropout_p", dropout_p)
     if type(softcap) is not float:
@@ -72,9 +74,10 @@ def attention(
     if sinks is not None:
         sinks = arguments.sinks(sinks)
     head_dim = q.size(-1) if q.dim() > 0 else 1  # the dimensions are the backends' matter
-    if head_dim == 0:
+    scored_dim = head_dim if options.qv is None else latent.score_dim(q, options.qv)
+    if scored_dim == 0:
         arguments.head_dim(names[0], q)
-    scale = head_dim**-0.5 if softmax_scale is None else arguments.number("softmax_scale", softmax_scale)
+    scale = scored_dim**-0.5 if softmax_scale is None else arguments.number("softmax_scale", softmax_scale)
     wants_dmask = dropout_p > 0 and return_attn_probs
     max_seqlen_q = max_seqlen_k = 0
     if sequences is not DENSE:
@@ -82,8 +85,11 @@ def attention(
         max_seqlen_q, max_seqlen_k = arguments.max_seqlens(inputs, sequences, wants_dmask)
     if options is not PLAIN:
         check_score_tensors(options, q)  # before anything is launched
-    if head_dim % 8 != 0:
-        q, k, v = _padded(q, k, v, head_dim)
+    if head_dim % 8 != 0 and _must_pad(inputs, head_dim):
+        inputs = arguments.padded(inputs, head_dim)
+    k: Tensor | None
+    v: Tensor | None
+    q, k, v = inputs if len(inputs) == 3 else (*inputs, None, None)[:3]
     given = (
         q, k, v, sequences.cu_seqlens_q, sequences.cu_seqlens_k, sequences.seqused_k, sequences.leftpad_k,
         sequences.block_table, alibi_slopes, sinks, max_seqlen_q, max_seqlen_k, dropout_p, scale, causal, left, right,
@@ -93,20 +99,57 @@ def attention(
     return args if options is PLAIN else _with_options(args, options)
 
 
-def _padded(
-    q: Tensor, k: Tensor | None, v: Tensor | None, head_dim: int
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """`arguments.padded` of CUDA tensors; 8-bit calls pad the operands that they make."""
-    last = q if k is None else k if v is None else v
-    if head_dim > MAX_HEAD_DIM or not q.is_cuda or q.dtype in EIGHT_BIT or last.dtype in EIGHT_BIT:
-        return q, k, v
-    arguments.head_dim("v", last)  # another one is the backend's matter
-    q, k, v = arguments.padded((q, k, v), head_dim)
-    return q, k, v
+def converts(inputs: tuple[Tensor, ...], sinks: Tensor | None) -> bool:
+    """Whether kernels read other tensors than these: in the dtype of autocast, padded, sinks as float32. False also for
+    tensors that `attention` refuses."""
+    q = inputs[0]
+    for x in inputs:
+        if x.dtype is _FLOAT32:
+            if arguments.autocasts(q):
+                return True
+            break
+    if sinks is not None and sinks.layout is _STRIDED and (sinks.dtype is not _FLOAT32 or not sinks.is_contiguous()):
+        return True
+    return _pads(q) and not q.is_nested and q.dim() > 0 and q.size(-1) % 8 != 0
+
+
+def operands(inputs: tuple[Tensor, ...], is_varlen: bool) -> tuple[Tensor, ...]:
+    """The inputs of a call as kernels read them, by operations that autograd records.
+
+    Made last first, since a backward runs in the opposite order: the gradients of one tensor given twice are then added
+    as those of a call that converts nothing.
+    """
+    names = NAMES[len(inputs) - 1]
+    if len(inputs) < 3:
+        arguments.check_packed(names[-1], inputs[-1], 4 - len(inputs), is_varlen)
+    arguments.check_tensors(names, inputs)
+    head_dim = arguments.head_dim(names[0], inputs[0])
+    made = arguments.attention_inputs(names, inputs[::-1])
+    if _must_pad(inputs, head_dim):
+        made = arguments.padded(made, head_dim)
+    return made[::-1]
+
+
+def _must_pad(inputs: tuple[Tensor, ...], head_dim: int) -> bool:
+    """Whether kernels need `arguments.padded`. 8-bit calls pad the operands that they make."""
+    if head_dim > MAX_HEAD_DIM or not _pads(inputs[0]) or inputs[0].dtype in EIGHT_BIT or inputs[-1].dtype in EIGHT_BIT:
+        return False
+    arguments.head_dim("v", inputs[-1])  # another one is the backend's matter
+    return True
+
+
+def _pads(q: Tensor) -> bool:
+    return q.is_cuda
 
 
 def pad(x: Tensor, columns: int) -> Tensor:
     return torch.nn.functional.pad(x, (0, columns))
+
+
+def like(x: Tensor, used: Tensor) -> Tensor:
+    """x in the dtype and with the zero columns of `used`, which was made of it; differentiable."""
+    x, missing = x.to(used.dtype), used.shape[-1] - x.shape[-1]
+    return pad(x, missing) if missing else x
 
 
 def _with_options(args: AttentionArgs, options: Options) -> AttentionArgs:
@@ -119,6 +162,7 @@ def _with_options(args: AttentionArgs, options: Options) -> AttentionArgs:
         batch_invariant=arguments.flag("batch_invariant", options.batch_invariant) or args.batch_invariant,
         fast_exp=is_quantized and options.quant.allows_fast_exp(args.q),
         sm_margin=arguments.sm_margin(options.sm_margin),
+        qv=options.qv,
         **fields,
     )
 
@@ -176,7 +220,7 @@ def _check_rows(name: str, x: Tensor, total: int) -> None:
 
 def callers_names(inputs: tuple[Any, ...], sequences: Sequences, options: Options) -> dict[str, str]:
     """The names of arguments that a public function has for those of the backends, where they differ."""
-    names = {"sinks": options.sinks_name}
+    names = {"sinks": options.sinks_name, "qv": options.qv_name}
     if len(inputs) == 2:
         names.update({"k": "kv (its k)", "v": "kv (its v)"})
     if len(inputs) == 1:

@@ -157,10 +157,6 @@ def test_compiled_with_one_tensor_twice(device):
 
 def test_padded_head_dims_are_undone(monkeypatch):
     """As for kernels that want whole 16 bytes; results and gradients have the shapes of the inputs."""
-
-    def pad_all(q, k, v, head_dim):
-        return tuple(x if x is None or x.shape[-1] != head_dim else normalize.pad(x, -head_dim % 8) for x in (q, k, v))
-
     for shapes in (
         ((2, 5, 4, 20), (2, 7, 2, 20), (2, 7, 2, 12)),
         ((2, 5, 3, 4, 20),),
@@ -170,10 +166,27 @@ def test_padded_head_dims_are_undone(monkeypatch):
         function = getattr(interface, names[len(shapes)])
         inputs = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
         results = []
-        for padded in (normalize._padded, pad_all):
-            monkeypatch.setattr(normalize, "_padded", padded)
+        for pads in (False, True):
+            monkeypatch.setattr(normalize, "_pads", lambda q, pads=pads: pads)
             out, lse, _ = function.apply(*inputs, 0.0, None, True, (-1, -1), 0.0, None, False, True)
             results.append([out, lse, *torch.autograd.grad((out.square().sum(), lse.square().sum()), inputs)])
         monkeypatch.undo()
         for actual, expected in zip(*results):
             torch.testing.assert_close(actual, expected)
+
+
+@pytest.mark.parametrize("head_dim", (16, 12))
+@pytest.mark.parametrize("autocast", (False, True))
+def test_gradients_of_one_tensor_are_added_in_one_order(device, autocast, head_dim, monkeypatch):
+    """From q to v, also where the kernels read converted copies of it."""
+    monkeypatch.setattr(normalize, "_pads", lambda q: True)
+    dtype = torch.float32 if autocast else torch.bfloat16
+    leaves = [torch.randn(1, 64, 2, head_dim, device=device, dtype=dtype, requires_grad=True)]
+    leaves += [leaves[0].detach().clone().requires_grad_() for _ in "kv"]
+    gradients = []
+    for inputs in (leaves, leaves[:1] * 3):
+        with torch.autocast(device, torch.bfloat16, enabled=autocast):
+            out = interface.flash_attn_func(*inputs, deterministic=True)
+        gradients.append(torch.autograd.grad(out.float().square().sum(), leaves, allow_unused=True))
+    (dq, dk, dv), (total, *_) = gradients
+    assert torch.equal(total, dq + dk + dv)

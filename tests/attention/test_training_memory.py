@@ -9,7 +9,13 @@ import pytest
 import torch
 from test_memory import cuda_peak, rounded
 
-from flash_attn import flash_attn_func, flash_attn_qkvpacked_func, flash_attn_varlen_func
+from flash_attn import (
+    flash_attn_func,
+    flash_attn_kvpacked_func,
+    flash_attn_qkvpacked_func,
+    flash_attn_varlen_func,
+)
+from flash_attn.ops import normalize
 
 HEADS, HEADS_K = 4, 2
 SMALL = 2**16  # random states, lengths, turn counters of deterministic mode: not of the size of a row
@@ -103,6 +109,34 @@ def test_an_abandoned_forward_frees_what_it_saved(device):
         assert [reference() for reference in references] == [None] * 3
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("head_dim", (40, 36))
+@pytest.mark.parametrize("autocast", (False, True))
+def test_a_backward_keeps_what_the_kernels_read(device, autocast, head_dim, monkeypatch):
+    """Not also the inputs of which that is a copy: in another dtype, with a head dim of whole 16 bytes."""
+    monkeypatch.setattr(normalize, "_pads", lambda q: True)
+    dtype, saved = torch.float32 if autocast else torch.bfloat16, {}
+    q, k, v = (torch.randn(1, 64, 2, head_dim, device=device, dtype=dtype, requires_grad=True) for _ in "qkv")
+    sinks = torch.randn(2, device=device, dtype=torch.bfloat16, requires_grad=True)
+
+    def pack(x):
+        saved[x.data_ptr()] = x.numel() * x.element_size()
+        return x
+
+    for call, inputs in (
+        (flash_attn_func, (q, k, v)),
+        (flash_attn_qkvpacked_func, (torch.stack((q, k, v), 2),)),
+        (flash_attn_kvpacked_func, (q, torch.stack((k, v), 2))),
+    ):
+        saved.clear()
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            with torch.autocast(device, torch.bfloat16, enabled=autocast):
+                out, lse, _ = call(*inputs, sinks=sinks, return_attn_probs=True)
+        operand = 64 * 2 * 40 * 2
+        assert 4 * operand <= sum(saved.values()) <= 4 * operand + lse.numel() * 4 + 32  # sinks, random state
+        grads = torch.autograd.grad(out.sum(), (q, sinks))
+        assert [x.dtype for x in grads] == [dtype, torch.bfloat16]
 
 
 def resident_bytes():

@@ -146,10 +146,6 @@ def refusing_calls(device):
         return dq
 
     return {
-        "q": (lambda q: flash_attn_func(q, x, x), x, "q"),
-        "k": (lambda k: flash_attn_func(x, k, x), x, "k"),
-        "v": (lambda v: flash_attn_varlen_func(v[0], v[0], v[0], cu, cu, 5, 5), heads(device, 1, 9), "q"),
-        "sinks": (lambda s: flash_attn_func(x, x, x, sinks=s), torch.randn(HEADS, device=device), "sinks"),
         "cache query": (lambda q: flash_attn_with_kvcache(q, cache, cache, cache_seqlens=lengths), x, "q"),
         "cache": (lambda c: flash_attn_with_kvcache(x, c, cache, cache_seqlens=lengths), cache, "k_cache"),
         "new keys": (lambda k: decode(x, cache, lengths)[0] + flash_attn_with_kvcache(
@@ -174,7 +170,7 @@ def test_forward_mode_tangents_are_refused(device, name, grad_mode):
             torch.func.jvp(function, (x,), (torch.ones_like(x),))
 
 
-@pytest.mark.parametrize("name", ("q", "cache query", "combine"))
+@pytest.mark.parametrize("name", ("cache query", "combine"))
 def test_tangents_of_an_outer_transform_are_refused(device, name):
     function, x, _ = refusing_calls(device)[name]
     one = torch.ones((), device=device)
@@ -266,10 +262,11 @@ def test_jacobian(device):
     torch.testing.assert_close(jacobian, expected, **close(device))
 
 
-def batch_of_backwards(function, x):
+def batch_of_backwards(function, x, create_graph=False):
     leaf = x.clone().requires_grad_()
     out = function(leaf)
-    return torch.autograd.grad(out, leaf, out.new_ones(3, *out.shape), is_grads_batched=True)
+    ones = out.new_ones(3, *out.shape)
+    return torch.autograd.grad(out, leaf, ones, is_grads_batched=True, create_graph=create_graph)
 
 
 def calls_without_a_rule(device):
@@ -292,6 +289,9 @@ def calls_without_a_rule(device):
     def attention(q):
         return flash_attn_func(q, q, q)
 
+    def combined(lse):
+        return flash_attn_combine(torch.stack((x, x)).float(), lse)[0].sum()
+
     def straight(q):
         return flash_attn_straight_through_func(q, q, q)
 
@@ -309,9 +309,14 @@ def calls_without_a_rule(device):
         "explain": (lambda: vmap(lambda q: explain(q, q, q) and q)(x[None]), f"explain: {outside}"),
         "straight through": (lambda: vmap(straight)(x[None]), f"flash_attn_straight_through_func: {outside}"),
         "loss": (lambda: grad(loss)(logits), f"cross_entropy_loss: {outside}"),
-        "hessian": (lambda: torch.func.hessian(lambda q: attention(q).sum())(x), "flash_attn: expected inputs without"),
+        "hessian": (lambda: torch.func.hessian(combined)(torch.randn(2, 2, 5, HEADS, device=device)),
+                    "flash_attn: expected inputs without"),
         "no samples": (lambda: vmap(attention)(x[None][:0]), "torch.vmap: expected at least one sample"),
         "batch of backwards": (lambda: batch_of_backwards(attention, x), batch),
+        "batch of recorded backwards": (lambda: batch_of_backwards(attention, x, create_graph=True), batch),
+        "batch of second backwards": (
+            lambda: torch.autograd.functional.hessian(lambda q: attention(q).float().sum(), x, vectorize=True), batch,
+        ),
         "straight through, batch of backwards": (lambda: batch_of_backwards(straight, x), batch),
         "rotary, batch of backwards": (lambda: batch_of_backwards(lambda x: apply_rotary_emb(x, cos, sin), x), batch),
         "dropout": (lambda: vmap(dropped)(x[None]), r"dropout_p: expected 0 under torch.vmap\(randomness='error'\)"),

@@ -23,7 +23,10 @@ import demo
 import train_char_lm
 import train_context_parallel
 
-SMALL_ONES = ("nanogpt", "fp8_cache", "graph_decode", "serve_vllm", "train_llama", "llama_context_parallel")
+SMALL_ONES = (
+    "nanogpt", "fp8_cache", "graph_decode", "meanflow", "second_order", "serve_vllm", "train_llama",
+    "llama_context_parallel",
+)  # fmt: skip
 SMALL = train_char_lm.Config(layers=2, heads=4, kv_heads=2, head_dim=16, window=12, context=48, steps=12, warmup=3)
 
 

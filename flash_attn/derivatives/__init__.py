@@ -1,0 +1,1 @@
+"""Forward-mode and second derivatives of attention (docs/derivatives.md)."""
