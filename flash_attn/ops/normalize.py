@@ -169,6 +169,10 @@ def _with_options(args: AttentionArgs, options: Options) -> AttentionArgs:
 
 def check_score_tensors(options: Options, q: Tensor) -> None:
     """Raise an error that names a mask or a bias which no call takes, whatever its sizes."""
+    if options.attn_bias is options.rel_bias is None:
+        mask = options.mask
+        if mask is None or (type(mask) is AttentionMask and q.device.type in MASK_DEVICES):
+            return
     names, values = ("mask", "attn_bias", "rel_bias"), (options.mask, options.attn_bias, options.rel_bias)
     given = [name for name, value in zip(names, values) if value is not None]
     if not given:
