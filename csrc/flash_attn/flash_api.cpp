@@ -6,7 +6,6 @@
 
 #include <algorithm>
 #include <string>
-#include <tuple>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -202,8 +201,7 @@ Result mha_fwd(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, co
   checks::key_value(k, v, q, {batch, -1, -1, q.size(3)}, axes, true);
   checks::quant_args(quant, q, k, v, batch, p_dropout);
   checks::output(out, q, checks::output_shape(q, v), quant.result_type(q));
-  check_scores(scores, q, batch, p_dropout);
-  checks::mask(scores.mask, q, k.size(1));
+  check_dense_scores(scores, q, k, p_dropout, {{"out", out}});
   checks::generator(gen);
   if (options.rng_state.has_value()) checks::rng_state(options.rng_state, p_dropout, q);
   overlap::check({{"out", out}}, {{"q", q},
@@ -212,10 +210,6 @@ Result mha_fwd(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, co
                                   {"alibi_slopes", alibi_slopes},
                                   {"sinks", scores.sinks},
                                   {"origins", scores.origins},
-                                  {"mask.query_ranges", scores.mask.query_ranges},
-                                  {"mask.key_hidden", scores.mask.key_hidden},
-                                  {"mask.bits", scores.mask.bits},
-                                  {"mask.block_map", scores.mask.block_map},
                                   {"rng_state", options.rng_state},
                                   {"q_descale", quant.q},
                                   {"k_descale", quant.k},
@@ -280,8 +274,7 @@ Result mha_varlen_fwd(const at::Tensor& q, const at::Tensor& k, const at::Tensor
   checks::block_table(block_table, q, batch);
   checks::max_seqlen("max_seqlen_q", max_seqlen_q);
   checks::max_seqlen("max_seqlen_k", max_seqlen_k);
-  check_scores(scores, q, batch, p_dropout);
-  if (!block_table.has_value()) checks::packed_mask(scores.mask, q, k.size(0), max_seqlen_k);
+  check_packed_scores(scores, q, k, batch, p_dropout, max_seqlen_k, block_table.has_value(), {{"out", out}});
   checks::generator(gen);
   if (options.rng_state.has_value()) checks::rng_state(options.rng_state, p_dropout, q);
   const overlap::Operands read = {{"q", q},
@@ -295,10 +288,6 @@ Result mha_varlen_fwd(const at::Tensor& q, const at::Tensor& k, const at::Tensor
                                   {"alibi_slopes", alibi_slopes},
                                   {"sinks", scores.sinks},
                                   {"origins", scores.origins},
-                                  {"mask.query_ranges", scores.mask.query_ranges},
-                                  {"mask.key_hidden", scores.mask.key_hidden},
-                                  {"mask.bits", scores.mask.bits},
-                                  {"mask.block_map", scores.mask.block_map},
                                   {"rng_state", options.rng_state},
                                   {"q_descale", quant.q},
                                   {"k_descale", quant.k},
@@ -344,8 +333,7 @@ Result mha_bwd(const at::Tensor& dout, const at::Tensor& q, const at::Tensor& k,
   const int64_t batch = q.size(0);
   checks::key_value(k, v, q, {batch, -1, -1, q.size(3)}, axes);
   check_gradients(gradients, q, k, v, out, softmax_lse, {batch, q.size(2), q.size(1)});
-  check_scores(scores, q, batch, p_dropout);
-  checks::mask(scores.mask, q, k.size(1));
+  check_dense_scores(scores, q, k, p_dropout);
   checks::rng_state(rng_state, p_dropout, q);
   check_written(gradients, q, k, v, out, softmax_lse, scores);
   const auto sequences = dense_sequences<Flash_bwd_params>(batch, batch_invariant);
@@ -375,8 +363,7 @@ Result mha_varlen_bwd(const at::Tensor& dout, const at::Tensor& q, const at::Ten
   check_gradients(gradients, q, k, v, out, softmax_lse, {q.size(1), q.size(0)});
   checks::max_seqlen("max_seqlen_q", max_seqlen_q);
   checks::max_seqlen("max_seqlen_k", max_seqlen_k);
-  check_scores(scores, q, batch, p_dropout);
-  checks::packed_mask(scores.mask, q, k.size(0), max_seqlen_k);
+  check_packed_scores(scores, q, k, batch, p_dropout, max_seqlen_k);
   checks::rng_state(rng_state, p_dropout, q);
   check_written(gradients, q, k, v, out, softmax_lse, scores);
   const auto sequences = packed_sequences<Flash_bwd_params>(batch, batch_invariant, cu_seqlens_q, cu_seqlens_k);
@@ -416,28 +403,6 @@ std::string build_info() {
 
 }  // namespace
 }  // namespace flash
-
-// From flash_attn.masks.factors.MaskFactors, a NamedTuple, or None.
-template <>
-struct pybind11::detail::type_caster<flash::MaskTensors> {
-  PYBIND11_TYPE_CASTER(flash::MaskTensors, const_name("MaskFactors"));
-
-  bool load(handle source, bool convert) {
-    if (source.is_none()) return true;
-    constexpr Py_ssize_t kFields = 5;
-    if (!PyTuple_Check(source.ptr()) || PyTuple_GET_SIZE(source.ptr()) != kFields) return false;
-    flash::OptionalTensor* const factors[] = {&value.query_ranges, &value.key_hidden, &value.bits, &value.block_map};
-    for (Py_ssize_t i = 0; i + 1 < kFields; ++i) {
-      make_caster<flash::OptionalTensor> factor;
-      if (!factor.load(PyTuple_GET_ITEM(source.ptr(), i), convert)) return false;
-      *factors[i] = cast_op<flash::OptionalTensor>(std::move(factor));
-    }
-    make_caster<std::pair<int64_t, int64_t>> block_size;
-    if (!block_size.load(PyTuple_GET_ITEM(source.ptr(), kFields - 1), convert)) return false;
-    std::tie(value.block_q, value.block_k) = cast_op<std::pair<int64_t, int64_t>>(std::move(block_size));
-    return true;
-  }
-};
 
 // A plan is a dict, in the order of its fields.
 template <>

@@ -12,6 +12,7 @@
 
 #include "api/checks.h"
 #include "api/device.h"
+#include "api/overlap.h"
 #include "api/tensors.h"
 #include "params/mask.h"
 #include "plan/mask_plan.h"
@@ -73,8 +74,16 @@ inline void mask_blocks(const MaskTensors& mask, const at::Tensor& q, int64_t se
   mask_sizes("mask.block_map", *mask.block_map, blocks(q.size(1), mask.block_q), blocks(seqlen_k, mask.block_k), false);
 }
 
-// The mask of a dense batch. Values of its tensors are never read here, and lead no kernel outside of them.
-inline void mask(const MaskTensors& mask, const at::Tensor& q, int64_t seqlen_k) {
+inline void mask_overlap(const MaskTensors& mask, overlap::Operands written) {
+  overlap::check(written, {{"mask.query_ranges", mask.query_ranges},
+                           {"mask.key_hidden", mask.key_hidden},
+                           {"mask.bits", mask.bits},
+                           {"mask.block_map", mask.block_map}});
+}
+
+// The mask of a dense batch, and outputs that must not overlap it. Values of its tensors are never read here, and lead
+// no kernel outside of them.
+inline void mask(const MaskTensors& mask, const at::Tensor& q, int64_t seqlen_k, overlap::Operands written) {
   if (!mask.given()) return;
   for (const auto& [name, tensor] : mask.named()) {
     if (tensor.has_value() && tensor->dim() == 3) {
@@ -93,10 +102,12 @@ inline void mask(const MaskTensors& mask, const at::Tensor& q, int64_t seqlen_k)
   if (mask.key_hidden.has_value()) mask_sizes("mask.key_hidden", *mask.key_hidden, seqlen_k, 2, true);
   if (mask.bits.has_value()) mask_sizes("mask.bits", *mask.bits, q.size(1), mask_words(seqlen_k), false);
   mask_blocks(mask, q, seqlen_k);
+  mask_overlap(mask, written);
 }
 
 // Of a packed one.
-inline void packed_mask(const MaskTensors& mask, const at::Tensor& q, int64_t total_k, int64_t max_seqlen_k) {
+inline void packed_mask(const MaskTensors& mask, const at::Tensor& q, int64_t total_k, int64_t max_seqlen_k,
+                        overlap::Operands written) {
   if (!mask.given()) return;
   bool is_packed = false;
   for (const auto& [name, tensor] : mask.named()) is_packed |= tensor.has_value() && tensor->dim() == 3;
@@ -108,6 +119,7 @@ inline void packed_mask(const MaskTensors& mask, const at::Tensor& q, int64_t to
   if (mask.query_ranges.has_value()) mask_sizes("mask.query_ranges", *mask.query_ranges, q.size(0), 2, true);
   if (mask.key_hidden.has_value()) mask_sizes("mask.key_hidden", *mask.key_hidden, total_k, 2, true);
   if (mask.bits.has_value()) mask_sizes("mask.bits", *mask.bits, q.size(0), mask_words(max_seqlen_k), false);
+  mask_overlap(mask, written);
 }
 
 // No kernel adds these to scores.

@@ -52,6 +52,19 @@ inline void check_scores(const ScoreOptions& scores, const at::Tensor& q, int64_
   checks::no_biases(scores.attn_bias, scores.rel_bias);
 }
 
+// The same of calls that may have a mask. written: outputs that must not overlap it.
+inline void check_dense_scores(const ScoreOptions& scores, const at::Tensor& q, const at::Tensor& k, double p_dropout,
+                               overlap::Operands written = {}) {
+  check_scores(scores, q, q.size(0), p_dropout);
+  checks::mask(scores.mask, q, k.size(1), written);
+}
+inline void check_packed_scores(const ScoreOptions& scores, const at::Tensor& q, const at::Tensor& k, int64_t batch,
+                                double p_dropout, int64_t max_seqlen_k, bool is_paged = false,
+                                overlap::Operands written = {}) {
+  check_scores(scores, q, batch, p_dropout);
+  if (!is_paged) checks::packed_mask(scores.mask, q, k.size(0), max_seqlen_k, written);
+}
+
 inline Window make_window(const ScoreOptions& scores) {
   auto side = [](int64_t width) { return width < 0 || width >= kUnbounded ? kUnbounded : static_cast<int>(width); };
   Window window{side(scores.window_left), side(scores.window_right)};
