@@ -158,11 +158,12 @@ struct Classifier {
                            at.row_begin, at.row_end, at.key_begin, at.key_end);
   }
 
-  __device__ void mark_seen(const Rectangle& at, const Found& found) const {
+  // marks_tile: also the rows or keys of the work tile, in strips of which all lanes of a warp have the same.
+  __device__ void mark_seen(const Rectangle& at, const Found& found, bool marks_tile = true) const {
     const SeenBits& seen = params.mask.seen;
     for (int i = 0; i < kStripWords; ++i) {
-      add_bits(seen.rows + row_strip(at) * kStripWords + i, found.rows[i]);
-      add_bits(seen.keys + key_strip(at) * kStripWords + i, found.any[i]);
+      if (marks_tile || params.of_keys) add_bits(seen.rows + row_strip(at) * kStripWords + i, found.rows[i]);
+      if (marks_tile || !params.of_keys) add_bits(seen.keys + key_strip(at) * kStripWords + i, found.any[i]);
     }
   }
 
@@ -176,7 +177,9 @@ struct Classifier {
   __device__ BlockClass operator()(const Rectangle& at) const {
     constexpr int kMostTogether = 8;
     BlockClass result = at.empty() ? BlockClass::kHidden : by_bounds(at);
-    if (result == BlockClass::kWhole) mark_seen(at, Found::whole(at));
+    const int lane = threadIdx.x % 32;
+    const uint32_t whole = __ballot_sync(0xffffffffu, result == BlockClass::kWhole);
+    if (result == BlockClass::kWhole) mark_seen(at, Found::whole(at), lane == __ffs(whole) - 1);
     const uint32_t partial = __ballot_sync(0xffffffffu, result == BlockClass::kPartial);
     if (sequence.factors.key_hidden == nullptr && __popc(partial) > kMostTogether) {
       if (result != BlockClass::kPartial) return result;
@@ -184,7 +187,6 @@ struct Classifier {
       mark_seen(at, found);
       return found.class_of(at);
     }
-    const int lane = threadIdx.x % 32;
     for (uint32_t left = partial; left != 0u; left &= left - 1) {
       const int source = __ffs(left) - 1;
       Rectangle common;
