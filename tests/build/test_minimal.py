@@ -1,4 +1,5 @@
-"""The minimal kernels (examples/minimal): their sources run on an emulated GPU, their build, their shared memory."""
+"""The minimal kernels (examples/minimal): their sources run on an emulated GPU, their build, their shared memory; the
+commands of the path for learners."""
 
 from __future__ import annotations
 
@@ -19,7 +20,10 @@ sys.path[:] = [str(ROOT / "tools"), *sys.path, str(MINIMAL)]
 
 import table
 import worked_example
-from toolchain import find_toolkit
+from toolchain import BuildError, find_cutlass, find_toolkit
+
+# [(commands, what they print; … is any text)]
+LEARN = re.findall(r"^```sh\n(.*?)^```\n\n```text\n(.*?)^```", (MINIMAL / "learn.md").read_text("utf-8"), re.M | re.S)
 
 
 def block_of(name):
@@ -95,6 +99,33 @@ def test_the_worked_example():
         assert out / total == pytest.approx(worked_example.at_once(q), rel=1e-12)
     corrections = [worked_example.steps(q)[-1][2] for q in worked_example.Q]
     assert min(corrections) < 1 == max(corrections)
+
+
+def cute_folders():
+    """What a reader sets to compile CuTe; skips without the headers."""
+    toolkit = find_toolkit(sys.path)
+    if toolkit is None:
+        pytest.skip("nvcc is not installed")
+    try:
+        cutlass = find_cutlass(ROOT, sys.path, ROOT / "build" / "cutlass")
+    except BuildError as error:
+        pytest.skip(str(error))
+    return {"CUDA_HOME": str(toolkit.include.parent), "CUTLASS_PATH": str(cutlass.include.parent)}
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
+@pytest.mark.parametrize("number", range(len(LEARN)))
+def test_commands_of_the_path(number, tmp_path):
+    commands, printed = LEARN[number]
+    for name in ("benchmarks", "csrc", "docs", "examples", "tests"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    environment = {**os.environ, "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])}
+    environment |= cute_folders() if "CUTLASS_PATH" in commands else {}
+    command = ["bash", "-ec", commands]
+    result = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr[-4000:]
+    for line in printed.splitlines():
+        assert re.search(re.escape(line).replace("…", ".*"), result.stdout), (line, result.stdout)
 
 
 @pytest.mark.parametrize("arch, knobs", [("sm_90", ""), ("sm_80", "-DRUNG=5 -DHEAD_DIM=128 -DBLOCK_N=32")])
