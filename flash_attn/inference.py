@@ -126,8 +126,9 @@ def flash_attn_with_kvcache(
             are not.
         qv: (batch, seqlen_q, nheads, head_dim_v), of q's dtype. Scores are then Q K^T + QV V^T, the default
             softmax_scale 1 / sqrt(head_dim + head_dim_v), and head_dim may be 0: multi-head latent attention in its
-            absorbed form, where v_cache has the latent rows and k_cache the rotated ones (two views of one tensor). CPU
-            tensors of at least 16 bits only.
+            absorbed form, where v_cache has the latent rows and k_cache the rotated ones (two views of one tensor). Not
+            with 8 bits. On CUDA head_dim is 64, head_dim_v 512, nheads_k 1 and block_table given, and k, v, rotary_cos,
+            cache_batch_idx, a window, softcap and alibi_slopes are not.
 
     Returns:
         out: (batch, seqlen_q, nheads, head_dim), with qv head_dim_v; contiguous unless given; with return_softmax_lse
@@ -142,19 +143,42 @@ def flash_attn_with_kvcache(
         q_descale is k_descale is v_descale is None and v_descale_axis is k_descale_axis is None and out_dtype is None
     ):
         quant = QuantArgs(
-            q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, v_descale_axis=v_descale_axis,
-            out_dtype=out_dtype, k_descale_axis=k_descale_axis,
-        )  # fmt: skip
+            q_descale=q_descale,
+            k_descale=k_descale,
+            v_descale=v_descale,
+            v_descale_axis=v_descale_axis,
+            out_dtype=out_dtype,
+            k_descale_axis=k_descale_axis,
+        )
     try:
         return attend_over_cache(
-            q, k_cache, v_cache, k=k, v=v, rotary_cos=rotary_cos, rotary_sin=rotary_sin, cache_seqlens=cache_seqlens,
-            cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad, block_table=block_table,
-            softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,
-            rotary_interleaved=rotary_interleaved, alibi_slopes=alibi_slopes, num_splits=num_splits,
-            return_softmax_lse=return_softmax_lse, out=out, plan=plan, batch_invariant=batch_invariant,
-            lse_convention=lse_convention, sinks=arguments.named_sinks(sinks, s_aux, learnable_sink),
-            quant=quant, qv=qv,
-        )  # fmt: skip
+            q,
+            k_cache,
+            v_cache,
+            k=k,
+            v=v,
+            rotary_cos=rotary_cos,
+            rotary_sin=rotary_sin,
+            cache_seqlens=cache_seqlens,
+            cache_batch_idx=cache_batch_idx,
+            cache_leftpad=cache_leftpad,
+            block_table=block_table,
+            softmax_scale=softmax_scale,
+            causal=causal,
+            window_size=window_size,
+            softcap=softcap,
+            rotary_interleaved=rotary_interleaved,
+            alibi_slopes=alibi_slopes,
+            num_splits=num_splits,
+            return_softmax_lse=return_softmax_lse,
+            out=out,
+            plan=plan,
+            batch_invariant=batch_invariant,
+            lse_convention=lse_convention,
+            sinks=arguments.named_sinks(sinks, s_aux, learnable_sink),
+            quant=quant,
+            qv=qv,
+        )
     except (RuntimeError, TypeError) as error:
         arguments.rename(error, {"sinks": arguments.name_of_sinks(sinks, s_aux, learnable_sink)})
         raise
@@ -197,19 +221,42 @@ def attend_over_cache(
     arguments.check_tensors(("q", "k_cache", "v_cache"), (q, k_cache, v_cache))
     arguments.check_optional_tensors(
         _OPTIONAL_TENSORS, (k, v, rotary_cos, rotary_sin, cache_batch_idx, cache_leftpad, block_table, out)
-    )  # fmt: skip
+    )
     if alibi_slopes is not None:
         arguments.check_constant("alibi_slopes", alibi_slopes)
     if block_table is not None and block_table.dim() == 3:
-        reject = {"k": k, "v": v, "rotary_cos": rotary_cos, "rotary_sin": rotary_sin, "sinks": sinks,
-                  "cache_batch_idx": cache_batch_idx}  # fmt: skip
+        reject = {
+            "k": k,
+            "v": v,
+            "rotary_cos": rotary_cos,
+            "rotary_sin": rotary_sin,
+            "sinks": sinks,
+            "cache_batch_idx": cache_batch_idx,
+        }
         return head_tables.attend(
-            attend_over_cache, q, k_cache, v_cache, block_table=block_table, cache_seqlens=cache_seqlens,
-            cache_leftpad=cache_leftpad, alibi_slopes=alibi_slopes, qv=qv, out=out, plan=plan,
-            return_softmax_lse=return_softmax_lse, reject=reject, softmax_scale=softmax_scale, causal=causal,
-            window_size=window_size, softcap=softcap, num_splits=num_splits, batch_invariant=batch_invariant,
-            lse_convention=lse_convention, sm_margin=sm_margin, quant=quant,
-        )  # fmt: skip
+            attend_over_cache,
+            q,
+            k_cache,
+            v_cache,
+            block_table=block_table,
+            cache_seqlens=cache_seqlens,
+            cache_leftpad=cache_leftpad,
+            alibi_slopes=alibi_slopes,
+            qv=qv,
+            out=out,
+            plan=plan,
+            return_softmax_lse=return_softmax_lse,
+            reject=reject,
+            softmax_scale=softmax_scale,
+            causal=causal,
+            window_size=window_size,
+            softcap=softcap,
+            num_splits=num_splits,
+            batch_invariant=batch_invariant,
+            lse_convention=lse_convention,
+            sm_margin=sm_margin,
+            quant=quant,
+        )
     if sinks is not None:
         sinks = arguments.sinks(sinks)
     if qv is not None:
@@ -238,15 +285,35 @@ def attend_over_cache(
     scale = arguments.scale(softmax_scale, score_dim)
     fields = {} if quant is NO_QUANT else quant.cache_fields(q, (k_cache, v_cache), k)
     args = KvCacheArgs(
-        q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
-        cache_seqlens=lengths, cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad, block_table=block_table,
-        alibi_slopes=alibi_slopes, out=out, plan=None if plan is None else plan.tensor,
-        k_token_descale=fields.pop("k_token_descale", None), v_token_descale=fields.pop("v_token_descale", None),
-        softmax_scale=scale, causal=causal, window_left=left, window_right=right,
+        q=q,
+        k_cache=k_cache,
+        v_cache=v_cache,
+        k=k,
+        v=v,
+        rotary_cos=rotary_cos,
+        rotary_sin=rotary_sin,
+        cache_seqlens=lengths,
+        cache_batch_idx=cache_batch_idx,
+        cache_leftpad=cache_leftpad,
+        block_table=block_table,
+        alibi_slopes=alibi_slopes,
+        out=out,
+        plan=None if plan is None else plan.tensor,
+        k_token_descale=fields.pop("k_token_descale", None),
+        v_token_descale=fields.pop("v_token_descale", None),
+        softmax_scale=scale,
+        causal=causal,
+        window_left=left,
+        window_right=right,
         softcap=arguments.number("softcap", softcap),
-        rotary_interleaved=arguments.flag("rotary_interleaved", rotary_interleaved), num_splits=num_splits,
-        batch_invariant=batch_invariant, sinks=sinks, sm_margin=sm_margin, qv=qv, **fields,
-    )  # fmt: skip
+        rotary_interleaved=arguments.flag("rotary_interleaved", rotary_interleaved),
+        num_splits=num_splits,
+        batch_invariant=batch_invariant,
+        sinks=sinks,
+        sm_margin=sm_margin,
+        qv=qv,
+        **fields,
+    )
     out, lse = library.kvcache_attention(args)
     return (out, lse_ops.converted(lse, lse_convention)) if return_softmax_lse else out
 

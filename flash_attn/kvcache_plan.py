@@ -74,7 +74,7 @@ class KvCachePlan:
         least = {"head_dim": 0 if self._head_dim_v else 1}
         self._sizes = tuple(
             arguments.integer(name, size, least=least.get(name, 0)) for name, size in zip(_SIZES, sizes)
-        )  # fmt: skip
+        )
         self._check_heads(*self._sizes[3:5])
         most = max_head_dim(cache_seqlens.device.type)
         if self._sizes[5] > most:

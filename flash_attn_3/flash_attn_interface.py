@@ -46,15 +46,21 @@ TensorOrTuple = Union[Tensor, Any]
 # flash_attn's name of an argument: the one here, where they differ.
 _CACHE_NAMES = {"block_table": "page_table"}
 _PACKED_NAMES = {
-    "k": "k_cache", "v": "v_cache", "seqused_k": "cache_seqlens", "leftpad_k": "cache_leftpad",
+    "k": "k_cache",
+    "v": "v_cache",
+    "seqused_k": "cache_seqlens",
+    "leftpad_k": "cache_leftpad",
     "kv_batch_idx": "cache_batch_idx",
-}  # fmt: skip
+}
 
 _PARTS_OF_QKV = {"q": "qkv", "k": "qkv", "v": "qkv"}
 _METADATA_NAMES = {
-    "num_heads": "num_heads_q", "num_heads_k": "num_heads_kv", "seqused_k": "cache_seqlens",
-    "leftpad_k": "cache_leftpad", "is_causal": "causal",
-}  # fmt: skip
+    "num_heads": "num_heads_q",
+    "num_heads_k": "num_heads_kv",
+    "seqused_k": "cache_seqlens",
+    "leftpad_k": "cache_leftpad",
+    "is_causal": "causal",
+}
 
 
 def _result(result: Any, wanted: Any) -> TensorOrTuple:
@@ -110,9 +116,20 @@ def flash_attn_func(
         quant=_checks.quant_args(q, k, v, q_descale, k_descale, v_descale, out), sm_margin=sm_margin, out=out
     )
     result = attend(
-        (q, k, v), DENSE, 0.0, softmax_scale, causal, window_size, softcap, None, deterministic, return_attn_probs,
-        True, sinks, options,
-    )  # fmt: skip
+        (q, k, v),
+        DENSE,
+        0.0,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        None,
+        deterministic,
+        return_attn_probs,
+        True,
+        sinks,
+        options,
+    )
     return _result(result, return_attn_probs)
 
 
@@ -235,9 +252,21 @@ def flash_attn_varlen_func(
         k, v, cu_seqlens_k, seqused_k = keys.gather(k), keys.gather(v), keys.cu_seqlens, None
     sequences = Sequences(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k)
     result = attend_rows_in_use(
-        seqused_q, (q, k, v), sequences, 0.0, softmax_scale, causal, window_size, softcap, None, deterministic,
-        return_attn_probs, True, sinks, Options(quant=quant, sm_margin=sm_margin, out=out),
-    )  # fmt: skip
+        seqused_q,
+        (q, k, v),
+        sequences,
+        0.0,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        None,
+        deterministic,
+        return_attn_probs,
+        True,
+        sinks,
+        Options(quant=quant, sm_margin=sm_margin, out=out),
+    )
     return _result(result, return_attn_probs)
 
 
@@ -295,7 +324,8 @@ def flash_attn_with_kvcache(
         k: (batch, seqlen_new, nheads_k, head_dim). Written to rows cache_seqlens[i] onwards of k_cache.
         v: like k.
         qv: (batch, seqlen_q, nheads, head_dim_v), or packed like q, of q's dtype. Scores are then Q K^T + QV V^T, and
-            the default softmax_scale 1 / sqrt(head_dim + head_dim_v). CPU tensors only.
+            the default softmax_scale 1 / sqrt(head_dim + head_dim_v). On CUDA head_dim is 64, head_dim_v 512, nheads_k
+            1 and page_table given, and new keys, a window and softcap are not.
         cu_seqlens_k_new, rotary_seqlens: None: not supported, tensors raise NotImplementedError.
         rotary_cos: (seqlen_rotary, rotary_dim / 2). Rotates k, and q, by their positions before use: from
             cache_seqlens[i] onwards (all queries by cache_seqlens[i] if neither causal nor a window is asked).
@@ -347,11 +377,11 @@ def flash_attn_with_kvcache(
     if appends or (cu_seqlens_q is None and has_one_dim):
         result, lse = over_cache(
             q, k_cache, v_cache, *new, *where, *score, rotary_interleaved, num_splits, names=_CACHE_NAMES, **options
-        )  # fmt: skip
+        )
     else:
         result, lse = packed_over_cache(
             q, k_cache, v_cache, *where, cu_seqlens_q, None, *score, names=_PACKED_NAMES, **options
-        )  # fmt: skip
+        )
     if not return_softmax_lse:
         return result
     return result, mark_masked_rows(lse), no_scratch(lse), no_scratch(lse)
@@ -428,15 +458,32 @@ def get_scheduler_metadata(
     """
     try:
         return scheduler_metadata(
-            batch_size, max_seqlen_q, max_seqlen_k, num_heads_q, num_heads_kv, headdim,
-            headdim if headdim_v is None else headdim_v, qkv_dtype, cache_seqlens, cu_seqlens_q, None, cu_seqlens_k_new,
-            None, cache_leftpad, page_size, max_seqlen_k_new, causal, *arguments.window(window_size), attention_chunk,
-            has_softcap, num_splits, pack_gqa, sm_margin,
-        )  # fmt: skip
+            batch_size,
+            max_seqlen_q,
+            max_seqlen_k,
+            num_heads_q,
+            num_heads_kv,
+            headdim,
+            headdim if headdim_v is None else headdim_v,
+            qkv_dtype,
+            cache_seqlens,
+            cu_seqlens_q,
+            None,
+            cu_seqlens_k_new,
+            None,
+            cache_leftpad,
+            page_size,
+            max_seqlen_k_new,
+            causal,
+            *arguments.window(window_size),
+            attention_chunk,
+            has_softcap,
+            num_splits,
+            pack_gqa,
+            sm_margin,
+        )
     except _checks.ERRORS as error:
         raise _checks.renamed(error, _METADATA_NAMES) from None
 
 
-explanation.add_functions(
-    flash_attn_func, flash_attn_qkvpacked_func, flash_attn_varlen_func, flash_attn_with_kvcache
-)  # fmt: skip
+explanation.add_functions(flash_attn_func, flash_attn_qkvpacked_func, flash_attn_varlen_func, flash_attn_with_kvcache)

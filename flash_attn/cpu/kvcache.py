@@ -180,7 +180,15 @@ def fwd_kvcache(
     entry in use names no page; nothing is written then.
     """
     one_position = not is_causal and is_unbounded(window_left) and is_unbounded(window_right)
-    options = ScoreOptions(softmax_scale, softcap, is_causal, window_left, window_right, alibi_slopes, **named)
+    options = ScoreOptions(
+        softmax_scale=softmax_scale,
+        softcap=softcap,
+        is_causal=is_causal,
+        window_left=window_left,
+        window_right=window_right,
+        alibi_slopes=alibi_slopes,
+        **named,
+    )
     tokens = TokenDescales(k_token_descale, v_token_descale)
     given = Descales(q_descale, k_descale, v_descale, v_per_channel)
     descales = given._replace(k=given.k if tokens.k is None else tokens.k, v=given.v if tokens.v is None else tokens.v)
@@ -192,10 +200,21 @@ def fwd_kvcache(
     checks.require(num_splits >= 0, "num_splits", "a value >= 0", num_splits)
     entries = check_entries(q, cache, k, seqlens_k, cache_batch_idx, leftpad_k, window_left)
     _check_rotary(q, k, entries, rotary_cos, rotary_sin, one_position)
-    read = {"q": q, "k": k, "v": v, "cache_seqlens": seqlens_k, "rotary_cos": rotary_cos, "rotary_sin": rotary_sin,
-            "cache_batch_idx": cache_batch_idx, "cache_leftpad": leftpad_k, "block_table": block_table,
-            "alibi_slopes": alibi_slopes, "sinks": options.sinks, "qv": qv,
-            **dict(zip(("q_descale", "k_descale", "v_descale"), given[:3]))}  # fmt: skip
+    read = {
+        "q": q,
+        "k": k,
+        "v": v,
+        "cache_seqlens": seqlens_k,
+        "rotary_cos": rotary_cos,
+        "rotary_sin": rotary_sin,
+        "cache_batch_idx": cache_batch_idx,
+        "cache_leftpad": leftpad_k,
+        "block_table": block_table,
+        "alibi_slopes": alibi_slopes,
+        "sinks": options.sinks,
+        "qv": qv,
+        **dict(zip(("q_descale", "k_descale", "v_descale"), given[:3])),
+    }
     alike = rotary_cos is None and (call is None or k is None or k.dtype in EIGHT_BIT or quantizer.is_alike())
     _check_written(cache, out, plan, tokens, alike, read)
     if plan is not None:
@@ -318,9 +337,20 @@ def _plan_key(
     batch, seqlen_q, heads, head_dim = q.shape
     new = 0 if k is None else k.shape[1]
     return PlanKey.create(
-        batch, seqlen_q, new, heads, cache.k.shape[2], head_dim, cache.capacity, is_causal, window_left, window_right,
-        num_splits, batch_invariant, head_dim_v,
-    )  # fmt: skip
+        batch,
+        seqlen_q,
+        new,
+        heads,
+        cache.k.shape[2],
+        head_dim,
+        cache.capacity,
+        is_causal,
+        window_left,
+        window_right,
+        num_splits,
+        batch_invariant,
+        head_dim_v,
+    )
 
 
 def _check_new_keys(
@@ -377,7 +407,9 @@ def check_entries(
         total = cached + new
         start = min(max(padding[i], 0), max(total, 0))
         seen = start if is_unbounded(window_left) else max(start, total - q.shape[1] - window_left)
-        entry = CacheEntry(i, row, start, min(seen, cached) if new else seen, cached, total)
+        entry = CacheEntry(
+            index=i, row=row, start=start, needed=min(seen, cached) if new else seen, cached=cached, total=total
+        )
         if not entry.is_padding:
             _check_entry(entry, cache, new)
         entries.append(entry)

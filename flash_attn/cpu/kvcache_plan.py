@@ -49,9 +49,19 @@ class PlanKey(NamedTuple):
         """From the arguments of `kvcache_plan` from batch to batch_invariant, and head_dim_v."""
         left, right = (-1 if is_unbounded(side) else side for side in (window_left, window_right))
         return PlanKey(
-            batch, seqlen_q, seqlen_new, heads, heads_k, head_dim, seqlen_cache, left, 0 if causal else right,
-            min(num_splits, checks.MAX_INT), bool(batch_invariant), head_dim_v,
-        )  # fmt: skip
+            batch=batch,
+            seqlen_q=seqlen_q,
+            seqlen_new=seqlen_new,
+            heads=heads,
+            heads_k=heads_k,
+            head_dim=head_dim,
+            seqlen_cache=seqlen_cache,
+            window_left=left,
+            window_right=0 if causal else right,
+            num_splits=min(num_splits, checks.MAX_INT),
+            batch_invariant=bool(batch_invariant),
+            head_dim_v=head_dim_v,
+        )
 
     @property
     def elements(self) -> int:
@@ -85,8 +95,14 @@ def kvcache_plan(
     overwritten. head_dim_v: that of the calls' qv, 0 for none. Returns int32 (n,), n a function of the sizes alone.
     Raises RuntimeError naming the argument.
     """
-    sizes = {"batch": batch, "seqlen_q": seqlen_q, "seqlen_new": seqlen_new, "nheads": heads, "nheads_k": heads_k,
-             "seqlen_cache": seqlen_cache}  # fmt: skip
+    sizes = {
+        "batch": batch,
+        "seqlen_q": seqlen_q,
+        "seqlen_new": seqlen_new,
+        "nheads": heads,
+        "nheads_k": heads_k,
+        "seqlen_cache": seqlen_cache,
+    }
     for name, size in sizes.items():
         checks.require(0 <= size <= checks.MAX_INT, name, "a size in [0, 2^31)", size)
     least = 0 if head_dim_v else 1
@@ -98,9 +114,20 @@ def kvcache_plan(
     if heads_k > 0:
         checks.check_at_most("seqlen_q", seqlen_q * (heads // heads_k), "rows for each K/V head")
     key = PlanKey.create(
-        batch, seqlen_q, seqlen_new, heads, heads_k, head_dim, seqlen_cache, causal, window_left, window_right,
-        num_splits, batch_invariant, head_dim_v,
-    )  # fmt: skip
+        batch,
+        seqlen_q,
+        seqlen_new,
+        heads,
+        heads_k,
+        head_dim,
+        seqlen_cache,
+        causal,
+        window_left,
+        window_right,
+        num_splits,
+        batch_invariant,
+        head_dim_v,
+    )
     checks.require(num_splits >= 0, "num_splits", "a value >= 0", num_splits)
     checks.check_lengths("cache_seqlens", seqlens_k, [batch])
     checks.check_lengths("cache_leftpad", leftpad_k, [batch])

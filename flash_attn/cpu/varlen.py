@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Optional, TypeVar
 
 import torch
 
-from ..eight_bit import E4M3, Descales
+from ..eight_bit import EIGHT_BIT, INT8, Descales
 from . import checks
 from .backward import Sums, attend_backward, row_deltas, sink_gradient
 from .dq_stage import DqStage
@@ -99,8 +99,8 @@ def gather_pages(cache: torch.Tensor, block_table: torch.Tensor, row: int, start
     page_size = cache.shape[1]
     if start >= stop:
         return cache.new_empty(0, *cache.shape[2:])
-    if cache.dtype is E4M3:  # it has no assignment by a mask
-        return gather_pages(cache.view(torch.int8), block_table, row, start, stop).view(cache.dtype)
+    if cache.dtype in EIGHT_BIT and cache.dtype is not INT8:  # no assignment by a mask
+        return gather_pages(cache.view(INT8), block_table, row, start, stop).view(cache.dtype)
     first = start // page_size
     pages = block_table[row, first : -(-stop // page_size)].long()
     missing = (pages < 0) | (pages >= cache.shape[0])
@@ -177,7 +177,15 @@ def varlen_fwd(
 
     Raises RuntimeError naming the argument; nothing is written then.
     """
-    options = ScoreOptions(softmax_scale, softcap, is_causal, window_left, window_right, alibi_slopes, **named)
+    options = ScoreOptions(
+        softmax_scale=softmax_scale,
+        softcap=softcap,
+        is_causal=is_causal,
+        window_left=window_left,
+        window_right=window_right,
+        alibi_slopes=alibi_slopes,
+        **named,
+    )
     call = EightBit.of(q, k, v, Descales(q_descale, k_descale, v_descale, v_per_channel), out_dtype)
     kv_axes = PACKED_AXES if block_table is None else PAGED_AXES
     check_operands(q, k, v, PACKED_AXES, kv_axes, call, p_dropout, has_qv=qv is not None)
@@ -196,9 +204,17 @@ def varlen_fwd(
         checks.check_rng_state(rng_state, p_dropout)
     sinks = options.sinks
     read = {
-        "q": q, "k": k, "v": v, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_k": seqused_k,
-        "leftpad_k": leftpad_k, "block_table": block_table, "qv": qv, **options.tensors_read(),
-    }  # fmt: skip
+        "q": q,
+        "k": k,
+        "v": v,
+        "cu_seqlens_q": cu_seqlens_q,
+        "cu_seqlens_k": cu_seqlens_k,
+        "seqused_k": seqused_k,
+        "leftpad_k": leftpad_k,
+        "block_table": block_table,
+        "qv": qv,
+        **options.tensors_read(),
+    }
     check_written({"out": out}, read)
     layout = sequences(q.shape[0], k, cu_seqlens_q, cu_seqlens_k, seqused_k, leftpad_k, block_table)
     check_columns(options, layout, max_seqlen_k)
@@ -300,7 +316,15 @@ def varlen_bwd(
     Returns [dq, dk, dv, softmax_d] and further gradients as `bwd` does: dq, dk and dv like q, k and v; rows that belong
         to no sequence are 0; softmax_d (h, total_q + 128 * b), sequence i starting at column cu_seqlens_q[i] + 128 * i.
     """
-    options = ScoreOptions(softmax_scale, softcap, is_causal, window_left, window_right, alibi_slopes, **named)
+    options = ScoreOptions(
+        softmax_scale=softmax_scale,
+        softcap=softcap,
+        is_causal=is_causal,
+        window_left=window_left,
+        window_right=window_right,
+        alibi_slopes=alibi_slopes,
+        **named,
+    )
     check_operands(q, k, v, PACKED_AXES, PACKED_AXES, None)
     batch = _check_packed(cu_seqlens_q, cu_seqlens_k, None, max_seqlen_q, max_seqlen_k)
     total_q, heads, _ = q.shape
@@ -311,8 +335,17 @@ def varlen_bwd(
     options.check_packed(q, k, max_seqlen_k)
     checks.check_rng_state(rng_state, p_dropout)
     sinks = options.sinks
-    read = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "softmax_lse": softmax_lse, "dlse": dlse,
-            "softmax_d": softmax_d, **options.tensors_read()}  # fmt: skip
+    read = {
+        "dout": dout,
+        "q": q,
+        "k": k,
+        "v": v,
+        "out": out,
+        "softmax_lse": softmax_lse,
+        "dlse": dlse,
+        "softmax_d": softmax_d,
+        **options.tensors_read(),
+    }
     stage, d_shape = DqStage(dq_stage, dq_sum, softmax_d), (heads, total_q + SOFTMAX_D_GAP * batch)
     stage.check(q, dq, dk, dv, d_shape)
     check_written({"dq": dq, "dk": dk, "dv": dv, "dq_sum": dq_sum}, read)

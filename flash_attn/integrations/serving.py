@@ -103,14 +103,14 @@ def packed_attention(
     qv: Tensor | None = None,
     qv_name: str = "qv",
 ) -> tuple[Tensor, Tensor]:
-    """(out (total_q, nheads, head_dim_v), lse (nheads, total_q)) of packed queries, as `flash_attn_varlen_func`.
+    """(out (total_q, nheads, head_dim_v), lse (nheads, total_q)) of packed queries.
 
     Forward only. k and v: packed with cu_seqlens_k, pages with block_table, or a batch (batch, seqlen_k, nheads_k,
     head_dim); of the last two seqused_k says how many keys there are, all of them where it is None. out: written and
     returned. max_seqlen_q and max_seqlen_k need not be right. sm_margin: multiprocessors left to other kernels.
-    Descales: as there, of 8-bit tensors; those of wider tensors have no effect, servers pass them too. names: those of
-    q, k and v in errors. qv: (total_q, nheads, head_dim_v), of that name in errors: NotImplementedError where no kernel
-    reads it.
+    Descales: (batch, nheads_k) of 8-bit tensors; those of 16-bit tensors, which servers pass too, have no effect.
+    names: those of q, k and v in errors. qv: (total_q, nheads, head_dim_v), qv_name in errors; NotImplementedError
+    if no kernel reads it.
     """
     arguments.check_tensors((*names, "cu_seqlens_q"), (q, k, v, cu_seqlens_q))
     arguments.check_optional_tensors(
@@ -138,13 +138,26 @@ def packed_attention(
         context.check_writable(("out",), (out,))
     try:
         result, lse = calls.forward_in_use(
-            q, k, v, RowsInUse(cu_seqlens_q, seqused_q, q), cu_seqlens_k, seqused_k, leftpad_k, block_table,
-            alibi_slopes, max_seqlen_q, max_seqlen_k,
+            q,
+            k,
+            v,
+            RowsInUse(cu_seqlens_q, seqused_q, q),
+            cu_seqlens_k,
+            seqused_k,
+            leftpad_k,
+            block_table,
+            alibi_slopes,
+            max_seqlen_q,
+            max_seqlen_k,
             scores=(scale, arguments.flag("causal", causal), *window, softcap),
-            dropout_p=dropout_p, batch_invariant=batch_invariant or is_batch_invariant(),
-            sinks=None if sinks is None else arguments.sinks(sinks), scaling=scaling, out=out,
-            sm_margin=arguments.sm_margin(sm_margin), qv=qv,
-        )  # fmt: skip
+            dropout_p=dropout_p,
+            batch_invariant=batch_invariant or is_batch_invariant(),
+            sinks=None if sinks is None else arguments.sinks(sinks),
+            scaling=scaling,
+            out=out,
+            sm_margin=arguments.sm_margin(sm_margin),
+            qv=qv,
+        )
     except (RuntimeError, TypeError) as error:  # NotImplementedError is a RuntimeError
         arguments.rename(error, {"qv": qv_name})
         raise

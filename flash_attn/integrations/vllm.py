@@ -25,8 +25,14 @@ logger = logging.getLogger(__name__)
 _SOURCE = "vllm.vllm_flash_attn"
 _NAMES = ("flash_attn_varlen_func", "get_scheduler_metadata")
 _METADATA_SIZES = (  # the first arguments of get_scheduler_metadata
-    "batch_size", "max_seqlen_q", "max_seqlen_k", "num_heads_q", "num_heads_kv", "headdim", "cache_seqlens",
-)  # fmt: skip
+    "batch_size",
+    "max_seqlen_q",
+    "max_seqlen_k",
+    "num_heads_q",
+    "num_heads_kv",
+    "headdim",
+    "cache_seqlens",
+)
 
 
 def register() -> bool:
@@ -144,13 +150,39 @@ def flash_attn_varlen_func(
     dynamic_causal, gather_kv_indices, for a q_v, float8_e5m2 and other 8-bit tensors without kernels.
     """
     reject(
-        output_scale=output_scale, cp_world_size=None if cp_world_size == 1 else cp_world_size,
-        mask_mod=mask_mod, block_sparse_tensors=block_sparse_tensors, dynamic_causal=dynamic_causal,
-        gather_kv_indices=gather_kv_indices, causal=causal if isinstance(causal, Tensor) else None,
-    )  # fmt: skip
+        output_scale=output_scale,
+        cp_world_size=None if cp_world_size == 1 else cp_world_size,
+        mask_mod=mask_mod,
+        block_sparse_tensors=block_sparse_tensors,
+        dynamic_causal=dynamic_causal,
+        gather_kv_indices=gather_kv_indices,
+        causal=causal if isinstance(causal, Tensor) else None,
+    )
     result, lse = packed_attention(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, None, seqused_k, None, block_table, max_seqlen_q, max_seqlen_k, dropout_p,
-        softmax_scale, causal, window_size, softcap, alibi_slopes, s_aux, out, num_splits == 1,
-        q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, qv=q_v, qv_name="q_v",
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        None,
+        seqused_k,
+        None,
+        block_table,
+        max_seqlen_q,
+        max_seqlen_k,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        s_aux,
+        out,
+        num_splits == 1,
+        q_descale=q_descale,
+        k_descale=k_descale,
+        v_descale=v_descale,
+        qv=q_v,
+        qv_name="q_v",
+    )
     return (result, mark_masked_rows(lse)) if return_softmax_lse else result

@@ -104,11 +104,12 @@ class AttentionArgs(NamedTuple):
         """What is given of NAMED_OPTIONS, attn_bias, mask and sm_margin, by name, and in a backward bias_grad where it
         is False: reading one costs the extension as much as a check."""
         given: dict[str, Any] = {}
-        if self.sinks is None and not self.sm_margin and not self.has_score_tensors():
+        optional, defaults = _OPTIONAL[type(self)]
+        if self.sinks is None and self[optional] == defaults:
             return given
         for name in NAMED_OPTIONS:
             value = getattr(self, name)
-            if value is not None:
+            if value is not self._field_defaults.get(name):
                 given[name] = value
         if self.attn_bias is not None:
             given["attn_bias"] = with_all_axes(self.attn_bias, packed=self.cu_seqlens_q is not None)
@@ -124,9 +125,14 @@ class AttentionArgs(NamedTuple):
     def has_score_tensors(self) -> bool:
         """Whether the call has a mask or a bias."""
         return not (
-            self.mask_query_ranges is self.mask_key_hidden is self.mask_bits is self.mask_block_map
-            is self.attn_bias is self.rel_bias is None
-        )  # fmt: skip
+            self.mask_query_ranges
+            is self.mask_key_hidden
+            is self.mask_bits
+            is self.mask_block_map
+            is self.attn_bias
+            is self.rel_bias
+            is None
+        )
 
     def mask(self) -> Optional[MaskFactors]:
         tensors = self.mask_query_ranges, self.mask_key_hidden, self.mask_bits, self.mask_block_map
@@ -166,9 +172,16 @@ class AttentionArgs(NamedTuple):
     def without_scaling(self, q: Tensor, k: Optional[Tensor], v: Optional[Tensor]) -> "AttentionArgs":
         """The same call with operands to which the descales have been applied."""
         return self._replace(
-            q=q, k=k, v=v, q_descale=None, k_descale=None, v_descale=None, v_per_channel=False, out_dtype=None,
+            q=q,
+            k=k,
+            v=v,
+            q_descale=None,
+            k_descale=None,
+            v_descale=None,
+            v_per_channel=False,
+            out_dtype=None,
             fast_exp=False,
-        )  # fmt: skip
+        )
 
 
 # Options of scores that FlashAttention-2 does not have: both records have them, and the backends take them by name.
@@ -239,6 +252,14 @@ class AttentionBackwardArgs(NamedTuple):
         )
 
 
+# Of each record the fields from sm_margin on and their defaults: `named` passes on what differs from these.
+_OPTIONAL: dict[type, tuple[Any, tuple[Any, ...]]] = {
+    record: (
+        slice(record._fields.index("sm_margin"), None),
+        tuple(map(record._field_defaults.get, record._fields[record._fields.index("sm_margin") :])),
+    )
+    for record in (AttentionArgs, AttentionBackwardArgs)
+}
 # The fields that a second backward may be asked for; out and lse are results of the others.
 BACKWARD_INPUTS = ("dout", "dlse", *ATTENTION_INPUTS)
 TANGENT_INPUTS = ATTENTION_INPUTS[:4]  # those with tangents and second derivatives
@@ -272,13 +293,30 @@ def saved_for_backward(
 ) -> tuple[tuple[Optional[Tensor], ...], tuple[Any, ...]]:
     """(tensors, options) that a forward saves, of which `backward_args` makes AttentionBackwardArgs."""
     tensors = (
-        args.q, args.k, args.v, out, lse, rng_state, args.cu_seqlens_q, args.cu_seqlens_k, args.alibi_slopes,
+        args.q,
+        args.k,
+        args.v,
+        out,
+        lse,
+        rng_state,
+        args.cu_seqlens_q,
+        args.cu_seqlens_k,
+        args.alibi_slopes,
         args.sinks,
-    )  # fmt: skip
+    )
     options = (
-        args.max_seqlen_q, args.max_seqlen_k, args.dropout_p, args.softmax_scale, args.causal, args.window_left,
-        args.window_right, args.softcap, args.deterministic, args.batch_invariant, args.sm_margin,
-    )  # fmt: skip
+        args.max_seqlen_q,
+        args.max_seqlen_k,
+        args.dropout_p,
+        args.softmax_scale,
+        args.causal,
+        args.window_left,
+        args.window_right,
+        args.softcap,
+        args.deterministic,
+        args.batch_invariant,
+        args.sm_margin,
+    )
     if not args.has_score_tensors():
         return tensors, options
     return (

@@ -61,8 +61,15 @@ def attend(
         alibi_slopes = alibi_slopes.expand(batch, -1).reshape(batch * heads_k, q.shape[2] // heads_k)
     if out is not None:
         outputs.reject_gradients(out, q, qv)
-        read = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "qv": qv, "block_table": block_table,
-                "cache_seqlens": cache_seqlens, "cache_leftpad": cache_leftpad}  # fmt: skip
+        read = {
+            "q": q,
+            "k_cache": k_cache,
+            "v_cache": v_cache,
+            "qv": qv,
+            "block_table": block_table,
+            "cache_seqlens": cache_seqlens,
+            "cache_leftpad": cache_leftpad,
+        }
         outputs.check_result(out, q, v_cache, quant.out_dtype, read)
     (keys, *steps), (values, *v_steps) = pool_of_heads(k_cache), pool_of_heads(v_cache)
     if steps != v_steps:
@@ -74,12 +81,18 @@ def attend(
     scales = {name: _scale(name, getattr(quant, name), batch, heads_k) for name in names}
     try:
         result, lse = call(
-            _by_head(q, heads_k), keys, values, block_table=_pages(block_table, k_cache.shape[0], *steps),
+            _by_head(q, heads_k),
+            keys,
+            values,
+            block_table=_pages(block_table, k_cache.shape[0], *steps),
             cache_seqlens=_lengths("cache_seqlens", cache_seqlens, batch, heads_k),
-            cache_leftpad=_lengths("cache_leftpad", cache_leftpad, batch, heads_k), alibi_slopes=alibi_slopes,
-            qv=None if qv is None else _by_head(qv, heads_k), quant=quant._replace(**scales),
-            return_softmax_lse=True, **options,
-        )  # fmt: skip
+            cache_leftpad=_lengths("cache_leftpad", cache_leftpad, batch, heads_k),
+            alibi_slopes=alibi_slopes,
+            qv=None if qv is None else _by_head(qv, heads_k),
+            quant=quant._replace(**scales),
+            return_softmax_lse=True,
+            **options,
+        )
     except RuntimeError as error:
         if str(error).startswith("block_table: expected entries"):  # of the pool
             expected = f"block_table: expected entries in [0, {k_cache.shape[0]}) for the pages in use"

@@ -12,14 +12,13 @@ from torch import Tensor
 from flash_attn.ops import arguments
 from flash_attn.ops.attention_args import AttentionArgs, KvCacheArgs, KvCachePlanArgs
 
-DEVICES = ("cpu", "meta")  # that a qv is computed on
 KERNEL_DIMS = (64, 512)  # head dims of q and of qv that CUDA kernels have
 _NOT_OVER_A_CACHE = ("k", "v", "rotary_cos", "rotary_sin", "cache_batch_idx", "k_token_descale", "v_token_descale")
 
 
 def is_computed(device_type: str, head_dim: int, head_dim_v: int) -> bool:
     """Whether plain calls over pages with a qv of these sizes are computed on the device."""
-    return device_type in DEVICES and (device_type != "cuda" or (head_dim, head_dim_v) == KERNEL_DIMS)
+    return device_type != "cuda" or (head_dim, head_dim_v) == KERNEL_DIMS
 
 
 def check_packed(args: AttentionArgs) -> None:
@@ -43,14 +42,9 @@ def check_plan(args: KvCachePlanArgs) -> None:
 
 
 def _check(args: AttentionArgs | KvCacheArgs, k: Tensor | None, v: Tensor | None, more: dict[str, Any]) -> None:
-    device = args.q.device.type
-    reason = None
-    if device not in DEVICES:
-        reason = "only the CPU computes it yet"
-    elif device == "cuda":
-        reason = _reason(args, k, v, more)
+    reason = _reason(args, k, v, more) if args.q.device.type == "cuda" else None
     if reason is not None:
-        raise NotImplementedError(f"qv: expected None on {device}, got a tensor: {reason}")
+        raise NotImplementedError(f"qv: expected None on cuda, got a tensor: {reason}")
 
 
 def _reason(args: AttentionArgs | KvCacheArgs, k: Tensor | None, v: Tensor | None, more: dict[str, Any]) -> str | None:

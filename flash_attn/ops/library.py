@@ -299,13 +299,20 @@ def _register_attention() -> None:
     global _forward_op, _backward_op
     # The tag keeps dropout out of common subexpression elimination, and makes compiled checkpointing replay the RNG.
     _forward_op = register(
-        "fwd", AttentionArgs, "(Tensor, Tensor, Tensor, Tensor, Tensor)", _five_results(calls.forward),
-        _five_results(calls.forward_fake), tags=(torch.Tag.nondeterministic_seeded,),
-    )  # fmt: skip
+        "fwd",
+        AttentionArgs,
+        "(Tensor, Tensor, Tensor, Tensor, Tensor)",
+        _five_results(calls.forward),
+        _five_results(calls.forward_fake),
+        tags=(torch.Tag.nondeterministic_seeded,),
+    )
     _backward_op = register(
-        "bwd", AttentionBackwardArgs, "Tensor[]", takes(AttentionBackwardArgs, calls.backward),
+        "bwd",
+        AttentionBackwardArgs,
+        "Tensor[]",
+        takes(AttentionBackwardArgs, calls.backward),
         takes(AttentionBackwardArgs, calls.backward_fake),
-    )  # fmt: skip
+    )
     register_autograd("fwd", _backward, _setup_context)
     register_autograd("bwd", _second_backward, _second_setup_context)
 
@@ -346,4 +353,4 @@ _kvcache_append_op = _register_kvcache(
 )
 _kvcache_plan_op = _register_writing(
     "kvcache_plan", KvCachePlanArgs, "()", _fill_plan, lambda args: None, {"plan": "a"}
-)  # fmt: skip
+)

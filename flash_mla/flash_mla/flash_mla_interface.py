@@ -91,7 +91,6 @@ def flash_mla_with_kvcache(
         softmax_lse: (batch, nheads, seqlen_q) float32.
     """
     arguments.check_tensors(("q", "k_cache"), (q, k_cache))
-    _check_device(q)
     arguments.check_rank("q", q, "batch, seqlen, heads, head_dim")
     if not isinstance(tile_scheduler_metadata, FlashMLASchedMeta):
         got = type(tile_scheduler_metadata).__name__
@@ -126,6 +125,7 @@ def flash_mla_with_kvcache(
                              "extra_topk_length", extra_topk_length)  # fmt: skip
         else:
             _require_none("without extra_k_cache", extra_topk_length=extra_topk_length)
+    _check_kernel(q, head_dim_v, k_cache.shape[2], softmax_scale=scale)
     tile_scheduler_metadata.check(
         batch=q.shape[0], seqlen_q=q.shape[1], nheads=q.shape[2], page_size=k_cache.shape[1], nheads_k=k_cache.shape[2],
         causal=causal, is_fp8_kvcache=is_fp8_kvcache, topk=None if indices is None else indices.shape[-1],
@@ -171,7 +171,6 @@ def flash_mla_sparse_fwd(
     """
     arguments.check_tensors(("q", "kv", "indices"), (q, kv, indices))
     arguments.check_optional_tensors(("attn_sink", "topk_length"), (attn_sink, topk_length))
-    _check_device(q)
     arguments.check_rank("q", q, "seqlen, heads, head_dim")
     arguments.check_rank("kv", kv, "seqlen, heads, head_dim")
     if kv.shape[1] != 1:
@@ -182,14 +181,27 @@ def flash_mla_sparse_fwd(
     rows, queries = Rows("kv", kv.unsqueeze(1), False), q.unsqueeze(1)
     _check_selection(queries, rows, "kv", "indices", indices, "topk_length", topk_length)
     scale = arguments.number("sm_scale", sm_scale)
+    _check_kernel(q, d_v, 1, "d_v", sm_scale=scale)
     out, lse = _attend_selected(queries, rows, indices, topk_length, None, None, None, d_v, scale)
     max_logits = _max_logits(q, rows, indices.flatten(0, 1), topk_length, scale, lse.dtype)
     return _with_sink(out, lse, attn_sink).squeeze(1), max_logits, lse.squeeze(2)
 
 
-def _check_device(q: Tensor) -> None:
-    if q.device.type not in latent.DEVICES:
-        raise NotImplementedError(f"q: expected a CPU tensor, got one on {q.device.type}: no kernels compute it yet")
+def _check_kernel(q: Tensor, head_dim_v: int, nheads_k: int, name_v: str = "head_dim_v", **scale: float) -> None:
+    """Raise NotImplementedError for sizes, and a scale by its name, that CUDA has no kernel for."""
+    if q.device.type != "cuda":
+        return
+    rotated, values = latent.KERNEL_DIMS
+    if head_dim_v != values or q.shape[-1] - values not in (0, rotated):
+        raise NotImplementedError(
+            f"q: expected head dim {values} or {rotated + values} with {name_v} {values} on cuda, got {q.shape[-1]} "
+            f"with {name_v} {head_dim_v}"
+        )
+    if nheads_k != 1:
+        raise NotImplementedError(f"k_cache: expected one K/V head on cuda, got {nheads_k}")
+    for name, value in scale.items():
+        if value <= 0:
+            raise NotImplementedError(f"{name}: expected a number above 0 on cuda, got {value}")
 
 
 def _require_none(reason: str, **given: Any) -> None:
@@ -233,13 +245,21 @@ def _attend(q: Tensor, rows: Tensor, head_dim_v: int, **options: Any) -> tuple[T
     """(out, lse) of q (batch, seqlen_q, nheads, head_dim) over rows (pages, page_size, nheads_k, head_dim)."""
     try:
         result = flash_attn_with_kvcache(
-            q[..., head_dim_v:], rows[..., head_dim_v:], rows[..., :head_dim_v], qv=q[..., :head_dim_v],
+            _rotated(q, head_dim_v), _rotated(rows, head_dim_v), rows[..., :head_dim_v], qv=q[..., :head_dim_v],
             return_softmax_lse=True, **options,
         )  # fmt: skip
     except (RuntimeError, TypeError) as error:
         arguments.rename(error, {"v_cache": "k_cache", "qv": "q"})
         raise
     return result[0], result[1]
+
+
+def _rotated(x: Tensor, head_dim_v: int) -> Tensor:
+    """The columns after the values; without any, zeros of those that CUDA kernels read."""
+    columns = x[..., head_dim_v:]
+    if x.device.type != "cuda" or columns.shape[-1] > 0:
+        return columns
+    return x.new_zeros(latent.KERNEL_DIMS[0]).expand(*x.shape[:-1], -1)
 
 
 def _dequantised(cache: Rows, dtype: torch.dtype) -> Tensor:

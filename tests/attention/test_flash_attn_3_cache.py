@@ -143,20 +143,17 @@ def test_new_keys_are_appended(device, through):
         fa3.flash_attn_with_kvcache(q.flatten(0, 1), *caches, *new, cu_seqlens_q=cu, cache_seqlens=lengths)
 
 
-@pytest.mark.devices(*latent.DEVICES)
 def test_queries_of_the_values(device):
-    """qv, in batches and packed: those of flash_attn."""
-    q, k, v, table, cu, lengths = cache_problem(device, 48)
-    qv = torch.randn(18, 4, 48, device=device, dtype=torch.bfloat16)
+    """qv, in batches and packed."""
+    head_dim, value_dim = latent.KERNEL_DIMS
+    q, k, v, table, cu, lengths = cache_problem(device, value_dim, head_dim=head_dim, nheads_k=1)
+    qv = torch.randn(18, 4, value_dim, device=device, dtype=torch.bfloat16)
     options = {"cache_seqlens": lengths, "causal": True}
-    batch = q[:9].view(3, 3, 4, 32), qv[:9].view(3, 3, 4, 48)
+    batch = q[:9].view(3, 3, 4, head_dim), qv[:9].view(3, 3, 4, value_dim)
     out = fa3.flash_attn_with_kvcache(batch[0], k, v, qv=batch[1], page_table=table, **options)
     expected = flash_attn.flash_attn_with_kvcache(batch[0], k, v, qv=batch[1], block_table=table, **options)
     assert torch.equal(out, expected)
     packed = fa3.flash_attn_with_kvcache(q, k, v, qv=qv, page_table=table, cu_seqlens_q=cu, **options)
-    for i, (first, stop) in enumerate(zip(cu[:-1].tolist(), cu[1:].tolist())):
-        one = flash_attn.flash_attn_with_kvcache(
-            q[None, first:stop], k, v, qv=qv[None, first:stop], block_table=table[i : i + 1], causal=True,
-            cache_seqlens=lengths[i : i + 1],
-        )  # fmt: skip
-        assert torch.allclose(packed[first:stop], one[0], atol=1e-2)
+    whole = torch.cat([q, qv], -1), torch.cat([k, v], -1)
+    (exact, _), (plain, _) = by_sequence(*whole, v, table, cu, lengths)
+    assert_accurate(packed, exact, plain, "out")

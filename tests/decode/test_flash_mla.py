@@ -11,15 +11,13 @@ import pytest
 import torch
 from reference import assert_accurate, attention
 from signatures import plain_signature
-
-from flash_attn.ops import latent
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "flash_mla"))
 
 import flash_mla
 from flash_mla import flash_mla_sparse_fwd, flash_mla_with_kvcache, get_mla_metadata
 
-computed = pytest.mark.devices(*latent.DEVICES)
 SIGNATURES = {
     "get_mla_metadata": "(*args, **kwargs)",
     "flash_mla_with_kvcache": "(q, k_cache, block_table, cache_seqlens, head_dim_v, tile_scheduler_metadata, "
@@ -69,7 +67,6 @@ def check(out, lse, q, rows, name="", **options):
     assert_accurate(lse, reference[1], plain[1], f"lse {name}")
 
 
-@computed
 @pytest.mark.parametrize(
     "nheads,seqlen_q,page_size,head_dim,causal",
     ((16, 1, 64, 576, False), (20, 3, 16, 576, True), (8, 2, 64, 512, True)),
@@ -121,7 +118,6 @@ def selection(indices, length=None):
     return indices[indices >= 0].long()
 
 
-@computed
 @pytest.mark.parametrize("row_bytes", (0, 656, 584))
 @pytest.mark.parametrize("has_extra", (False, True))
 def test_sparse_decoding(device, row_bytes, has_extra):
@@ -157,7 +153,6 @@ def test_sparse_decoding(device, row_bytes, has_extra):
                       sink=sink if by_length else None)  # fmt: skip
 
 
-@computed
 @pytest.mark.parametrize("row_bytes", (656, 584))
 def test_dense_decoding_over_fp8_rows(device, row_bytes):
     cache, held = fp8_cache(normal(device, 4, 16, 512 if row_bytes == 584 else 576), row_bytes)
@@ -166,7 +161,6 @@ def test_dense_decoding_over_fp8_rows(device, row_bytes):
     check(out[0], lse[0], q[0], held[table[0].long()].flatten(0, 1)[:40], causal=True)
 
 
-@computed
 def test_sparse_prefill(device):
     q, kv, sink = normal(device, 6, 12, 576), normal(device, 50, 1, 576), torch.randn(12, device=device)
     indices = torch.randint(-1, 45, (6, 1, 20), device=device).int()
@@ -186,11 +180,10 @@ def test_sparse_prefill(device):
             assert torch.allclose(max_logits[i].double(), largest, atol=1e-5)
 
 
-@computed
 def test_metadata_of_other_calls(device):
-    q, cache, table, lengths = normal(device, 1, 1, 4, 40), normal(device, 2, 16, 1, 40), [[0, 1]], [20]
+    q, cache, table, lengths = normal(device, 1, 1, 4, 576), normal(device, 2, 16, 1, 576), [[0, 1]], [20]
     meta, _ = get_mla_metadata()
-    arguments = (cache, int32(device, table), int32(device, lengths), 32, meta)
+    arguments = (cache, int32(device, table), int32(device, lengths), 512, meta)
     flash_mla_with_kvcache(q, *arguments)
     flash_mla_with_kvcache(q, *arguments)
     assert meta.have_initialized
@@ -202,7 +195,6 @@ def test_metadata_of_other_calls(device):
         flash_mla_with_kvcache(q, *arguments, causal=True)
 
 
-@computed
 def test_errors(device):
     q, cache = normal(device, 1, 1, 4, 40), normal(device, 2, 16, 1, 40)
     table, lengths, indices = int32(device, [[0, 1]]), int32(device, [20]), int32(device, [[[0, 1]]])
@@ -227,3 +219,28 @@ def test_errors(device):
         flash_mla_with_kvcache(q, cache, table, lengths, 32, None)
     with pytest.raises(RuntimeError, match=r"^kv: expected shape \(seqlen_kv, 1, head_dim\), got"):
         flash_mla_sparse_fwd(q[0], normal(device, 5, 2, 40), indices[0], 1.0, 32)
+
+
+@pytest.mark.devices("cpu")
+def test_sizes_on_cuda(device):
+    """Those without kernels are refused by the names of these functions, before the metadata takes them."""
+    with FakeTensorMode():
+        q, cache, meta = normal("cuda", 1, 1, 4, 576), normal("cuda", 2, 16, 1, 576), get_mla_metadata()[0]
+        table, lengths, indices = int32("cuda", [[0, 1]]), int32("cuda", [20]), int32("cuda", [[[0, 1]]])
+        for message, heads_k, head_dim_v, scale in (
+            ("q: expected head dim 512 or 576 with head_dim_v 512 on cuda, got 576 with head_dim_v 500", 1, 500, 1.0),
+            ("k_cache: expected one K/V head on cuda, got 2", 2, 512, 1.0),
+            ("softmax_scale: expected a number above 0 on cuda, got -1.0", 1, 512, -1.0),
+        ):
+            with pytest.raises(NotImplementedError, match=f"^{message}"):
+                rows = cache.expand(-1, -1, heads_k, -1)
+                flash_mla_with_kvcache(q, rows, table, lengths, head_dim_v, meta, softmax_scale=scale)
+        assert not meta.have_initialized
+        out, lse = flash_mla_with_kvcache(q[..., :512], cache[..., :512], table, lengths, 512, meta)
+        assert out.shape == (1, 1, 4, 512) and lse.shape == (1, 4, 1)
+        for message, d_v, scale in (
+            ("q: expected head dim 512 or 576 with d_v 512 on cuda, got 576 with d_v 64", 64, 1.0),
+            ("sm_scale: expected a number above 0 on cuda, got 0.0", 512, 0.0),
+        ):
+            with pytest.raises(NotImplementedError, match=f"^{message}"):
+                flash_mla_sparse_fwd(q[0], cache[0], indices, scale, d_v)

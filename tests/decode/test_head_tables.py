@@ -126,7 +126,6 @@ def test_a_page_that_does_not_exist(device):
         call.run()
 
 
-@pytest.mark.devices(*latent.DEVICES)
 def test_a_table_for_each_head_with_qv(device):
     call = HeadTables(device, heads=(12, 3), dims=latent.KERNEL_DIMS, seqlen_q=2)
     call.check(*call.run(causal=True), causal=True)

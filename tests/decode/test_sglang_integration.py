@@ -28,7 +28,6 @@ from signatures import plain_signature
 
 import flash_attn
 from flash_attn.integrations import serving, sglang
-from flash_attn.ops import latent
 
 DESCALES = "q_descale=None, k_descale=None, v_descale=None"
 MODS = "score_mod=None, aux_tensors=None, sfq=None, sfk=None, sfv=None, rel_bias=None, rel_bias_prep_cache=None"
@@ -148,7 +147,6 @@ def test_varlen(device, paged):
     torch.testing.assert_close(lse[:, kept], expected_lse, **tolerance(device))
 
 
-@pytest.mark.devices(*latent.DEVICES)
 @pytest.mark.parametrize("with_sinks", (False, True))
 def test_latent_attention(device, with_sinks):
     """MLA's calls: queries packed, in a batch, and by flash_attn_varlen_func; over pages of one row too."""
