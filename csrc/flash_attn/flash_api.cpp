@@ -137,19 +137,6 @@ Params packed_sequences(int64_t batch, bool batch_invariant, const at::Tensor& c
 // An entry point returns its results, or its plan for explain().
 using Tensors = std::vector<at::Tensor>;
 
-// Packed queries with qv, whose results are those of mha_varlen_fwd().
-template <class Result>
-Result run_or_explain(const MlaCall& call) {
-  if constexpr (std::is_same_v<Result, plan::Explanation>) {
-    return explain(call, "forward");
-  } else {
-    Tensors results = mla_forward(call);
-    results.push_back(new_empty(call.q, {0}, call.q.scalar_type()));  // S_dmask
-    results.push_back(new_empty(call.q, {2}, at::kLong));             // rng_state
-    return results;
-  }
-}
-
 template <class Result>
 Result run_or_explain(const FwdCall& call) {
   if constexpr (std::is_same_v<Result, plan::Explanation>) {
@@ -266,16 +253,11 @@ Result mha_varlen_fwd(const at::Tensor& q, const at::Tensor& k, const at::Tensor
     checks::query(q, 3, axes);
     const int64_t batch = checks::cu_seqlens(cu_seqlens_q, cu_seqlens_k, q);
     auto sequences = packed_sequences<Flash_fwd_params>(batch, batch_invariant, cu_seqlens_q, cu_seqlens_k);
-    sequences.varlen.seqused_k = int_or_null(seqused_k);
-    sequences.varlen.leftpad_k = int_or_null(leftpad_k);
-    sequences.paged = set_params_pages(block_table, k);
-    const OptionalTensor none;
-    const MlaCall call{q,    *latent.qv, k,    v,        out, block_table, scores, 0, batch_invariant, launch.sm_margin,
-                       none, none,       none, sequences};
-    checks::packed_mla(call, cu_seqlens_q, cu_seqlens_k, seqused_k, leftpad_k, quant);
-    checks::absent("p_dropout", p_dropout > 0.0);
-    checks::absent("return_max_logit", return_max_logit);
-    return run_or_explain<Result>(call);
+    set_latent_sequences(sequences, seqused_k, leftpad_k, block_table, k);
+    const MlaCall call{q,  *latent.qv, k,  v,        out, block_table, scores, 0, batch_invariant, launch.sm_margin,
+                       {}, {},         {}, sequences};
+    checks::packed_mla(call, cu_seqlens_q, cu_seqlens_k, seqused_k, leftpad_k, quant, p_dropout, return_max_logit);
+    return packed_mla<Result>(call);
   }
   checks::query(q, 3, axes, true);
   checks::whole_vectors(q);
@@ -410,21 +392,6 @@ auto with_kvcache_call(const at::Tensor& q, const at::Tensor& kcache, const at::
       rotary_sin, cache_batch_idx,      leftpad_k, block_table,     out, scores, rotary_interleaved, num_splits,
       plan,       batch_invariant,      quant,     launch.sm_margin};
   return latent.qv.has_value() ? kLatentFunction(call, *latent.qv) : kFunction(call);
-}
-
-// head_dim_v: of calls with qv, else 0.
-at::Tensor any_kvcache_plan(const at::Tensor& seqlens_k, const OptionalTensor& leftpad_k, int64_t batch,
-                            int64_t seqlen_q, int64_t seqlen_new, int64_t heads, int64_t heads_k, int64_t head_dim,
-                            int64_t seqlen_cache, bool is_causal, int64_t window_left, int64_t window_right,
-                            int64_t num_splits, bool batch_invariant, const OptionalTensor& plan, bool eight_bit,
-                            int64_t sm_margin, int64_t head_dim_v) {
-  if (head_dim_v == 0) {
-    return kvcache_plan(seqlens_k, leftpad_k, batch, seqlen_q, seqlen_new, heads, heads_k, head_dim, seqlen_cache,
-                        is_causal, window_left, window_right, num_splits, batch_invariant, plan, eight_bit, sm_margin);
-  }
-  const checks::ScheduleSizes sizes{batch, seqlen_q, seqlen_new, heads, heads_k, head_dim, seqlen_cache, num_splits};
-  checks::kvcache_schedule(seqlens_k, leftpad_k, sizes, plan);
-  return mla_kvcache_plan(seqlens_k, sizes, head_dim_v, batch_invariant, sm_margin, plan);
 }
 
 std::string build_info() {

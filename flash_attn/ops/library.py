@@ -234,15 +234,16 @@ def _second_setup_context(ctx: Any, inputs: Any, output: Any) -> None:
 def _second_backward(ctx: Any, *grads: Any) -> Any:
     if len(grads) == 1 and isinstance(grads[0], (list, tuple)):  # of an operator with a list of results
         (grads,) = grads
+    given = len(ctx.needs_input_grad)  # an operator's trailing arguments that are defaults are none of its inputs
     if all(x is None for x in grads):
-        return (None,) * len(AttentionBackwardArgs._fields)
+        return (None,) * given
     if not context.transformed():
         context.reject_batched_gradients(*grads)
     args = AttentionBackwardArgs(*saved_values(ctx))
     directions = Tangents(*by_input(args, grads)[: len(TANGENT_INPUTS)])
     t_out, t_lse, *inputs = derived().second_derivatives(directions, args)
     found = {"dout": t_out, "dlse": None if args.dlse is None else t_lse}
-    return attention_gradients(by_input(args, inputs), AttentionBackwardArgs, found)
+    return attention_gradients(by_input(args, inputs), AttentionBackwardArgs, found)[:given]
 
 
 def derived() -> Any:

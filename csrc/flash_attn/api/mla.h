@@ -5,6 +5,7 @@
 #include <c10/cuda/CUDAStream.h>
 
 #include <algorithm>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -131,7 +132,8 @@ inline void mla(const KvCacheCall& call, const at::Tensor& qv) {
 }
 
 inline void packed_mla(const MlaCall& call, const at::Tensor& cu_seqlens_q, const at::Tensor& cu_seqlens_k,
-                       const OptionalTensor& seqused_k, const OptionalTensor& leftpad_k, const QuantArgs& quant) {
+                       const OptionalTensor& seqused_k, const OptionalTensor& leftpad_k, const QuantArgs& quant,
+                       double p_dropout, bool return_max_logit) {
   absent("q_descale", quant.q.has_value());
   absent("k_descale", quant.k.has_value());
   absent("v_descale", quant.v.has_value());
@@ -149,6 +151,8 @@ inline void packed_mla(const MlaCall& call, const at::Tensor& cu_seqlens_q, cons
                                        {"leftpad_k", leftpad_k},
                                        {"block_table", call.block_table},
                                        {"sinks", call.scores.sinks}});
+  absent("p_dropout", p_dropout > 0.0);
+  absent("return_max_logit", return_max_logit);
 }
 
 // The sizes of a plan.
@@ -298,6 +302,27 @@ inline int64_t mla_plan_elements(plan::MlaProblem problem, const at::Device& dev
   return mla_workspace(problem, plan::plan_mla(device_of(device.index(), sm_margin), problem));
 }
 
+inline void set_latent_sequences(Flash_fwd_params& sequences, const OptionalTensor& seqused_k,
+                                 const OptionalTensor& leftpad_k, const OptionalTensor& block_table,
+                                 const at::Tensor& k) {
+  sequences.varlen.seqused_k = int_or_null(seqused_k);
+  sequences.varlen.leftpad_k = int_or_null(leftpad_k);
+  sequences.paged = set_params_pages(block_table, k);
+}
+
+// Packed queries with qv, whose results are those of mha_varlen_fwd().
+template <class Result>
+Result packed_mla(const MlaCall& call) {
+  if constexpr (std::is_same_v<Result, plan::Explanation>) {
+    return explain(call, "forward");
+  } else {
+    std::vector<at::Tensor> results = mla_forward(call);
+    results.push_back(new_empty(call.q, {0}, call.q.scalar_type()));  // S_dmask
+    results.push_back(new_empty(call.q, {2}, at::kLong));             // rng_state
+    return results;
+  }
+}
+
 inline std::vector<at::Tensor> mha_fwd_mla(const KvCacheCall& call, const at::Tensor& qv) {
   checks::mla(call, qv);
   const MlaCall mla = mla_call(call, qv);
@@ -325,6 +350,21 @@ inline at::Tensor mla_kvcache_plan(const at::Tensor& seqlens_k, const checks::Sc
   const int64_t elements = mla_plan_elements(problem, seqlens_k.device(), sm_margin, batch_invariant);
   if (given.has_value()) checks::plan(*given, seqlens_k.device(), elements);
   return given.has_value() ? *given : new_empty(seqlens_k, {elements}, at::kInt);
+}
+
+// head_dim_v: of calls with qv, else 0.
+inline at::Tensor any_kvcache_plan(const at::Tensor& seqlens_k, const OptionalTensor& leftpad_k, int64_t batch,
+                                   int64_t seqlen_q, int64_t seqlen_new, int64_t heads, int64_t heads_k,
+                                   int64_t head_dim, int64_t seqlen_cache, bool is_causal, int64_t window_left,
+                                   int64_t window_right, int64_t num_splits, bool batch_invariant,
+                                   const OptionalTensor& plan, bool eight_bit, int64_t sm_margin, int64_t head_dim_v) {
+  if (head_dim_v == 0) {
+    return kvcache_plan(seqlens_k, leftpad_k, batch, seqlen_q, seqlen_new, heads, heads_k, head_dim, seqlen_cache,
+                        is_causal, window_left, window_right, num_splits, batch_invariant, plan, eight_bit, sm_margin);
+  }
+  const checks::ScheduleSizes sizes{batch, seqlen_q, seqlen_new, heads, heads_k, head_dim, seqlen_cache, num_splits};
+  checks::kvcache_schedule(seqlens_k, leftpad_k, sizes, plan);
+  return mla_kvcache_plan(seqlens_k, sizes, head_dim_v, batch_invariant, sm_margin, plan);
 }
 
 }  // namespace flash
