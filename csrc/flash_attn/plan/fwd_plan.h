@@ -133,6 +133,10 @@ constexpr FwdVariant score_mod_variant(const FwdProblem& problem) {
                                                   : FwdVariant::kScoreMod;
 }
 
+static_assert(sm90_fwd_tile(64, FwdVariant::kDirect).block_m == 128 &&
+                  sm90_fwd_tile(128, FwdVariant::kDirect).block_m == 128,
+              "runs_direct() counts m_blocks of 128 rows");
+
 // Whether a call of one wave needs no schedule: each CTA finds its m_block and its keys from blockIdx.
 constexpr bool runs_direct(const FwdProblem& problem, const Device& device, const FamilyChoice& choice) {
   const bool is_dense = !problem.is_varlen && !problem.has_key_ranges && !problem.is_paged;
