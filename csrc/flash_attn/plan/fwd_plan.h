@@ -133,15 +133,11 @@ constexpr FwdVariant score_mod_variant(const FwdProblem& problem) {
                                                   : FwdVariant::kScoreMod;
 }
 
-static_assert(sm90_fwd_tile(64, FwdVariant::kDirect).block_m == 128 &&
-                  sm90_fwd_tile(128, FwdVariant::kDirect).block_m == 128,
-              "runs_direct() counts m_blocks of 128 rows");
-
 // Whether a call of one wave needs no schedule: each CTA finds its m_block and its keys from blockIdx.
 constexpr bool runs_direct(const FwdProblem& problem, const Device& device, const FamilyChoice& choice) {
   const bool is_dense = !problem.is_varlen && !problem.has_key_ranges && !problem.is_paged;
   return has_direct_kernel(problem) && choice.num_splits == 1 && is_dense &&
-         problem.blocks(128) <= device.multiprocessors;
+         problem.blocks(kDirectBlockM) <= device.multiprocessors;
 }
 
 inline FwdVariant sm90_variant(const FwdProblem& problem, const Device& device, const FamilyChoice& choice,
