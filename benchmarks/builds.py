@@ -101,18 +101,22 @@ def over_cache(build, row, inputs):
         case.batch, case.seqlen_q, case.append, case.nheads, case.nheads_k, case.head_dim, capacity, right == 0, left,
         right, 0, case.invariant,
     )  # fmt: skip
+    of_plan, of_call = {}, {}
+    if inputs.qv is not None:
+        of_plan, of_call = {"head_dim_v": case.head_dim_v}, {"qv": inputs.qv}
     if row.timing == "graph":
-        plan, out = module.kvcache_plan(inputs.lengths, None, *sizes, None), torch.empty_like(inputs.q)
+        out = torch.empty_like(inputs.q if inputs.qv is None else inputs.qv)
+        plan = module.kvcache_plan(inputs.lengths, None, *sizes, None, **of_plan)
     new = inputs.new or (None, None)
     layers, count = itertools.cycle(inputs.caches), itertools.count()
 
     def call():
         if plan is not None and next(count) % CALLS_PER_GRAPH == 0:
-            module.kvcache_plan(inputs.lengths, None, *sizes, plan)
+            module.kvcache_plan(inputs.lengths, None, *sizes, plan, **of_plan)
         return module.fwd_kvcache(
             inputs.q, *next(layers), *new, inputs.lengths, inputs.cos, inputs.sin, None, None, inputs.table,
-            inputs.alibi_slopes, out, scale_of(case), case.causal, *case.window, case.softcap, False, 0, plan,
-            case.invariant,
+            inputs.alibi_slopes, out, (case.head_dim + case.head_dim_v) ** -0.5, case.causal, *case.window,
+            case.softcap, False, 0, plan, case.invariant, **of_call,
         )  # fmt: skip
 
     return call

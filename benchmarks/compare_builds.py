@@ -40,7 +40,7 @@ from shared import ROOT, row_bar
 from timing import CALLS_PER_GRAPH, Allowance, Budget, captured, interleave, make_timers, summarize
 
 HOST = "host"
-LEFT_OUT = ("dims", "features", "value_dim", "deterministic", "one_wave", "small_eager", "decode_eager")
+LEFT_OUT = ("dims", "features", "value_dim", "deterministic", "one_wave", "small_eager", "decode_eager", "decode_mla")
 DEFAULT_GROUPS = (*(group for group in (*GROUPS, *CACHE_TIMING) if group not in LEFT_OUT), HOST)
 SECONDS = 200.0  # of the rows; the host times and the second look come on top
 AGAIN = 3.0  # rows below the limit are measured again for so many times as long

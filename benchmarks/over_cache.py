@@ -25,7 +25,7 @@ SPARE_PAGES = 7
 class CacheInputs:
     """q (b, sq, h, d); caches: one (k, v) per layer, (b, n, h_k, d) or pages with table (b, pages), and of 8 bits with
     `descales` of k and v for all layers; lengths int32 (b) without the new keys; new: None or (k, v) (b, append, h_k,
-    d); cos and sin of all positions."""
+    d); cos and sin of all positions; qv (b, sq, h, d_v) where k and v are views of latent rows."""
 
     q: torch.Tensor
     caches: list
@@ -36,6 +36,7 @@ class CacheInputs:
     sin: torch.Tensor | None
     alibi_slopes: torch.Tensor | None
     descales: tuple | None = None
+    qv: torch.Tensor | None = None
 
 
 def make_inputs(row, device, seed=0):
@@ -48,14 +49,15 @@ def make_inputs(row, device, seed=0):
         return torch.randn(*shape, device=device, dtype=dtype, generator=generator)
 
     q = randn(case.batch, case.seqlen_q, case.nheads, case.head_dim)
-    shape, table = (case.batch, case.seqlen_k, case.nheads_k, case.head_dim), None
+    shape, table = (case.batch, case.seqlen_k, case.nheads_k), None
     if case.page_size:
         pages = -(-case.seqlen_k // case.page_size)
         pool = torch.randperm(case.batch * pages + SPARE_PAGES, device=device, generator=generator, dtype=torch.int32)
         table = pool[:-SPARE_PAGES].view(case.batch, pages)
-        shape = (len(pool), case.page_size, *shape[2:])
+        shape = (len(pool), case.page_size, case.nheads_k)
     layers = min(CALLS_PER_GRAPH, -(-CACHED_BYTES // row.bytes)) if row.timing == "graph" else 1
-    first, descales = (randn(*shape), randn(*shape)), None
+    dims = (case.head_dim + case.head_dim_v,) if case.head_dim_v else (case.head_dim, case.head_dim)
+    first, descales = tuple(randn(*shape, dim) for dim in dims), None
     if case.cache_dtype:
         import flash_attn.fp8
 
@@ -63,7 +65,10 @@ def make_inputs(row, device, seed=0):
         first, descales = zip(*(flash_attn.fp8.quantize(x, granularity, dtype) for x in first))
     caches = [first] + [tuple(x.clone() for x in first) for _ in range(layers - 1)]
     lengths = torch.full((case.batch,), case.seqlen_k - case.append, dtype=torch.int32, device=device)
-    new = cos = sin = slopes = None
+    new = cos = sin = slopes = qv = None
+    if case.head_dim_v:
+        qv = randn(case.batch, case.seqlen_q, case.nheads, case.head_dim_v)
+        caches = [(rows[..., case.head_dim_v :], rows[..., : case.head_dim_v]) for (rows,) in caches]
     if case.append:
         new = tuple(randn(case.batch, case.append, case.nheads_k, case.head_dim) for _ in "kv")
         frequencies = 10000.0 ** (-torch.arange(0, case.head_dim, 2, device=device) / case.head_dim)
@@ -71,7 +76,7 @@ def make_inputs(row, device, seed=0):
         cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
     if case.alibi != "none":
         slopes = torch.tensor([2.0 ** (-8.0 * (i + 1) / case.nheads) for i in range(case.nheads)], device=device)
-    return CacheInputs(q, caches, lengths, table, new, cos, sin, slopes, descales)
+    return CacheInputs(q, caches, lengths, table, new, cos, sin, slopes, descales, qv)
 
 
 def ours(row, inputs):
@@ -83,7 +88,7 @@ def ours(row, inputs):
     options = {
         "rotary_cos": inputs.cos, "rotary_sin": inputs.sin, "rotary_interleaved": False, "block_table": inputs.table,
         "cache_seqlens": inputs.lengths, "causal": case.causal, "window_size": case.window, "softcap": case.softcap,
-        "alibi_slopes": inputs.alibi_slopes, "batch_invariant": case.invariant,
+        "alibi_slopes": inputs.alibi_slopes, "batch_invariant": case.invariant, "qv": inputs.qv,
     }  # fmt: skip
     if inputs.descales is not None:
         options["k_descale"], options["v_descale"] = inputs.descales
@@ -93,8 +98,9 @@ def ours(row, inputs):
             inputs.lengths, case.seqlen_q, case.nheads, case.nheads_k, case.head_dim, capacity, case.append,
             case.causal, case.window, batch_invariant=case.invariant,
             kv_cache_dtype=inputs.caches[0][0].dtype if case.cache_dtype else None,
+            head_dim_v=case.head_dim_v,
         )  # fmt: skip
-        out = torch.empty_like(inputs.q)
+        out = torch.empty_like(inputs.q if inputs.qv is None else inputs.qv)
     layers, count = itertools.cycle(inputs.caches), itertools.count()
 
     def call():
@@ -112,6 +118,7 @@ def flash_attn_3(row, inputs):
     options = {
         "rotary_cos": inputs.cos, "rotary_sin": inputs.sin, "rotary_interleaved": False, "page_table": inputs.table,
         "cache_seqlens": inputs.lengths, "causal": case.causal, "window_size": case.window, "softcap": case.softcap,
+        "qv": inputs.qv,
     }  # fmt: skip
     layers = itertools.cycle(inputs.caches)
 
@@ -168,6 +175,7 @@ def limits(name, row, device_type, mode):
         "no batch-invariant mode": case.invariant,
         "no cache of 8 bits": bool(case.cache_dtype),
         "no append": bool(case.append) and name != "flash_attn_3",
+        "no latent rows": case.head_dim_v > 0 and name.startswith("sdpa"),
         "no pages": bool(case.page_size) and name.startswith("sdpa"),
         "no softcap": case.softcap > 0 and name.startswith("sdpa"),
         "no ALiBi": case.alibi != "none" and name != "sdpa_flash",
@@ -207,6 +215,8 @@ def relative_error(row, inputs, result):
         q = torch.cat([q1 * cos - q2 * sin, q1 * sin + q2 * cos], dim=-1)
     descales = inputs.descales or (None, None)
     keys, values = (dequantized(inputs, x, d, case.seqlen_k) for x, d in zip(inputs.caches[0], descales))
+    if inputs.qv is not None:
+        q, keys = torch.cat([q, inputs.qv[-1:, -queries:, -heads:]], -1), torch.cat([keys, values], -1)
     slopes = None if inputs.alibi_slopes is None else inputs.alibi_slopes[-heads:]
     options = {"causal": case.causal, "window": case.window, "softcap": case.softcap, "alibi_slopes": slopes}
     reference = attention(q, keys, values, **options).out

@@ -24,6 +24,7 @@ CACHE_TIMING = {
     "decode_invariant": "replay",
     "decode_8bit": "graph",
     "decode_features": "replay",
+    "decode_mla": "graph",
     "prefill_cache": "event",
 }
 ALL_GROUPS = GROUPS + GRIDS[1:] + FORWARD_GROUPS + tuple(CACHE_TIMING)
@@ -119,10 +120,12 @@ class Row:
         keys = case.seqlen_k if left < 0 else min(case.seqlen_k, left + case.seqlen_q)
         element = 1 if case.cache_dtype else 4 if case.dtype == "float32" else 2
         descale = 4 if case.cache_dtype == "int8" else 0
+        if case.head_dim_v:  # of latent rows, whose values are keys too
+            return case.batch * keys * case.nheads_k * (case.head_dim + case.head_dim_v) * element
         return 2 * case.batch * keys * case.nheads_k * (case.head_dim * element + descale)
 
     def flops(self, mode="fwd"):
-        """2·h·(d + d_v) per visible (query, key) pair, ×2.5 for bwd, ×3.5 for both.
+        """2·h·(d + d_v) per visible (query, key) pair, over latent rows d + 2·d_v; ×2.5 for bwd, ×3.5 for both.
 
         Causal counts as half of the square (the convention), a window by its exact number of pairs.
         """
@@ -132,7 +135,8 @@ class Row:
             forward = 2.0 * case.nheads * (case.head_dim + case.value_dim) * pairs
         elif case.window != (-1, -1) or self.over_cache:
             pairs = case.batch * visible_pairs(case)
-            forward = 2.0 * case.nheads * (case.head_dim + case.value_dim) * pairs
+            scored = case.head_dim + case.head_dim_v * self.over_cache
+            forward = 2.0 * case.nheads * (scored + case.value_dim) * pairs
         else:
             forward = case.flops
         return forward * MODE_FLOPS[mode]
@@ -176,7 +180,7 @@ def scale_down(row, shorter):
         case,
         batch=len(seqlens) or 1,
         nheads=4,
-        nheads_k=4 // ratio,
+        nheads_k=max(1, 4 // ratio),
         seqlen_q=max(1, case.seqlen_q // shorter),
         seqlen_k=max(1, case.seqlen_k // shorter),
         window=tuple(w // shorter if w >= 0 else w for w in case.window),

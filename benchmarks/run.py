@@ -14,12 +14,12 @@ rounds A B A B with a rotated order; every call is timed alone by device events 
 the host has enqueued it; the median counts. The small shapes are timed by replay of a CUDA graph of several calls
 (group small) and by the host's clock around several calls from Python (group small_eager). Rows over a KV cache: a CUDA
 graph of one call, replayed after the L2 cache was overwritten (decode...), or of several calls as the layers of a
-model, each with its own cache and all with one plan (decode_layers, decode_8bit); GB/s of the keys and values that have
-to be read, and their share of the fastest read of device memory in the same run. FLOPs: 4·b·h·sq·sk·d forward, half of
-it when causal, ×2.5 backward. Peak memory is what one call adds, its output included. The deterministic backwards are
-measured in a separate group, or in every row if named as peers. In rows with features, windows or packed sequences
-of equal lengths our plain dense call on the same tensors runs in turns with the rest (ours_plain), so that the speed
-relative to it is of one state of clocks and power; it is no peer.
+model, each with its own cache and all with one plan (decode_layers, decode_8bit, decode_mla); GB/s of the keys and
+values that have to be read, and their share of the fastest read of device memory in the same run. FLOPs: 4·b·h·sq·sk·d
+forward, half of it when causal, ×2.5 backward. Peak memory is what one call adds, its output included. The
+deterministic backwards are measured in a separate group, or in every row if named as peers. In rows with features,
+windows or packed sequences of equal lengths our plain dense call on the same tensors runs in turns with the rest
+(ours_plain), so that the speed relative to it is of one state of clocks and power; it is no peer.
 
 --budget is the time that the rows may take, in seconds. It takes away repeats, then what needs compilation (flex), and
 at last rows. --max-ms bounds the repeats of each row.

@@ -152,10 +152,12 @@ class Scaling(NamedTuple):
             else:
                 out_factor = by_head(descales.v, heads).unsqueeze(-1)
         return Scaling(
-            dtype, query_factor, out_factor,
+            dtype,
+            query_factor,
+            out_factor,
             None if descales.k is None or not k_by_row else by_row(descales.k, k),
             None if descales.v is None or not v_by_row else by_row(descales.v, v),
-        )  # fmt: skip
+        )
 
     def queries(self, q: Tensor, sequence: int | Tensor | None = None) -> Tensor:
         """q scaled, in the operands' dtype.

@@ -13,11 +13,11 @@ dtypes       q, k, v of one dtype: float16 or bfloat16; on CPU tensors float32 a
              256 (and an equal head_dim_v) on compute capability 9.0 (docs/fp8.md), decodes over 8-bit k and v, and
              converts what many queries see.
 heads        nheads divisible by nheads_k; query head i reads K/V head i // (nheads / nheads_k).
-head_dim     up to 256. On CUDA a head_dim that is no multiple of 8 costs a padded copy of the inputs.
-head_dim_v   of v and out, where a function names it: up to 256, head_dim or another. Where it differs, CUDA takes the
-             time of the larger head dim for both; on Hopper 192 and 128 do not, but for a forward with dropout, softcap
-             or ALiBi. Where the larger is up to 32, on GPUs other than Hopper, for small problems and few queries over
-             many keys, those of q, k and v with the smaller one are padded by a copy.
+head_dim     up to 256, on CPU tensors 512. On CUDA one that is no multiple of 8 costs a padded copy of the inputs.
+head_dim_v   of v and out, where a function names it: head_dim or another one, to the same limit. Where it differs, CUDA
+             takes the time of the larger head dim for both; on Hopper 192 and 128 do not, but for a forward with
+             dropout, softcap or ALiBi. Where the larger is up to 32, on GPUs other than Hopper, for small problems and
+             few queries over many keys, those of q, k and v with the smaller one are padded by a copy.
 strides      any; a head dim with a stride other than 1 costs a copy.
 positions    aligned to the bottom right corner: query i of sq is at position i + sk - sq among sk keys.
 masked rows  a fully masked row (a query that sees no key) has output 0, gradients 0 and LSE +inf (with sinks: LSE the
@@ -100,7 +100,7 @@ class _Attention(torch.autograd.Function):
                 if x is not None and type(x) is not Tensor and type(x) is not Parameter:
                     return cls.forward(None, *args)
             records = records or context.records_gradients(*biases)
-        if options.out is not None or context.is_watched():
+        if (options is not PLAIN and (options.out is not None or options.qv is not None)) or context.is_watched():
             return cls.forward(None, *args)
         if records and torch.is_grad_enabled():
             if normalize.converts(inputs, sinks):
@@ -187,18 +187,54 @@ class FlashAttnVarlenFunc(_Attention):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: Any, max_seqlen_k: Any,
-        dropout_p: Any, softmax_scale: Any, causal: Any, window_size: Any, softcap: Any, alibi_slopes: Any,
-        deterministic: Any, return_softmax: Any, block_table: Any = None, is_grad_enabled: Any = True,
-        sinks: Any = None, options: Options = PLAIN, *biases: Any,
-    ) -> Any:  # fmt: skip
+        ctx: Any,
+        q: Any,
+        k: Any,
+        v: Any,
+        cu_seqlens_q: Any,
+        cu_seqlens_k: Any,
+        max_seqlen_q: Any,
+        max_seqlen_k: Any,
+        dropout_p: Any,
+        softmax_scale: Any,
+        causal: Any,
+        window_size: Any,
+        softcap: Any,
+        alibi_slopes: Any,
+        deterministic: Any,
+        return_softmax: Any,
+        block_table: Any = None,
+        is_grad_enabled: Any = True,
+        sinks: Any = None,
+        options: Options = PLAIN,
+        *biases: Any,
+    ) -> Any:
         sequences = Sequences(
-            cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, options.seqused_k, options.leftpad_k, block_table
+            cu_seqlens_q,
+            cu_seqlens_k,
+            max_seqlen_q,
+            max_seqlen_k,
+            options.seqused_k,
+            options.leftpad_k,
+            block_table,
         )
         return _attention(
-            ctx, (q, k, v), sequences, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
-            deterministic, return_softmax, is_grad_enabled, sinks, options, *biases,
-        )  # fmt: skip
+            ctx,
+            (q, k, v),
+            sequences,
+            dropout_p,
+            softmax_scale,
+            causal,
+            window_size,
+            softcap,
+            alibi_slopes,
+            deterministic,
+            return_softmax,
+            is_grad_enabled,
+            sinks,
+            options,
+            *biases,
+        )
 
 
 class FlashAttnVarlenQKVPackedFunc(_Attention):
@@ -217,8 +253,16 @@ class FlashAttnVarlenKVPackedFunc(_Attention):
     num_inputs, num_lengths = 2, 4
 
     @staticmethod
-    def forward(ctx: Any, q: Any, kv: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: Any, max_seqlen_k: Any,
-                *options: Any) -> Any:  # fmt: skip
+    def forward(
+        ctx: Any,
+        q: Any,
+        kv: Any,
+        cu_seqlens_q: Any,
+        cu_seqlens_k: Any,
+        max_seqlen_q: Any,
+        max_seqlen_k: Any,
+        *options: Any,
+    ) -> Any:
         return _attention(ctx, (q, kv), Sequences(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), *options)
 
 
@@ -245,9 +289,19 @@ def _attention(
         if type(return_softmax) is not bool:
             return_softmax = arguments.flag("return_attn_probs", return_softmax)
         args = normalize.attention(
-            inputs, sequences, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
-            return_softmax, sinks, options,
-        )  # fmt: skip
+            inputs,
+            sequences,
+            dropout_p,
+            softmax_scale,
+            causal,
+            window_size,
+            softcap,
+            alibi_slopes,
+            deterministic,
+            return_softmax,
+            sinks,
+            options,
+        )
         if ctx is _EAGER:
             output = calls.forward(args)
             if args.q is inputs[0] and not (return_softmax or args.return_max_logit):
@@ -316,7 +370,7 @@ def attend(inputs: tuple[Tensor, ...], sequences: Sequences, *options: Any) -> T
     more = more._replace(seqused_k=sequences.seqused_k, leftpad_k=sequences.leftpad_k)
     return FlashAttnVarlenFunc.apply(
         *inputs, *sequences[:4], *score, sequences.block_table, is_grad_enabled, sinks, more
-    )  # fmt: skip
+    )
 
 
 def attend_rows_in_use(
@@ -332,15 +386,21 @@ def attend_rows_in_use(
     arguments.check_sequences(sequences)
     arguments.check_rank("q", q, "total, heads, head_dim")
     assert sequences.cu_seqlens_q is not None
-    rows, out = RowsInUse(sequences.cu_seqlens_q, seqused_q, q), more.out
+    rows, out, qv = RowsInUse(sequences.cu_seqlens_q, seqused_q, q), more.out, more.qv
+    if qv is not None:
+        arguments.check_tensors((more.qv_name,), (qv,))
+        arguments.check_rank(more.qv_name, qv, "total, heads, head_dim")
     if out is not None:
-        outputs.reject_gradients(out, q, k, v, sinks)
-        read = {"q": q, "k": k, "v": v, "seqused_q": seqused_q, "sinks": sinks, **sequences._asdict()}
+        outputs.reject_gradients(out, q, k, v, sinks, qv)
+        read = {"q": q, "k": k, "v": v, "qv": qv, "seqused_q": seqused_q, "sinks": sinks, **sequences._asdict()}
         outputs.check_result(out, q, v, more.quant.out_dtype, read)
     result = attend(
-        (rows.gather(q), k, v), sequences._replace(cu_seqlens_q=rows.cu_seqlens), *score, sinks,
-        more._replace(out=None, **normalize.score_rows(rows, more, q)),
-    )  # fmt: skip
+        (rows.gather(q), k, v),
+        sequences._replace(cu_seqlens_q=rows.cu_seqlens),
+        *score,
+        sinks,
+        more._replace(out=None, qv=None if qv is None else rows.gather(qv), **normalize.score_rows(rows, more, q)),
+    )
     result, *others = result if isinstance(result, tuple) else (result,)
     if len(others) > 1:  # the LSE comes with S_dmask
         others[0] = rows.scatter(others[0], 1)
@@ -360,10 +420,16 @@ def _rare(
 
 
 def _of_packed(
-    sinks: Tensor | None, s_aux: Tensor | None, learnable_sink: Tensor | None, lse_convention: str,
-    mask: AttentionMask | Tensor | None, attn_bias: Tensor | None, rel_bias: Tensor | None, return_max_logit: bool,
+    sinks: Tensor | None,
+    s_aux: Tensor | None,
+    learnable_sink: Tensor | None,
+    lse_convention: str,
+    mask: AttentionMask | Tensor | None,
+    attn_bias: Tensor | None,
+    rel_bias: Tensor | None,
+    return_max_logit: bool,
     batch_invariant: bool,
-) -> tuple[Any, ...]:  # fmt: skip
+) -> tuple[Any, ...]:
     """`_rare` of the packed functions, () where nothing of it is given. The others test in place, which is faster."""
     if (
         sinks is s_aux is learnable_sink is mask is attn_bias is rel_bias is None
@@ -372,9 +438,16 @@ def _of_packed(
     ):
         return ()
     return _rare(
-        sinks, s_aux, learnable_sink, lse_convention, mask=mask, attn_bias=attn_bias, rel_bias=rel_bias,
-        return_max_logit=return_max_logit, batch_invariant=batch_invariant,
-    )  # fmt: skip
+        sinks,
+        s_aux,
+        learnable_sink,
+        lse_convention,
+        mask=mask,
+        attn_bias=attn_bias,
+        rel_bias=rel_bias,
+        return_max_logit=return_max_logit,
+        batch_invariant=batch_invariant,
+    )
 
 
 def _in_convention(result: Any, lse_convention: str, return_attn_probs: Any) -> Any:
@@ -425,7 +498,7 @@ def flash_attn_func(
     Arguments:
         q: (batch, seqlen_q, nheads, head_dim), float16 or bfloat16, on the CPU also float32 and float64.
         k: (batch, seqlen_k, nheads_k, head_dim) of q's dtype. Query head i reads K/V head i // (nheads / nheads_k).
-        v: (batch, seqlen_k, nheads_k, head_dim_v) of q's dtype. Head dims up to 256, any strides.
+        v: (batch, seqlen_k, nheads_k, head_dim_v) of q's dtype. Head dims up to 256 (CPU: 512), any strides.
         <options>
 
     Keyword arguments:
@@ -439,9 +512,13 @@ def flash_attn_func(
         q_descale is k_descale is v_descale is None and v_descale_axis is None and out_dtype is None and exp == "exact"
     ):
         quant = QuantArgs(
-            q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, v_descale_axis=v_descale_axis,
-            out_dtype=out_dtype, exp=exp,
-        )  # fmt: skip
+            q_descale=q_descale,
+            k_descale=k_descale,
+            v_descale=v_descale,
+            v_descale_axis=v_descale_axis,
+            out_dtype=out_dtype,
+            exp=exp,
+        )
     more: tuple[Any, ...] = ()
     if not (
         sinks is s_aux is learnable_sink is mask is attn_bias is rel_bias is None
@@ -450,9 +527,17 @@ def flash_attn_func(
         and quant is NO_QUANT
     ):
         more = _rare(
-            sinks, s_aux, learnable_sink, lse_convention, mask=mask, attn_bias=attn_bias, rel_bias=rel_bias,
-            return_max_logit=return_max_logit, batch_invariant=batch_invariant, quant=quant,
-        )  # fmt: skip
+            sinks,
+            s_aux,
+            learnable_sink,
+            lse_convention,
+            mask=mask,
+            attn_bias=attn_bias,
+            rel_bias=rel_bias,
+            return_max_logit=return_max_logit,
+            batch_invariant=batch_invariant,
+            quant=quant,
+        )
     score = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
     if _is_compiling():
         result = _attention(None, (q, k, v), DENSE, *score, *more)
@@ -504,7 +589,7 @@ def flash_attn_qkvpacked_func(
     """
     more = _of_packed(
         sinks, s_aux, learnable_sink, lse_convention, mask, attn_bias, rel_bias, return_max_logit, batch_invariant
-    )  # fmt: skip
+    )
     score = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
     if _is_compiling():
         result = _attention(None, (qkv,), DENSE, *score, *more)
@@ -556,7 +641,7 @@ def flash_attn_kvpacked_func(
     """
     more = _of_packed(
         sinks, s_aux, learnable_sink, lse_convention, mask, attn_bias, rel_bias, return_max_logit, batch_invariant
-    )  # fmt: skip
+    )
     score = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
     if _is_compiling():
         result = _attention(None, (q, kv), DENSE, *score, *more)
@@ -607,6 +692,8 @@ def flash_attn_varlen_func(
     v_descale_axis: str | None = None,
     out_dtype: torch.dtype | None = None,
     exp: str = "exact",
+    qv: Tensor | None = None,
+    q_v: Tensor | None = None,
 ) -> TensorOrTuple:
     """Exact attention over sequences of different lengths, concatenated without padding.
 
@@ -616,7 +703,7 @@ def flash_attn_varlen_func(
     Arguments:
         q: (total_q, nheads, head_dim), float16 or bfloat16, on the CPU also float32 and float64.
         k: (total_k, nheads_k, head_dim) of q's dtype, or (num_pages, page_size, nheads_k, head_dim) with block_table.
-        v: like k, its last axis head_dim_v. Head dims up to 256; nheads a multiple of nheads_k; any strides.
+        v: like k, its last axis head_dim_v. Head dims up to 256 (CPU: 512); nheads a multiple of nheads_k; any strides.
         cu_seqlens_q: int32 or int64 (batch + 1,). Sequence i has the rows cu_seqlens_q[i] to cu_seqlens_q[i + 1] of q.
         cu_seqlens_k: int32 or int64 (batch + 1,), the same for k and v (lengths of keys, when paged).
         max_seqlen_q, max_seqlen_k: int, or integer tensor of one element: upper bounds of the lengths, which size
@@ -632,6 +719,10 @@ def flash_attn_varlen_func(
             alone. Forward only.
         leftpad_k: int32 (batch,). Keys skipped at the start of each sequence, which count in its length. Forward only.
         <descales>
+        qv, q_v: (total_q, nheads, head_dim_v) of q's dtype, by either name. Scores are then Q K^T + QV V^T, the default
+            softmax_scale 1 / sqrt(head_dim + head_dim_v), head dims of v up to 512, and that of q may be 0: multi-head
+            latent attention in its absorbed form. Forward only, without dropout and 8 bits. On CUDA the head dims are
+            64 and 512, there is one K/V head and a block_table, and no window, softcap and alibi_slopes.
 
     <result>
     """
@@ -640,32 +731,53 @@ def flash_attn_varlen_func(
         q_descale is k_descale is v_descale is None and v_descale_axis is None and out_dtype is None and exp == "exact"
     ):
         quant = QuantArgs(
-            q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, v_descale_axis=v_descale_axis,
-            out_dtype=out_dtype, exp=exp,
-        )  # fmt: skip
+            q_descale=q_descale,
+            k_descale=k_descale,
+            v_descale=v_descale,
+            v_descale_axis=v_descale_axis,
+            out_dtype=out_dtype,
+            exp=exp,
+        )
     more: tuple[Any, ...] = ()
     if not (
         sinks is s_aux is learnable_sink is mask is attn_bias is rel_bias is None
         and return_max_logit is batch_invariant is False
         and lse_convention == "fa2"
         and quant is NO_QUANT
-        and seqused_k is leftpad_k is None
+        and seqused_k is leftpad_k is qv is q_v is None
     ):
         more = _rare(
-            sinks, s_aux, learnable_sink, lse_convention, mask=mask, attn_bias=attn_bias, rel_bias=rel_bias,
-            return_max_logit=return_max_logit, batch_invariant=batch_invariant, quant=quant, seqused_k=seqused_k,
+            sinks,
+            s_aux,
+            learnable_sink,
+            lse_convention,
+            mask=mask,
+            attn_bias=attn_bias,
+            rel_bias=rel_bias,
+            return_max_logit=return_max_logit,
+            batch_invariant=batch_invariant,
+            quant=quant,
+            seqused_k=seqused_k,
             leftpad_k=leftpad_k,
-        )  # fmt: skip
+            qv=qv if q_v is None else arguments.one_of_names(("qv", "q_v"), (qv, q_v)),
+            qv_name="q_v" if qv is None else "qv",
+        )
     score = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
     if seqused_q is not None or _is_compiling():
         sequences = Sequences(
-            cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k, leftpad_k, block_table
-        )  # fmt: skip
+            cu_seqlens_q,
+            cu_seqlens_k,
+            max_seqlen_q,
+            max_seqlen_k,
+            seqused_k,
+            leftpad_k,
+            block_table,
+        )
         result = attend_rows_in_use(seqused_q, (q, k, v), sequences, *score, *(more or (True, None, PLAIN)))
     else:
         result = FlashAttnVarlenFunc.apply(
             q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *score, block_table, *more
-        )  # fmt: skip
+        )
     return result if lse_convention == "fa2" else _in_convention(result, lse_convention, return_attn_probs)
 
 
@@ -715,7 +827,7 @@ def flash_attn_varlen_qkvpacked_func(
     """
     more = _of_packed(
         sinks, s_aux, learnable_sink, lse_convention, mask, attn_bias, rel_bias, return_max_logit, batch_invariant
-    )  # fmt: skip
+    )
     score = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
     if _is_compiling():
         sequences = Sequences(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
@@ -776,7 +888,7 @@ def flash_attn_varlen_kvpacked_func(
     """
     more = _of_packed(
         sinks, s_aux, learnable_sink, lse_convention, mask, attn_bias, rel_bias, return_max_logit, batch_invariant
-    )  # fmt: skip
+    )
     score = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
     if _is_compiling():
         sequences = Sequences(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
@@ -784,5 +896,5 @@ def flash_attn_varlen_kvpacked_func(
     else:
         result = FlashAttnVarlenKVPackedFunc.apply(
             q, kv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *score, *more
-        )  # fmt: skip
+        )
     return result if lse_convention == "fa2" else _in_convention(result, lse_convention, return_attn_probs)

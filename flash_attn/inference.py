@@ -12,7 +12,7 @@ from flash_attn._docstrings import documented
 from flash_attn._types import Descale, TensorOrTuple, WindowSize
 from flash_attn.batch_invariance import is_batch_invariant
 from flash_attn.kvcache_plan import KvCachePlan
-from flash_attn.ops import arguments, library
+from flash_attn.ops import arguments, head_tables, latent, library
 from flash_attn.ops import combine as combine_ops
 from flash_attn.ops import lse as lse_ops
 from flash_attn.ops.attention_args import KvCacheArgs
@@ -56,6 +56,7 @@ def flash_attn_with_kvcache(
     v_descale_axis: str | None = None,
     out_dtype: torch.dtype | None = None,
     k_descale_axis: str | None = None,
+    qv: Tensor | None = None,
 ) -> TensorOrTuple:
     """Exact attention of new queries over a KV cache, which first receives the new k and v in place. No backward.
 
@@ -74,10 +75,10 @@ def flash_attn_with_kvcache(
         k_cache: (batch_cache, seqlen_cache, nheads_k, head_dim), or (num_pages, page_size, nheads_k, head_dim) with
             block_table, of any page size; q's dtype, or float8_e4m3fn or int8. nheads a multiple of nheads_k. Any
             strides with a contiguous last dimension; never copied.
-        v_cache: like k_cache.
+        v_cache: like k_cache; with qv of another head dim, up to 512.
         k: (batch, seqlen_new, nheads_k, head_dim). Written to rows cache_seqlens[i] onwards of k_cache, and quantised
             after the rotation where the cache has 8 bits.
-        v: like k.
+        v: like v_cache, of k's rows.
         rotary_cos: (seqlen_rotary, rotary_dim / 2). Rotates k, and q, by their positions before use: from
             cache_seqlens[i] onwards (all queries by cache_seqlens[i] if neither causal nor a window is asked). Rows up
             to the last position that is used.
@@ -88,7 +89,11 @@ def flash_attn_with_kvcache(
             through common pages: undefined on the GPU, an error on the CPU.
         cache_leftpad: int32 (batch,). Rows skipped at the start of each cached sequence; they count in cache_seqlens.
         block_table: int32 (batch, max_pages). The pages of each sequence in k_cache and v_cache. Entries beyond the
-            keys are not read.
+            keys are not read. Or (batch, nheads_k, max_pages): pages of each K/V head, as block-sparse attention
+            selects them, at the cost of a pass over the table and, for more than one query, of copies of q and out.
+            cache_seqlens and cache_leftpad may then be (batch, nheads_k); a plan is one for batch * nheads_k requests
+            of nheads / nheads_k heads and one K/V head; descales are numbers or (batch, nheads_k). New rows, rotation
+            and sinks are refused.
         <scores>
         rotary_interleaved: bool. Rotate the pairs (0, 1), (2, 3), ... (GPT-J) instead of the two halves (GPT-NeoX).
         <alibi>
@@ -119,10 +124,15 @@ def flash_attn_with_kvcache(
         k_descale_axis: None, or "row" or "page" if k_descale has a value for each row or page. New rows of at least 16
             bits in pages of one row need it, because both shapes are equal: values of rows are written, those of pages
             are not.
+        qv: (batch, seqlen_q, nheads, head_dim_v), of q's dtype. Scores are then Q K^T + QV V^T, the default
+            softmax_scale 1 / sqrt(head_dim + head_dim_v), and head_dim may be 0: multi-head latent attention in its
+            absorbed form, where v_cache has the latent rows and k_cache the rotated ones (two views of one tensor). Not
+            with 8 bits. On CUDA head_dim is 64, head_dim_v 512, nheads_k 1 and block_table given, and k, v, rotary_cos,
+            cache_batch_idx, a window, softcap and alibi_slopes are not.
 
     Returns:
-        out: (batch, seqlen_q, nheads, head_dim), contiguous unless given; with return_softmax_lse (out, softmax_lse). A
-            row that sees no key has out 0.
+        out: (batch, seqlen_q, nheads, head_dim), with qv head_dim_v; contiguous unless given; with return_softmax_lse
+            (out, softmax_lse). A row that sees no key has out 0.
         softmax_lse: (batch, nheads, seqlen_q) float32 (float64 for float64 q). Logarithm of the sum of exp(scores) of
             each row, the sink included.
 
@@ -133,19 +143,42 @@ def flash_attn_with_kvcache(
         q_descale is k_descale is v_descale is None and v_descale_axis is k_descale_axis is None and out_dtype is None
     ):
         quant = QuantArgs(
-            q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, v_descale_axis=v_descale_axis,
-            out_dtype=out_dtype, k_descale_axis=k_descale_axis,
-        )  # fmt: skip
+            q_descale=q_descale,
+            k_descale=k_descale,
+            v_descale=v_descale,
+            v_descale_axis=v_descale_axis,
+            out_dtype=out_dtype,
+            k_descale_axis=k_descale_axis,
+        )
     try:
         return attend_over_cache(
-            q, k_cache, v_cache, k=k, v=v, rotary_cos=rotary_cos, rotary_sin=rotary_sin, cache_seqlens=cache_seqlens,
-            cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad, block_table=block_table,
-            softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,
-            rotary_interleaved=rotary_interleaved, alibi_slopes=alibi_slopes, num_splits=num_splits,
-            return_softmax_lse=return_softmax_lse, out=out, plan=plan, batch_invariant=batch_invariant,
-            lse_convention=lse_convention, sinks=arguments.named_sinks(sinks, s_aux, learnable_sink),
+            q,
+            k_cache,
+            v_cache,
+            k=k,
+            v=v,
+            rotary_cos=rotary_cos,
+            rotary_sin=rotary_sin,
+            cache_seqlens=cache_seqlens,
+            cache_batch_idx=cache_batch_idx,
+            cache_leftpad=cache_leftpad,
+            block_table=block_table,
+            softmax_scale=softmax_scale,
+            causal=causal,
+            window_size=window_size,
+            softcap=softcap,
+            rotary_interleaved=rotary_interleaved,
+            alibi_slopes=alibi_slopes,
+            num_splits=num_splits,
+            return_softmax_lse=return_softmax_lse,
+            out=out,
+            plan=plan,
+            batch_invariant=batch_invariant,
+            lse_convention=lse_convention,
+            sinks=arguments.named_sinks(sinks, s_aux, learnable_sink),
             quant=quant,
-        )  # fmt: skip
+            qv=qv,
+        )
     except (RuntimeError, TypeError) as error:
         arguments.rename(error, {"sinks": arguments.name_of_sinks(sinks, s_aux, learnable_sink)})
         raise
@@ -179,6 +212,7 @@ def attend_over_cache(
     sinks: Tensor | None = None,
     quant: QuantArgs = NO_QUANT,
     sm_margin: int = 0,
+    qv: Tensor | None = None,
 ) -> TensorOrTuple:
     """What `flash_attn_with_kvcache` returns for its arguments.
 
@@ -187,11 +221,46 @@ def attend_over_cache(
     arguments.check_tensors(("q", "k_cache", "v_cache"), (q, k_cache, v_cache))
     arguments.check_optional_tensors(
         _OPTIONAL_TENSORS, (k, v, rotary_cos, rotary_sin, cache_batch_idx, cache_leftpad, block_table, out)
-    )  # fmt: skip
+    )
     if alibi_slopes is not None:
         arguments.check_constant("alibi_slopes", alibi_slopes)
+    if block_table is not None and block_table.dim() == 3:
+        reject = {
+            "k": k,
+            "v": v,
+            "rotary_cos": rotary_cos,
+            "rotary_sin": rotary_sin,
+            "sinks": sinks,
+            "cache_batch_idx": cache_batch_idx,
+        }
+        return head_tables.attend(
+            attend_over_cache,
+            q,
+            k_cache,
+            v_cache,
+            block_table=block_table,
+            cache_seqlens=cache_seqlens,
+            cache_leftpad=cache_leftpad,
+            alibi_slopes=alibi_slopes,
+            qv=qv,
+            out=out,
+            plan=plan,
+            return_softmax_lse=return_softmax_lse,
+            reject=reject,
+            softmax_scale=softmax_scale,
+            causal=causal,
+            window_size=window_size,
+            softcap=softcap,
+            num_splits=num_splits,
+            batch_invariant=batch_invariant,
+            lse_convention=lse_convention,
+            sm_margin=sm_margin,
+            quant=quant,
+        )
     if sinks is not None:
         sinks = arguments.sinks(sinks)
+    if qv is not None:
+        arguments.check_tensors(("qv",), (qv,))
     arguments.check_cache("k_cache", k_cache)
     arguments.check_cache("v_cache", v_cache)
     lse_ops.check_convention(lse_convention)
@@ -204,7 +273,7 @@ def attend_over_cache(
         if not isinstance(plan, KvCachePlan):
             raise TypeError(f"plan: expected a KvCachePlan, got {type(plan).__name__}")
         arguments.check_kvcache_ranks(q, k_cache, k, block_table)
-        plan.check(q, k_cache, k, block_table, causal, (left, right), num_splits, batch_invariant, sm_margin)
+        plan.check(q, k_cache, k, block_table, causal, (left, right), num_splits, batch_invariant, sm_margin, qv)
         num_splits, batch_invariant, sm_margin = plan.num_splits, plan.batch_invariant, plan.sm_margin
     if cache_seqlens is None or isinstance(cache_seqlens, Tensor):
         arguments.check_optional_tensors(("cache_seqlens",), (cache_seqlens,))
@@ -212,18 +281,39 @@ def attend_over_cache(
     else:
         arguments.check_kvcache_ranks(q, k_cache, k, block_table)
         lengths = arguments.cache_lengths(cache_seqlens, q, k_cache, k, block_table)
-    scale = arguments.scale(softmax_scale, arguments.head_dim("q", q))
+    score_dim = arguments.head_dim("q", q) if qv is None else latent.score_dim(q, qv)
+    scale = arguments.scale(softmax_scale, score_dim)
     fields = {} if quant is NO_QUANT else quant.cache_fields(q, (k_cache, v_cache), k)
     args = KvCacheArgs(
-        q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
-        cache_seqlens=lengths, cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad, block_table=block_table,
-        alibi_slopes=alibi_slopes, out=out, plan=None if plan is None else plan.tensor,
-        k_token_descale=fields.pop("k_token_descale", None), v_token_descale=fields.pop("v_token_descale", None),
-        softmax_scale=scale, causal=causal, window_left=left, window_right=right,
+        q=q,
+        k_cache=k_cache,
+        v_cache=v_cache,
+        k=k,
+        v=v,
+        rotary_cos=rotary_cos,
+        rotary_sin=rotary_sin,
+        cache_seqlens=lengths,
+        cache_batch_idx=cache_batch_idx,
+        cache_leftpad=cache_leftpad,
+        block_table=block_table,
+        alibi_slopes=alibi_slopes,
+        out=out,
+        plan=None if plan is None else plan.tensor,
+        k_token_descale=fields.pop("k_token_descale", None),
+        v_token_descale=fields.pop("v_token_descale", None),
+        softmax_scale=scale,
+        causal=causal,
+        window_left=left,
+        window_right=right,
         softcap=arguments.number("softcap", softcap),
-        rotary_interleaved=arguments.flag("rotary_interleaved", rotary_interleaved), num_splits=num_splits,
-        batch_invariant=batch_invariant, sinks=sinks, sm_margin=sm_margin, **fields,
-    )  # fmt: skip
+        rotary_interleaved=arguments.flag("rotary_interleaved", rotary_interleaved),
+        num_splits=num_splits,
+        batch_invariant=batch_invariant,
+        sinks=sinks,
+        sm_margin=sm_margin,
+        qv=qv,
+        **fields,
+    )
     out, lse = library.kvcache_attention(args)
     return (out, lse_ops.converted(lse, lse_convention)) if return_softmax_lse else out
 

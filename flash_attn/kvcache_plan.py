@@ -10,7 +10,7 @@ from torch import Tensor
 from flash_attn._types import WindowSize
 from flash_attn.batch_invariance import is_batch_invariant
 from flash_attn.eight_bit import EIGHT_BIT, named
-from flash_attn.limits import MAX_HEAD_DIM
+from flash_attn.limits import MAX_CPU_HEAD_DIM, max_head_dim
 from flash_attn.ops import arguments, calls, context, library
 from flash_attn.ops.attention_args import KvCachePlanArgs
 
@@ -43,6 +43,7 @@ class KvCachePlan:
         batch_invariant: bool. Plan for calls whose rows do not depend on the batch.
         kv_cache_dtype: torch.dtype of the cache, where it is float8_e4m3fn or int8; None is that of the queries.
         sm_margin: int. Multiprocessors that the calls leave to other kernels; on CPU tensors no effect.
+        head_dim_v: int. Head dim of qv and v_cache in calls with a qv; 0 for calls without one.
 
     Raises RuntimeError or TypeError that names the argument.
     """
@@ -63,15 +64,23 @@ class KvCachePlan:
         batch_invariant: bool = False,
         kv_cache_dtype: torch.dtype | None = None,
         sm_margin: int = 0,
+        head_dim_v: int = 0,
     ) -> None:
         if torch.compiler.is_compiling():
             raise NotImplementedError("KvCachePlan: expected to be made outside of compiled code, got a call within")
         self._check_lengths(cache_seqlens, cache_leftpad)
         sizes = (cache_seqlens.numel(), seqlen_q, seqlen_new, nheads, nheads_k, head_dim, seqlen_cache)
+        self._head_dim_v = arguments.integer("head_dim_v", head_dim_v, least=0)
+        least = {"head_dim": 0 if self._head_dim_v else 1}
         self._sizes = tuple(
-            arguments.integer(name, size, least=int(name == "head_dim")) for name, size in zip(_SIZES, sizes)
-        )  # fmt: skip
-        self._check_heads(*self._sizes[3:6])
+            arguments.integer(name, size, least=least.get(name, 0)) for name, size in zip(_SIZES, sizes)
+        )
+        self._check_heads(*self._sizes[3:5])
+        most = max_head_dim(cache_seqlens.device.type)
+        if self._sizes[5] > most:
+            raise RuntimeError(f"head_dim: expected a head dim of at most {most}, got {head_dim}")
+        if self._head_dim_v > MAX_CPU_HEAD_DIM:
+            raise RuntimeError(f"head_dim_v: expected a head dim of at most {MAX_CPU_HEAD_DIM}, got {head_dim_v}")
         self._window = arguments.normal_window(arguments.flag("causal", causal), window_size)
         self.num_splits = arguments.integer("num_splits", num_splits, least=0)
         self.batch_invariant = arguments.flag("batch_invariant", batch_invariant) or is_batch_invariant()
@@ -100,14 +109,13 @@ class KvCachePlan:
             self.batch_invariant,
             self._eight_bit,
             self.sm_margin,
+            self._head_dim_v,
         )
 
     @staticmethod
-    def _check_heads(nheads: int, nheads_k: int, head_dim: int) -> None:
+    def _check_heads(nheads: int, nheads_k: int) -> None:
         if nheads % nheads_k != 0 if nheads_k > 0 else nheads != 0:
             raise RuntimeError(f"nheads: expected a multiple of nheads_k ({nheads_k}), got {nheads}")
-        if head_dim > MAX_HEAD_DIM:
-            raise RuntimeError(f"head_dim: expected a head dim of at most {MAX_HEAD_DIM}, got {head_dim}")
 
     @staticmethod
     def _check_lengths(cache_seqlens: Tensor, cache_leftpad: Tensor | None) -> None:
@@ -135,6 +143,7 @@ class KvCachePlan:
         num_splits: int,
         batch_invariant: bool,
         sm_margin: int = 0,
+        qv: Tensor | None = None,
     ) -> None:
         """Raise RuntimeError unless the plan is made for a call with these arguments."""
         seqlen_cache = k_cache.shape[1] if block_table is None else block_table.shape[1] * k_cache.shape[1]
@@ -143,6 +152,9 @@ class KvCachePlan:
         if sizes != self._sizes:
             name, made, asked = next(x for x in zip(_SIZES, self._sizes, sizes) if x[1] != x[2])
             raise RuntimeError(f"plan: expected one made for {name} {asked}, got one for {made}")
+        head_dim_v = 0 if qv is None else arguments.head_dim("qv", qv)
+        if head_dim_v != self._head_dim_v:
+            raise RuntimeError(f"plan: expected one made for head_dim_v {head_dim_v}, got one for {self._head_dim_v}")
         if (k_cache.dtype in EIGHT_BIT) is not self._eight_bit:
             width = "8 bits" if self._eight_bit else "at least 16 bits"
             raise RuntimeError(

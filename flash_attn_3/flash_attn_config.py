@@ -5,8 +5,19 @@ All is here but V in column-major order. Whether the CUDA extension is: `flash_a
 
 from flash_attn.limits import MAX_HEAD_DIM
 
-_FEATURES = ("BACKWARD", "SPLIT", "PAGEDKV", "APPENDKV", "LOCAL", "SOFTCAP", "PACKGQA", "FP16", "FP8", "VARLEN",
-             "CLUSTER")  # fmt: skip
+_FEATURES = (
+    "BACKWARD",
+    "SPLIT",
+    "PAGEDKV",
+    "APPENDKV",
+    "LOCAL",
+    "SOFTCAP",
+    "PACKGQA",
+    "FP16",
+    "FP8",
+    "VARLEN",
+    "CLUSTER",
+)
 _HEAD_DIMS = (64, 96, 128, 192, MAX_HEAD_DIM)
 
 CONFIG = {

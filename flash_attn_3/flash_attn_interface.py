@@ -2,8 +2,8 @@
 
 softmax_lse of a fully masked row is -inf here. Descales are (batch, nheads_k), or what `flash_attn.flash_attn_func`
 takes; those of wider tensors have no effect. num_splits, pack_gqa and scheduler_metadata have none on the result;
-qv, attention_chunk, cu_seqlens_k_new and rotary_seqlens raise NotImplementedError. sinks, also named s_aux and
-learnable_sink, and out are keyword only.
+attention_chunk, cu_seqlens_k_new, rotary_seqlens and, but for `flash_attn_with_kvcache`, qv raise NotImplementedError.
+sinks, also named s_aux and learnable_sink, and out are keyword only.
 """
 
 from __future__ import annotations
@@ -46,15 +46,21 @@ TensorOrTuple = Union[Tensor, Any]
 # flash_attn's name of an argument: the one here, where they differ.
 _CACHE_NAMES = {"block_table": "page_table"}
 _PACKED_NAMES = {
-    "k": "k_cache", "v": "v_cache", "seqused_k": "cache_seqlens", "leftpad_k": "cache_leftpad",
+    "k": "k_cache",
+    "v": "v_cache",
+    "seqused_k": "cache_seqlens",
+    "leftpad_k": "cache_leftpad",
     "kv_batch_idx": "cache_batch_idx",
-}  # fmt: skip
+}
 
 _PARTS_OF_QKV = {"q": "qkv", "k": "qkv", "v": "qkv"}
 _METADATA_NAMES = {
-    "num_heads": "num_heads_q", "num_heads_k": "num_heads_kv", "seqused_k": "cache_seqlens",
-    "leftpad_k": "cache_leftpad", "is_causal": "causal",
-}  # fmt: skip
+    "num_heads": "num_heads_q",
+    "num_heads_k": "num_heads_kv",
+    "seqused_k": "cache_seqlens",
+    "leftpad_k": "cache_leftpad",
+    "is_causal": "causal",
+}
 
 
 def _result(result: Any, wanted: Any) -> TensorOrTuple:
@@ -110,9 +116,20 @@ def flash_attn_func(
         quant=_checks.quant_args(q, k, v, q_descale, k_descale, v_descale, out), sm_margin=sm_margin, out=out
     )
     result = attend(
-        (q, k, v), DENSE, 0.0, softmax_scale, causal, window_size, softcap, None, deterministic, return_attn_probs,
-        True, sinks, options,
-    )  # fmt: skip
+        (q, k, v),
+        DENSE,
+        0.0,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        None,
+        deterministic,
+        return_attn_probs,
+        True,
+        sinks,
+        options,
+    )
     return _result(result, return_attn_probs)
 
 
@@ -235,9 +252,21 @@ def flash_attn_varlen_func(
         k, v, cu_seqlens_k, seqused_k = keys.gather(k), keys.gather(v), keys.cu_seqlens, None
     sequences = Sequences(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k)
     result = attend_rows_in_use(
-        seqused_q, (q, k, v), sequences, 0.0, softmax_scale, causal, window_size, softcap, None, deterministic,
-        return_attn_probs, True, sinks, Options(quant=quant, sm_margin=sm_margin, out=out),
-    )  # fmt: skip
+        seqused_q,
+        (q, k, v),
+        sequences,
+        0.0,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        None,
+        deterministic,
+        return_attn_probs,
+        True,
+        sinks,
+        Options(quant=quant, sm_margin=sm_margin, out=out),
+    )
     return _result(result, return_attn_probs)
 
 
@@ -294,7 +323,10 @@ def flash_attn_with_kvcache(
         v_cache: like k_cache; without new keys its head dim may be another.
         k: (batch, seqlen_new, nheads_k, head_dim). Written to rows cache_seqlens[i] onwards of k_cache.
         v: like k.
-        qv, cu_seqlens_k_new, rotary_seqlens: None: not supported, tensors raise NotImplementedError.
+        qv: (batch, seqlen_q, nheads, head_dim_v), or packed like q, of q's dtype. Scores are then Q K^T + QV V^T, and
+            the default softmax_scale 1 / sqrt(head_dim + head_dim_v). On CUDA head_dim is 64, head_dim_v 512, nheads_k
+            1 and page_table given, and new keys, a window and softcap are not.
+        cu_seqlens_k_new, rotary_seqlens: None: not supported, tensors raise NotImplementedError.
         rotary_cos: (seqlen_rotary, rotary_dim / 2). Rotates k, and q, by their positions before use: from
             cache_seqlens[i] onwards (all queries by cache_seqlens[i] if neither causal nor a window is asked).
         rotary_sin: like rotary_cos.
@@ -327,27 +359,29 @@ def flash_attn_with_kvcache(
 
     <errors>
     """
-    _checks.reject_unsupported(qv, attention_chunk, cu_seqlens_k_new, rotary_seqlens)
+    _checks.reject_unsupported(None, attention_chunk, cu_seqlens_k_new, rotary_seqlens)
     num_splits = _checks.unused(num_splits, pack_gqa, scheduler_metadata, max_seqlen_q)
     rotary_interleaved = arguments.flag("rotary_interleaved", rotary_interleaved)
     arguments.check_tensors(("q", "k_cache", "v_cache"), (q, k_cache, v_cache))
+    arguments.check_optional_tensors(("qv",), (qv,))
     quant = _checks.quant_args(q, k_cache, v_cache, q_descale, k_descale, v_descale, out)
     sinks = arguments.named_sinks(sinks, s_aux, learnable_sink)
     score = (softmax_scale, causal, window_size, softcap)
-    options: dict[str, Any] = {"quant": quant, "sm_margin": sm_margin, "out": out, "sinks": sinks}
+    options: dict[str, Any] = {"quant": quant, "sm_margin": sm_margin, "out": out, "sinks": sinks, "qv": qv}
     where = (cache_seqlens, cache_batch_idx, cache_leftpad, page_table)
     new = (k, v, rotary_cos, rotary_sin)
     appends = any(x is not None for x in new)
     if appends:
         _checks.reject_beside("with new keys or rotary embedding", cu_seqlens_q=cu_seqlens_q)
-    if appends or (cu_seqlens_q is None and v_cache.shape[-1:] == q.shape[-1:]):
+    has_one_dim = qv is not None or v_cache.shape[-1:] == q.shape[-1:]
+    if appends or (cu_seqlens_q is None and has_one_dim):
         result, lse = over_cache(
             q, k_cache, v_cache, *new, *where, *score, rotary_interleaved, num_splits, names=_CACHE_NAMES, **options
-        )  # fmt: skip
+        )
     else:
         result, lse = packed_over_cache(
             q, k_cache, v_cache, *where, cu_seqlens_q, None, *score, names=_PACKED_NAMES, **options
-        )  # fmt: skip
+        )
     if not return_softmax_lse:
         return result
     return result, mark_masked_rows(lse), no_scratch(lse), no_scratch(lse)
@@ -424,15 +458,32 @@ def get_scheduler_metadata(
     """
     try:
         return scheduler_metadata(
-            batch_size, max_seqlen_q, max_seqlen_k, num_heads_q, num_heads_kv, headdim,
-            headdim if headdim_v is None else headdim_v, qkv_dtype, cache_seqlens, cu_seqlens_q, None, cu_seqlens_k_new,
-            None, cache_leftpad, page_size, max_seqlen_k_new, causal, *arguments.window(window_size), attention_chunk,
-            has_softcap, num_splits, pack_gqa, sm_margin,
-        )  # fmt: skip
+            batch_size,
+            max_seqlen_q,
+            max_seqlen_k,
+            num_heads_q,
+            num_heads_kv,
+            headdim,
+            headdim if headdim_v is None else headdim_v,
+            qkv_dtype,
+            cache_seqlens,
+            cu_seqlens_q,
+            None,
+            cu_seqlens_k_new,
+            None,
+            cache_leftpad,
+            page_size,
+            max_seqlen_k_new,
+            causal,
+            *arguments.window(window_size),
+            attention_chunk,
+            has_softcap,
+            num_splits,
+            pack_gqa,
+            sm_margin,
+        )
     except _checks.ERRORS as error:
         raise _checks.renamed(error, _METADATA_NAMES) from None
 
 
-explanation.add_functions(
-    flash_attn_func, flash_attn_qkvpacked_func, flash_attn_varlen_func, flash_attn_with_kvcache
-)  # fmt: skip
+explanation.add_functions(flash_attn_func, flash_attn_qkvpacked_func, flash_attn_varlen_func, flash_attn_with_kvcache)

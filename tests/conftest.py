@@ -6,6 +6,7 @@ import fcntl
 import gc
 import importlib
 import importlib.util
+import itertools
 import os
 import random
 import zlib
@@ -34,7 +35,9 @@ pytest.importorskip = import_or_skip
 def pytest_addoption(parser, pluginmanager):
     group = parser.getgroup("flash_attn")
     group.addoption("--device", choices=("cpu", "cuda", "all"), default="all", help="run the tests of one device only")
-    group.addoption("--full", action="store_true", help="run the full product of features, not only pairs of them")
+    group.addoption(
+        "--full", action="store_true", help="every combination of features and parameters, not only pairs of them"
+    )
     group.addoption("--test-seed", type=int, default=None, help=f"seed of all random inputs (or set {SEED_VARIABLE})")
     if not pluginmanager.hasplugin("xdist"):  # `make test` gives its options, and runs in one process then
         for option in ("--numprocesses", "--dist"):
@@ -68,6 +71,7 @@ class FailureNames:
 def pytest_configure(config):
     config.addinivalue_line("markers", "big: needs tens of GiB of GPU memory")
     config.addinivalue_line("markers", "by_both_paths: on cuda also with every call by FlashAttnFunc")
+    config.addinivalue_line("markers", "pairs: on the CPU every pair of two parameters' values, not every combination")
     config.addinivalue_line("markers", "devices(*names): the devices a test runs on, when it is not all of them")
     workerinput = getattr(config, "workerinput", None)
     if workerinput is not None:
@@ -96,6 +100,33 @@ def pytest_report_header(config):
 def pytest_terminal_summary(terminalreporter):
     if terminalreporter.stats.get("failed") or terminalreporter.stats.get("error"):
         terminalreporter.write_line(f"repeat with the same inputs: {SEED_VARIABLE}={terminalreporter.config.attn_seed}")
+
+
+def _covering_pairs(items):
+    """Of the cases of one test those that together hold every pair of two parameters' values: greedy, deterministic."""
+    values = {item: sorted((name, id(value)) for name, value in item.callspec.params.items()) for item in items}
+    pairs = {item: set(itertools.combinations(values[item], 2)) for item in items}
+    uncovered, kept = set().union(*pairs.values()), set()
+    while uncovered:
+        best = max(items, key=lambda item: len(pairs[item] & uncovered))
+        kept.add(best)
+        uncovered -= pairs[best]
+    return kept
+
+
+def pytest_collection_modifyitems(config, items):
+    if config.getoption("--full"):
+        return
+    groups = {}
+    for item in items:
+        if item.get_closest_marker("pairs") and item.callspec.params.get("device", "cpu") == "cpu":
+            groups.setdefault((item.path, item.originalname), []).append(item)
+    dropped = set()
+    for group in groups.values():
+        family = group[0].callspec.params.get("family")  # the CPU backend has no families: the first one is enough
+        dropped |= set(group) - _covering_pairs([x for x in group if x.callspec.params.get("family") == family])
+    items[:] = [item for item in items if item not in dropped]
+    config.hook.pytest_deselected(items=[*dropped])
 
 
 def _devices(config) -> list[str]:

@@ -70,12 +70,12 @@ def check_forward_and_gradients(problem, **options):
     return out, lse
 
 
-def cache_problem(device, value_dim=32, pages=9, page_size=16):
+def cache_problem(device, value_dim=32, pages=9, page_size=16, head_dim=32, nheads_k=2):
     """Queries of three sequences, packed, and a cache in pages with random lengths and NaN beyond them."""
     lengths_q, lengths_k = [5, 1, 12], [30, 48, 20]
-    q = torch.randn(sum(lengths_q), 4, 32, device=device, dtype=torch.bfloat16)
-    k = torch.full((pages, page_size, 2, 32), float("nan"), device=device, dtype=torch.bfloat16)
-    v = torch.full((pages, page_size, 2, value_dim), float("nan"), device=device, dtype=torch.bfloat16)
+    q = torch.randn(sum(lengths_q), 4, head_dim, device=device, dtype=torch.bfloat16)
+    k = torch.full((pages, page_size, nheads_k, head_dim), float("nan"), device=device, dtype=torch.bfloat16)
+    v = torch.full((pages, page_size, nheads_k, value_dim), float("nan"), device=device, dtype=torch.bfloat16)
     table = torch.randperm(pages)[: 3 * 3].view(3, 3).int().to(device)
     for row, n in zip(table.long(), lengths_k):
         for x in (k, v):

@@ -24,7 +24,8 @@ class KvCase:
     """One call. lengths: keys in the cache, -1 for an inactive request; seqlen_new None: no new keys.
 
     leftpad: unused rows at the start of each sequence, which count in lengths. page_size 0: no pages. layout: how the
-    cache lies in memory, see `allocate`. rotary_dim 0: no rotation.
+    cache lies in memory, see `allocate`, or "latent": values, then keys in one row. rotary_dim 0: no rotation.
+    head_dim_v: that of qv and of the values, 0 without a qv.
     """
 
     lengths: tuple[int, ...] = (40, 0, 91, 17)
@@ -45,6 +46,7 @@ class KvCase:
     rotary_dim: int = 0
     interleaved: bool = False
     layout: str = "contiguous"
+    head_dim_v: int = 0
 
     @property
     def new(self) -> int:
@@ -72,6 +74,7 @@ class KvProblem:
     leftpad: torch.Tensor | None = None
     slopes: torch.Tensor | None = None
     sinks: torch.Tensor | None = None
+    qv: torch.Tensor | None = None
 
     def clone(self) -> KvProblem:
         """The same problem with new caches, in the same layout."""
@@ -118,8 +121,10 @@ def make_problem(case: KvCase, device: str) -> KvProblem:
 
     problem = KvProblem(case, normal(batch, case.seqlen_q, case.nheads, case.head_dim), None, None, int32(case.lengths))
     if case.seqlen_new is not None:
-        shape = (batch, case.seqlen_new, case.nheads_k, case.head_dim)
-        problem.k, problem.v = normal(*shape), normal(*shape)
+        shape = (batch, case.seqlen_new, case.nheads_k)
+        problem.k, problem.v = normal(*shape, case.head_dim), normal(*shape, case.head_dim_v or case.head_dim)
+    if case.head_dim_v:
+        problem.qv = normal(batch, case.seqlen_q, case.nheads, case.head_dim_v)
     if case.rotary_dim:
         angles = torch.rand(case.capacity + 8, case.rotary_dim // 2, device=device) * 6
         problem.cos, problem.sin = angles.cos().to(dtype), angles.sin().to(dtype)
@@ -143,15 +148,20 @@ def _fill_cache(problem: KvProblem, dtype, device) -> None:
             unused = row[-(-(length + case.new) // case.page_size) if length >= 0 else 0 :]
             unused[0::2], unused[1::2] = NO_PAGE
         problem.table = table.to(device)
-        shape = (len(pool), case.page_size, case.nheads_k, case.head_dim)
+        shape = (len(pool), case.page_size, case.nheads_k)
     else:
         problem.rows = torch.randperm(batch + 2)[:batch].int().to(device)
-        shape = (batch + 2, case.capacity, case.nheads_k, case.head_dim)
-    problem.k_cache, problem.v_cache = (allocate(case.layout, shape, dtype, device) for _ in "kv")
+        shape = (batch + 2, case.capacity, case.nheads_k)
+    dims = (case.head_dim, case.head_dim_v or case.head_dim)
+    if case.layout == "latent":
+        rows = allocate("contiguous", (*shape, sum(dims)), dtype, device)
+        problem.k_cache, problem.v_cache = rows[..., dims[1] :], rows[..., : dims[1]]
+    else:
+        problem.k_cache, problem.v_cache = (allocate(case.layout, (*shape, dim), dtype, device) for dim in dims)
     for i, length in enumerate(case.lengths):
         first = case.leftpad[i] if case.leftpad else 0
         for cache in (problem.k_cache, problem.v_cache):
-            values = torch.randn(max(length - first, 0), *shape[2:], device=device).to(dtype)
+            values = torch.randn(max(length - first, 0), *cache.shape[2:], device=device).to(dtype)
             put_rows(problem, cache, i, first, values)
 
 
@@ -181,7 +191,7 @@ def run(problem: KvProblem, **overrides):
         "cache_seqlens": problem.lengths, "cache_batch_idx": problem.rows, "cache_leftpad": problem.leftpad,
         "block_table": problem.table, "causal": case.causal, "window_size": case.window, "softcap": case.softcap,
         "rotary_interleaved": case.interleaved, "alibi_slopes": problem.slopes, "sinks": problem.sinks,
-        "return_softmax_lse": True,
+        "return_softmax_lse": True, "qv": problem.qv,
     }  # fmt: skip
     return flash_attn_with_kvcache(problem.q, problem.k_cache, problem.v_cache, **{**arguments, **overrides})
 
@@ -192,6 +202,7 @@ def plan_for(problem, **options):
     seqlen_cache = problem.table.shape[1] * c.page_size if c.page_size else c.capacity
     options = {"causal": c.causal, "window_size": c.window, "cache_leftpad": problem.leftpad, **options}
     options.setdefault("kv_cache_dtype", problem.k_cache.dtype)
+    options.setdefault("head_dim_v", c.head_dim_v)
     return KvCachePlan(
         problem.lengths, c.seqlen_q, c.nheads, c.nheads_k, c.head_dim, seqlen_cache, seqlen_new=c.new, **options
     )
@@ -253,7 +264,7 @@ def storage_bits(x: torch.Tensor) -> torch.Tensor:
 def check_attention(problem: KvProblem, out, lse, takes_part=None):
     """out and LSE of every sequence against float64 attention over the keys that are in the cache now."""
     case = problem.case
-    assert out.shape == problem.q.shape and out.dtype == problem.q.dtype
+    assert out.shape == (*problem.q.shape[:-1], problem.v_cache.shape[-1]) and out.dtype == problem.q.dtype
     assert lse.dtype == (torch.float64 if out.dtype == torch.float64 else torch.float32)
     assert lse.shape == (len(case.lengths), case.nheads, case.seqlen_q)
     slack = 1e-10 if out.dtype == torch.float64 else 1e-5
@@ -263,7 +274,10 @@ def check_attention(problem: KvProblem, out, lse, takes_part=None):
             continue
         first = min(case.leftpad[i], n + case.new) if case.leftpad else 0
         keys, values = (get_rows(problem, x, i, first, n + case.new) for x in (problem.k_cache, problem.v_cache))
-        operands = [x[None] for x in (rotated_queries(problem, i), keys, values)]
+        queries = rotated_queries(problem, i)
+        if problem.qv is not None:
+            queries, keys = torch.cat([queries, problem.qv[i]], -1), torch.cat([keys, values], -1)
+        operands = [x[None] for x in (queries, keys, values)]
         options = {"causal": case.causal, "window": case.window, "softcap": case.softcap, "sinks": problem.sinks}
         options["alibi_slopes"] = None if problem.slopes is None else problem.slopes[i : i + 1]
         reference, plain = attention(*operands, **options), attention(*operands, **options, dtype=out.dtype)

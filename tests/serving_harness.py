@@ -6,6 +6,7 @@ import math
 from typing import NamedTuple
 
 import torch
+from reference import attention
 
 from flash_attn import flash_attn_func
 
@@ -58,6 +59,40 @@ def make_batch(device, head_dim_v=HEAD_DIM, unused=3):
     cu_q = torch.tensor([0, *LENGTHS_Q], device=device).cumsum(0).int()
     q = torch.randn(sum(LENGTHS_Q) + unused, HEADS, HEAD_DIM, device=device, dtype=dtype)
     return Batch(q, k, v, table, cu_q, torch.tensor(LENGTHS_K, dtype=torch.int32, device=device))
+
+
+class LatentBatch(NamedTuple):
+    """A batch of multi-head latent attention: q of the rotated part k and q_v of the latent part v of a cached row."""
+
+    q: torch.Tensor
+    q_v: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    batch: Batch
+
+    def check(self, out, lse, sinks=None):
+        """Against float64 attention of each sequence, causal: [q, q_v] over whole rows, whose latent part is V."""
+        slack = {"atol": 1e-5, "rtol": 1e-5} if out.dtype == torch.float32 else {"atol": 2e-2, "rtol": 2e-2}
+        bounds = self.batch.cu_q.tolist()
+        for i, (q0, q1) in enumerate(zip(bounds, bounds[1:])):
+            k, v = self.batch.keys(self.k, i), self.batch.keys(self.v, i)
+            queries = torch.cat([self.q, self.q_v], -1)[None, q0:q1]
+            expected = attention(queries, torch.cat([k, v], -1), v, causal=True, sinks=sinks)
+            expected_lse = expected.lse[0].masked_fill(expected.lse[0] == math.inf, -math.inf)
+            torch.testing.assert_close(out[q0:q1].double(), expected.out[0], **slack)
+            torch.testing.assert_close(lse[:, q0:q1].double(), expected_lse, **slack)
+        assert (out[bounds[-1] :] == 0).all() and (lse[:, bounds[-1] :] == -math.inf).all()
+
+
+def make_latent_batch(device):
+    """make_batch() with the head dims of DeepSeek; NaN wherever there is no key, q_v in the strides of vLLM's."""
+    batch = make_batch(device)
+    dtype, total = batch.q.dtype, batch.q.shape[0]
+    rows = torch.randn(*batch.k.shape[:2], 1, 576, device=device, dtype=dtype)
+    rows.masked_fill_(batch.k[:, :, :1, :1].isnan(), math.nan)
+    q_v = torch.randn(8, total, 512, device=device, dtype=dtype).transpose(0, 1)
+    q = torch.randn(total, 8, 192, device=device, dtype=dtype)[..., 128:]
+    return LatentBatch(q, q_v, rows[..., 512:], rows[..., :512], batch)
 
 
 def make_8_bit_batch(device, wide_queries=False, v_descale=(0.0625, 0.5)):

@@ -20,7 +20,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "docs/**/*.md", "examples/**/*.md", "benchmarks/**/*.md")
 BASES = ("", "csrc/flash_attn", "csrc/flash_attn/kernels", "flash_attn")
-FOLDERS = ("csrc", "flash_attn", "flash_attn_3", "tests", "benchmarks", "examples", "tools", ".ci")
+FOLDERS = ("csrc", "flash_attn", "flash_attn_3", "flash_mla", "tests", "benchmarks", "examples", "tools", ".ci")
 FILES = ("setup.py", "pyproject.toml", "Makefile")
 SUFFIXES = (".py", ".h", ".cpp", ".cu", ".sh", ".md", ".toml", ".ninja")
 OTHERS = ("torch", "numpy", "F", "triton")  # packages whose names are not looked up

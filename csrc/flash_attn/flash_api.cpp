@@ -18,6 +18,7 @@
 #include "api/dense.h"
 #include "api/environment.h"
 #include "api/forward.h"
+#include "api/mla.h"
 #include "api/overlap.h"
 #include "api/quantized.h"
 #include "api/scores.h"
@@ -168,8 +169,19 @@ Result mha_varlen_fwd(const at::Tensor& q, const at::Tensor& k, const at::Tensor
   FwdOptions options;
   QuantArgs quant;
   LaunchOptions launch;
-  set_named(named, scores, options, quant, launch);
+  LatentOptions latent;
+  set_named(named, scores, options, quant, launch, latent);
   const CallGuard guard;
+  if (latent.qv.has_value()) {
+    checks::query(q, 3, axes);
+    const int64_t batch = checks::cu_seqlens(cu_seqlens_q, cu_seqlens_k, q);
+    auto sequences = packed_sequences<Flash_fwd_params>(batch, batch_invariant, cu_seqlens_q, cu_seqlens_k);
+    set_latent_sequences(sequences, seqused_k, leftpad_k, block_table, k);
+    const MlaCall call{q,  *latent.qv, k,  v,        out, block_table, scores, 0, batch_invariant, launch.sm_margin,
+                       {}, {},         {}, sequences};
+    checks::packed_mla(call, cu_seqlens_q, cu_seqlens_k, seqused_k, leftpad_k, quant, p_dropout, return_max_logit);
+    return packed_mla<Result>(call);
+  }
   checks::query(q, 3, axes, true);
   checks::whole_vectors(q);
   const int64_t batch = checks::cu_seqlens(cu_seqlens_q, cu_seqlens_k, q);
@@ -272,8 +284,8 @@ Result mha_varlen_bwd(const at::Tensor& dout, const at::Tensor& q, const at::Ten
                                         deterministic, rng_state, launch.sm_margin});
 }
 
-// kFunction: mha_fwd_kvcache() or explain_kvcache().
-template <auto kFunction>
+// kFunction: mha_fwd_kvcache() or explain_kvcache(); kLatentFunction: the same of calls with qv.
+template <auto kFunction, auto kLatentFunction>
 auto with_kvcache_call(const at::Tensor& q, const at::Tensor& kcache, const at::Tensor& vcache, const OptionalTensor& k,
                        const OptionalTensor& v, const OptionalTensor& seqlens_k, const OptionalTensor& rotary_cos,
                        const OptionalTensor& rotary_sin, const OptionalTensor& cache_batch_idx,
@@ -285,12 +297,14 @@ auto with_kvcache_call(const at::Tensor& q, const at::Tensor& kcache, const at::
   ScoreOptions scores{softmax_scale, is_causal, window_left, window_right, softcap, alibi_slopes, {}, {}};
   CacheQuantArgs quant;
   LaunchOptions launch;
-  set_named(named, scores, quant, launch);
+  LatentOptions latent;
+  set_named(named, scores, quant, launch, latent);
   const CallGuard guard;
-  return kFunction(
-      {q,          wide_query(q, quant), kcache,    vcache,          k,   v,      seqlens_k,          rotary_cos,
-       rotary_sin, cache_batch_idx,      leftpad_k, block_table,     out, scores, rotary_interleaved, num_splits,
-       plan,       batch_invariant,      quant,     launch.sm_margin});
+  const KvCacheCall call{
+      q,          wide_query(q, quant), kcache,    vcache,          k,   v,      seqlens_k,          rotary_cos,
+      rotary_sin, cache_batch_idx,      leftpad_k, block_table,     out, scores, rotary_interleaved, num_splits,
+      plan,       batch_invariant,      quant,     launch.sm_margin};
+  return latent.qv.has_value() ? kLatentFunction(call, *latent.qv) : kFunction(call);
 }
 
 std::string build_info() {
@@ -333,16 +347,16 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
                     "Backward of packed batches: [dq, dk, dv, softmax_d(, dsinks)]");
   define_varlen_bwd(m, "explain_varlen_bwd", &mha_varlen_bwd<plan::Explanation>,
                     "The plan of varlen_bwd, as a dict; nothing is launched");
-  define_kvcache(m, "fwd_kvcache", &with_kvcache_call<mha_fwd_kvcache>,
+  define_kvcache(m, "fwd_kvcache", &with_kvcache_call<mha_fwd_kvcache, mha_fwd_mla>,
                  "Forward against a KV cache, which receives k and v first: [out, softmax_lse]");
-  define_kvcache(m, "explain_kvcache", &with_kvcache_call<explain_kvcache>,
+  define_kvcache(m, "explain_kvcache", &with_kvcache_call<explain_kvcache, explain_mla>,
                  "The plan of fwd_kvcache, as a dict; nothing is launched");
-  m.def("kvcache_plan", &kvcache_plan, "Schedule and workspace of fwd_kvcache for given lengths: int32 (n,)",
+  m.def("kvcache_plan", &any_kvcache_plan, "Schedule and workspace of fwd_kvcache for given lengths: int32 (n,)",
         py::arg("seqlens_k"), py::arg("leftpad_k"), py::arg("batch"), py::arg("seqlen_q"), py::arg("seqlen_new"),
         py::arg("heads"), py::arg("heads_k"), py::arg("head_dim"), py::arg("seqlen_cache"), py::arg("is_causal"),
         py::arg("window_size_left"), py::arg("window_size_right"), py::arg("num_splits"), py::arg("batch_invariant"),
         py::arg("plan") = py::none(), py::kw_only(), py::arg("eight_bit") = false, py::arg("sm_margin") = 0,
-        py::call_guard<CallGuard>());
+        py::arg("head_dim_v") = 0, py::call_guard<CallGuard>());
   m.def("combine", &combine, "Merge of attention over disjoint sets of keys: [out, lse]", py::arg("out_partial"),
         py::arg("lse_partial"), py::arg("out"), py::call_guard<CallGuard>());
   define_attention(m);

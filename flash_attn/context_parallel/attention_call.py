@@ -143,11 +143,17 @@ def _options(args: Arguments, plan: CpPlan) -> Options:
     if args.alibi_slopes is not None:
         arguments.check_constant("alibi_slopes", args.alibi_slopes)
     return Options(
-        plan.method, 1 if plan.is_packed else args.q.shape[0], window, scale,
-        arguments.number("softcap", args.softcap), arguments.number("dropout_p", args.dropout_p),
-        arguments.flag("deterministic", args.deterministic), args.alibi_slopes, rng_state=None,
+        method=plan.method,
+        batch=1 if plan.is_packed else args.q.shape[0],
+        window=window,
+        softmax_scale=scale,
+        softcap=arguments.number("softcap", args.softcap),
+        dropout_p=arguments.number("dropout_p", args.dropout_p),
+        deterministic=arguments.flag("deterministic", args.deterministic),
+        alibi_slopes=args.alibi_slopes,
+        rng_state=None,
         sm_margin=arguments.sm_margin(args.sm_margin),
-    )  # fmt: skip
+    )
 
 
 def _check_shapes(plan: CpPlan, q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -231,16 +237,23 @@ def forward_rows(
 
 
 def gradients(
-    call: AttentionCall, dout: Tensor | None, dlse: Tensor | None, inputs: Inputs, out: Tensor, lse: Tensor,
+    call: AttentionCall,
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    inputs: Inputs,
+    out: Tensor,
+    lse: Tensor,
     saved: Sequence[Tensor],
-) -> list[Tensor]:  # fmt: skip
+) -> list[Tensor]:
     """[dq, dk, dv] and, with sinks, theirs. out, lse, saved: of forward_rows()."""
     q, k, v, sinks = inputs
     # without a gradient too: other ranks may have one and wait for this rank's part
     dout = torch.zeros_like(out) if dout is None else call.rows(dout)
     if dlse is not None:
         dlse = call.head_rows(dlse).to(lse.dtype)
-    given = BackwardInputs(dout, call.rows(q), call.rows(k), call.rows(v), out, lse, dlse, call.options)
+    given = BackwardInputs(
+        dout=dout, q=call.rows(q), k=call.rows(k), v=call.rows(v), out=out, lse=lse, dlse=dlse, options=call.options
+    )
     if call.moves_heads:
         grads = ulysses.backward(call.plan.head_ranks, given, saved)
     else:

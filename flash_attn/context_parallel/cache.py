@@ -145,10 +145,19 @@ def flash_attn_cp_kvcache(
         capacity = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
         lengths = _lengths(cache_seqlens, q, capacity, shards)
         part = _own_part(
-            q.detach(), k_cache, v_cache, lengths, cache_batch_idx, block_table, window, shards,
-            softmax_scale=softmax_scale, softcap=softcap, num_splits=num_splits,
+            q.detach(),
+            k_cache,
+            v_cache,
+            lengths,
+            cache_batch_idx,
+            block_table,
+            window,
+            shards,
+            softmax_scale=softmax_scale,
+            softcap=softcap,
+            num_splits=num_splits,
             sinks=sinks if shards.rank == 0 else None,
-        )  # fmt: skip
+        )
         kinds = [tuple(x.shape[1:]) for x in part]
         request = repr((kinds, q.shape[0], q.dtype, q.device.type, window, capacity, softmax_scale, float(softcap)))
     except Exception as raised:  # of any type: the other ranks wait for this one
@@ -182,9 +191,16 @@ def _lengths(cache_seqlens: int | Tensor, q: Tensor, capacity: int, shards: CpCa
 
 
 def _own_part(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, batch_idx: Tensor | None,
-    block_table: Tensor | None, window: tuple[int, int], shards: CpCache, **options: Any,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    lengths: Tensor,
+    batch_idx: Tensor | None,
+    block_table: Tensor | None,
+    window: tuple[int, int],
+    shards: CpCache,
+    **options: Any,
+) -> tuple[Tensor, Tensor]:
     """out (batch, seqlen_q, heads, d) and LSE (batch, seqlen_q, heads) over this rank's keys."""
     (left, right), (batch, seqlen_q) = window, q.shape[:2]
     shape, repeats = q.shape[:3], 1
@@ -206,7 +222,14 @@ def _own_part(
         start = shards.local_lengths(start).int()
     stop = torch.where(lengths < 0, lengths, shards.local_lengths(stop)).int()
     out, lse = flash_attn_with_kvcache(
-        q, k_cache, v_cache, cache_seqlens=stop, cache_batch_idx=batch_idx, cache_leftpad=start,
-        block_table=block_table, return_softmax_lse=True, **options,
-    )  # fmt: skip
+        q,
+        k_cache,
+        v_cache,
+        cache_seqlens=stop,
+        cache_batch_idx=batch_idx,
+        cache_leftpad=start,
+        block_table=block_table,
+        return_softmax_lse=True,
+        **options,
+    )
     return out.reshape(*shape, out.shape[-1]), lse.transpose(1, 2).reshape(shape)

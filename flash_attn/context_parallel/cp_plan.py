@@ -63,9 +63,19 @@ class CpPlan:
     """
 
     def __init__(
-        self, cu_seqlens: Any, is_packed: bool, mesh: Any, group: Any, layout: Any, method: str, causal: bool,
-        window_size: WindowSize, tile: int, check: str | None, copies: bool,
-    ):  # fmt: skip
+        self,
+        cu_seqlens: Any,
+        is_packed: bool,
+        mesh: Any,
+        group: Any,
+        layout: Any,
+        method: str,
+        causal: bool,
+        window_size: WindowSize,
+        tile: int,
+        check: str | None,
+        copies: bool,
+    ):
         """Use `dense` or `varlen`."""
         self.communicator = checked_communicator("CpPlan", check, mesh, group, copies, (1, 2))
         self.rank, self.size = self.communicator.rank, self.communicator.size

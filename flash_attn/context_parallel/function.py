@@ -83,9 +83,20 @@ def flash_attn_cp_func(
             number, _ = plan.compare("flash_attn_cp_func", call.request, None)
             return _attend(call, number, q, k, v, None)[0]
     args = Arguments(
-        q, k, v, sinks, plan, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
-        sm_margin,
-    )  # fmt: skip
+        q=q,
+        k=k,
+        v=v,
+        sinks=sinks,
+        plan=plan,
+        dropout_p=dropout_p,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        deterministic=deterministic,
+        sm_margin=sm_margin,
+    )
     if is_traced:
         return _traced(args, lse_convention, return_attn_probs)
     call, number, inputs = agreed_call(args, lse_convention, kind, wants_state=return_attn_probs)
@@ -102,11 +113,21 @@ def _traced(args: Arguments, lse_convention: str, return_attn_probs: bool) -> Te
     scale = arguments.scale(args.softmax_scale, arguments.head_dim("q", q))
     left, right = arguments.window(args.window_size)
     operator_args = operators.CpArgs(
-        q, k, v, None if args.sinks is None else arguments.sinks(args.sinks), args.alibi_slopes, args.plan.handle,
-        arguments.number("dropout_p", args.dropout_p), scale, arguments.flag("causal", args.causal), left, right,
-        arguments.number("softcap", args.softcap), arguments.flag("deterministic", args.deterministic),
+        q,
+        k,
+        v,
+        None if args.sinks is None else arguments.sinks(args.sinks),
+        args.alibi_slopes,
+        args.plan.handle,
+        arguments.number("dropout_p", args.dropout_p),
+        scale,
+        arguments.flag("causal", args.causal),
+        left,
+        right,
+        arguments.number("softcap", args.softcap),
+        arguments.flag("deterministic", args.deterministic),
         arguments.sm_margin(args.sm_margin),
-    )  # fmt: skip
+    )
     out, lse, rng_state = operators.attention(operator_args)
     return (out, converted(lse, lse_convention), rng_state) if return_attn_probs else out
 

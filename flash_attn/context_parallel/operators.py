@@ -54,9 +54,20 @@ def _of_function(args: Any) -> Arguments:
     """The fields of either record as arguments of `flash_attn_cp_func`."""
     window = args.window_left, args.window_right
     return Arguments(
-        args.q, args.k, args.v, args.sinks, plan_of(args.plan), args.dropout_p, args.softmax_scale, args.causal,
-        window, args.softcap, args.alibi_slopes, args.deterministic, args.sm_margin,
-    )  # fmt: skip
+        q=args.q,
+        k=args.k,
+        v=args.v,
+        sinks=args.sinks,
+        plan=plan_of(args.plan),
+        dropout_p=args.dropout_p,
+        softmax_scale=args.softmax_scale,
+        causal=args.causal,
+        window_size=window,
+        softcap=args.softcap,
+        alibi_slopes=args.alibi_slopes,
+        deterministic=args.deterministic,
+        sm_margin=args.sm_margin,
+    )
 
 
 def attention(args: CpArgs) -> tuple[Tensor, Tensor, Tensor]:
@@ -122,12 +133,19 @@ def reject_double_backward(ctx: Any, *grads: Any) -> None:
 
 
 _forward_op = library.register(
-    "cp_fwd", CpArgs, "(Tensor, Tensor, Tensor, Tensor)", library.takes(CpArgs, _forward),
-    library.takes(CpArgs, _forward_fake), tags=(torch.Tag.nondeterministic_seeded,),
-)  # fmt: skip
+    "cp_fwd",
+    CpArgs,
+    "(Tensor, Tensor, Tensor, Tensor)",
+    library.takes(CpArgs, _forward),
+    library.takes(CpArgs, _forward_fake),
+    tags=(torch.Tag.nondeterministic_seeded,),
+)
 _backward_op = library.register(
-    "cp_bwd", CpBackwardArgs, "Tensor[]", library.takes(CpBackwardArgs, _backward),
+    "cp_bwd",
+    CpBackwardArgs,
+    "Tensor[]",
+    library.takes(CpBackwardArgs, _backward),
     library.takes(CpBackwardArgs, _backward_fake),
-)  # fmt: skip
+)
 library.register_autograd("cp_fwd", _autograd_backward, _setup_context)
 library.register_autograd("cp_bwd", reject_double_backward)

@@ -272,7 +272,15 @@ def bwd(
 
     Raises RuntimeError naming the argument; nothing is written then.
     """
-    options = ScoreOptions(softmax_scale, softcap, is_causal, window_left, window_right, alibi_slopes, **named)
+    options = ScoreOptions(
+        softmax_scale=softmax_scale,
+        softcap=softcap,
+        is_causal=is_causal,
+        window_left=window_left,
+        window_right=window_right,
+        alibi_slopes=alibi_slopes,
+        **named,
+    )
     checks.check_query(q, DENSE_Q_AXES)
     checks.check_key_value(q, k, v, DENSE_Q_AXES, batch=q.shape[0])
     sums = Sums(q.dtype, dk, dv) if accumulate_dkv else None
@@ -283,8 +291,17 @@ def bwd(
     options.check_dense(q, k)
     checks.check_rng_state(rng_state, p_dropout)
     sinks = options.sinks
-    read = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "softmax_lse": softmax_lse, "dlse": dlse,
-            "softmax_d": softmax_d, **options.tensors_read()}  # fmt: skip
+    read = {
+        "dout": dout,
+        "q": q,
+        "k": k,
+        "v": v,
+        "out": out,
+        "softmax_lse": softmax_lse,
+        "dlse": dlse,
+        "softmax_d": softmax_d,
+        **options.tensors_read(),
+    }
     stage, d_shape = DqStage(dq_stage, dq_sum, softmax_d), (batch, heads, round_up(sq, S_DMASK_MULTIPLE))
     stage.check(q, dq, dk, dv, d_shape)
     check_written({"dq": dq, "dk": dk, "dv": dv, "dq_sum": dq_sum}, read)

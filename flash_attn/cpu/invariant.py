@@ -42,7 +42,7 @@ def attend_invariant(
             continue
         queries = q[0, row].to(dtype, copy=True, memory_format=torch.contiguous_format).mul_(rule.query_scale)
         rows = queries.view(k.shape[2], heads // k.shape[2], q.shape[3])
-        state = _RowState(rows, rows)
+        state = _RowState(rows, values[0])
         for block in range(lo // BLOCK_KEYS, -(-hi // BLOCK_KEYS)):
             _update_by_block(
                 state, queries, keys[block], values[block], block * BLOCK_KEYS, (lo, hi), row, sq, sk, rule

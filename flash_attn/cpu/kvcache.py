@@ -16,6 +16,7 @@ from .forward import DENSE_Q_AXES, attend
 from .invariant import BLOCK_KEYS, attend_invariant
 from .kvcache_plan import PlanKey, check_plan
 from .kvcache_scaling import Quantizer, TokenDescales, check_new_dtypes, check_tokens
+from .latent import check_qv
 from .overlap import check_written, same_view
 from .scaling import EightBit, check_descales, check_operands, output_dtype, result_like, scaling_of
 from .scores import ScoreOptions, ScoreRule, compute_dtype, is_unbounded
@@ -142,6 +143,7 @@ def fwd_kvcache(
     out_dtype: torch.dtype | None = None,
     k_token_descale: torch.Tensor | None = None,
     v_token_descale: torch.Tensor | None = None,
+    qv: torch.Tensor | None = None,
     **named: Any,
 ) -> list[torch.Tensor] | dict[str, Any]:
     """Attention of new queries over a cache that is first extended, in place, by new keys and values.
@@ -168,6 +170,8 @@ def fwd_kvcache(
             are quantised by the descale that they will be read with.
         k_token_descale, v_token_descale: in place of k_descale, v_descale with new rows: float32 (cache_batch, seqlen,
             h_k), or (blocks, page_size, h_k), of each row. Those of the new rows are computed and written.
+        qv: None or (b, sq, h, d_v), whose products with the values add to the scores; vcache then has a head dim d_v of
+            its own, up to 512, and d may be 0.
         explain, named: as in `fwd`. A skipped entry has no sink.
 
     Returns [out, lse] as in `fwd`.
@@ -176,26 +180,46 @@ def fwd_kvcache(
     entry in use names no page; nothing is written then.
     """
     one_position = not is_causal and is_unbounded(window_left) and is_unbounded(window_right)
-    options = ScoreOptions(softmax_scale, softcap, is_causal, window_left, window_right, alibi_slopes, **named)
+    options = ScoreOptions(
+        softmax_scale=softmax_scale,
+        softcap=softcap,
+        is_causal=is_causal,
+        window_left=window_left,
+        window_right=window_right,
+        alibi_slopes=alibi_slopes,
+        **named,
+    )
     tokens = TokenDescales(k_token_descale, v_token_descale)
     given = Descales(q_descale, k_descale, v_descale, v_per_channel)
     descales = given._replace(k=given.k if tokens.k is None else tokens.k, v=given.v if tokens.v is None else tokens.v)
     call = EightBit.of(q, kcache, vcache, descales, out_dtype)
     quantizer = Quantizer(given, tokens)
-    cache = _check_tensors(q, kcache, vcache, seqlens_k, block_table, options, out, plan, call)
+    cache = _check_tensors(q, kcache, vcache, seqlens_k, block_table, options, out, plan, call, qv)
     _check_new_keys(q, cache, k, v, seqlens_k, rotary_cos, call)
     check_tokens(kcache, vcache, k, v, given, tokens)
     checks.require(num_splits >= 0, "num_splits", "a value >= 0", num_splits)
     entries = check_entries(q, cache, k, seqlens_k, cache_batch_idx, leftpad_k, window_left)
     _check_rotary(q, k, entries, rotary_cos, rotary_sin, one_position)
-    read = {"q": q, "k": k, "v": v, "cache_seqlens": seqlens_k, "rotary_cos": rotary_cos, "rotary_sin": rotary_sin,
-            "cache_batch_idx": cache_batch_idx, "cache_leftpad": leftpad_k, "block_table": block_table,
-            "alibi_slopes": alibi_slopes, "sinks": options.sinks,
-            **dict(zip(("q_descale", "k_descale", "v_descale"), given[:3]))}  # fmt: skip
+    read = {
+        "q": q,
+        "k": k,
+        "v": v,
+        "cache_seqlens": seqlens_k,
+        "rotary_cos": rotary_cos,
+        "rotary_sin": rotary_sin,
+        "cache_batch_idx": cache_batch_idx,
+        "cache_leftpad": leftpad_k,
+        "block_table": block_table,
+        "alibi_slopes": alibi_slopes,
+        "sinks": options.sinks,
+        "qv": qv,
+        **dict(zip(("q_descale", "k_descale", "v_descale"), given[:3])),
+    }
     alike = rotary_cos is None and (call is None or k is None or k.dtype in EIGHT_BIT or quantizer.is_alike())
     _check_written(cache, out, plan, tokens, alike, read)
     if plan is not None:
-        key = _plan_key(q, cache, k, is_causal, window_left, window_right, num_splits, batch_invariant)
+        head_dim_v = 0 if qv is None else qv.shape[3]
+        key = _plan_key(q, cache, k, is_causal, window_left, window_right, num_splits, batch_invariant, head_dim_v)
         check_plan(plan, key, [entry.cached for entry in entries], leftpad_k)
 
     batch, sq, heads, _ = q.shape
@@ -203,9 +227,11 @@ def fwd_kvcache(
     if explain:
         problems = [Problem(1, sq, entry.total - entry.start) for entry in entries if not entry.is_padding]
         block_keys = BLOCK_KEYS if batch_invariant else 0
-        fields = explain_attention("kvcache", q, kcache, vcache, rule, problems, options.sinks is None, block_keys)
+        is_plain = options.sinks is None and qv is None
+        fields = explain_attention("kvcache", q, kcache, vcache, rule, problems, is_plain, block_keys)
         return {**fields, "appends": k is not None, "rotates": rotary_cos is not None}
-    out = q.new_empty(q.shape, dtype=output_dtype(q, vcache, call)) if out is None else out
+    if out is None:
+        out = q.new_empty(checks.output_shape(q, vcache), dtype=output_dtype(q, vcache, call))
     scaling = scaling_of(q, kcache, vcache, call)
     lse = q.new_empty((batch, heads, sq), dtype=compute_dtype(q.dtype))
     attend_entry: Callable[..., object] = attend_invariant if batch_invariant else attend
@@ -230,6 +256,8 @@ def fwd_kvcache(
             queries = scaling.queries(queries, i)
             keys = scaling.scaled(keys, cache.rows(scaling.k_rows, entry))
             values = scaling.scaled(values, cache.rows(scaling.v_rows, entry))
+        if qv is not None:
+            queries, keys = torch.cat([queries, qv[i]], -1), torch.cat([keys, values], -1)
         result = result_like(out[i], scaling)
         operands = [x.unsqueeze(0) for x in (queries, keys, values, result, lse[i])]
         attend_entry(*operands, rule.for_batch(i), sinks=options.sinks)
@@ -248,10 +276,13 @@ def _check_tensors(
     out: torch.Tensor | None,
     plan: torch.Tensor | None,
     call: EightBit | None,
+    qv: torch.Tensor | None,
 ) -> Cache:
-    cache_axes = DENSE_Q_AXES if block_table is None else PAGED_AXES
-    check_operands(q, kcache, vcache, DENSE_Q_AXES, cache_axes, call, names=("k_cache", "v_cache"))
-    checks.check_shape("v_cache", vcache, kcache.shape)
+    cache_axes, has_qv = DENSE_Q_AXES if block_table is None else PAGED_AXES, qv is not None
+    check_operands(q, kcache, vcache, DENSE_Q_AXES, cache_axes, call, names=("k_cache", "v_cache"), has_qv=has_qv)
+    check_qv(qv, q, vcache, call)
+    if not has_qv:
+        checks.check_shape("v_cache", vcache, kcache.shape)
     if kcache.shape[2] > 0:
         checks.check_at_most("q", q.shape[1] * (q.shape[2] // kcache.shape[2]), "rows for each K/V head")
     options.check(q, q.shape[0], 0.0)
@@ -260,7 +291,7 @@ def _check_tensors(
         checks.require(getattr(options, name) is None, name, "None over a KV cache", "one")
     check_descales(q, kcache, vcache, call, q.shape[0])
     if out is not None:
-        checks.check_like_query("out", out, q, q.shape, dtype=output_dtype(q, vcache, call))
+        checks.check_like_query("out", out, q, checks.output_shape(q, vcache), dtype=output_dtype(q, vcache, call))
     if plan is not None:
         checks.check_strided("plan", plan)
     cache = Cache(kcache, vcache, block_table)
@@ -301,13 +332,25 @@ def _plan_key(
     window_right: int,
     num_splits: int,
     batch_invariant: bool,
+    head_dim_v: int,
 ) -> PlanKey:
     batch, seqlen_q, heads, head_dim = q.shape
     new = 0 if k is None else k.shape[1]
     return PlanKey.create(
-        batch, seqlen_q, new, heads, cache.k.shape[2], head_dim, cache.capacity, is_causal, window_left, window_right,
-        num_splits, batch_invariant,
-    )  # fmt: skip
+        batch,
+        seqlen_q,
+        new,
+        heads,
+        cache.k.shape[2],
+        head_dim,
+        cache.capacity,
+        is_causal,
+        window_left,
+        window_right,
+        num_splits,
+        batch_invariant,
+        head_dim_v,
+    )
 
 
 def _check_new_keys(
@@ -331,9 +374,10 @@ def _check_new_keys(
         checks.check_on_cpu("v", v)
         check_new_dtypes(q, cache.k, cache.v, k, v, rotary_cos)
         dtypes = (k.dtype, v.dtype)
+    value_dim = cache.v.shape[3]
     checks.check_key_value(q, k, v, DENSE_Q_AXES, batch=q.shape[0], dtypes=dtypes)
     checks.check_shape("k", k, [q.shape[0], k.shape[1], *cache.k.shape[2:]])
-    checks.check_shape("v", v, k.shape)
+    checks.check_shape("v", v, [*k.shape[:3], value_dim])
 
 
 def check_entries(
@@ -363,7 +407,9 @@ def check_entries(
         total = cached + new
         start = min(max(padding[i], 0), max(total, 0))
         seen = start if is_unbounded(window_left) else max(start, total - q.shape[1] - window_left)
-        entry = CacheEntry(i, row, start, min(seen, cached) if new else seen, cached, total)
+        entry = CacheEntry(
+            index=i, row=row, start=start, needed=min(seen, cached) if new else seen, cached=cached, total=total
+        )
         if not entry.is_padding:
             _check_entry(entry, cache, new)
         entries.append(entry)

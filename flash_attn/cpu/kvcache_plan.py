@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from flash_attn.limits import MAX_HEAD_DIM
+from flash_attn.limits import MAX_CPU_HEAD_DIM
 
 from . import checks
 from .entry import entry_point
@@ -28,6 +28,7 @@ class PlanKey(NamedTuple):
     window_right: int
     num_splits: int
     batch_invariant: bool
+    head_dim_v: int
 
     @staticmethod
     def create(
@@ -43,13 +44,24 @@ class PlanKey(NamedTuple):
         window_right: int,
         num_splits: int,
         batch_invariant: bool,
+        head_dim_v: int,
     ) -> PlanKey:
-        """From the arguments of `kvcache_plan` from batch to batch_invariant."""
+        """From the arguments of `kvcache_plan` from batch to batch_invariant, and head_dim_v."""
         left, right = (-1 if is_unbounded(side) else side for side in (window_left, window_right))
         return PlanKey(
-            batch, seqlen_q, seqlen_new, heads, heads_k, head_dim, seqlen_cache, left, 0 if causal else right,
-            min(num_splits, checks.MAX_INT), bool(batch_invariant),
-        )  # fmt: skip
+            batch=batch,
+            seqlen_q=seqlen_q,
+            seqlen_new=seqlen_new,
+            heads=heads,
+            heads_k=heads_k,
+            head_dim=head_dim,
+            seqlen_cache=seqlen_cache,
+            window_left=left,
+            window_right=0 if causal else right,
+            num_splits=min(num_splits, checks.MAX_INT),
+            batch_invariant=bool(batch_invariant),
+            head_dim_v=head_dim_v,
+        )
 
     @property
     def elements(self) -> int:
@@ -74,26 +86,48 @@ def kvcache_plan(
     num_splits: int,
     batch_invariant: bool,
     plan: torch.Tensor | None = None,
+    *,
+    head_dim_v: int = 0,
 ) -> torch.Tensor:
     """The plan for calls of `fwd_kvcache` with these sizes, options and lengths, whose arguments mean the same.
 
     seqlens_k None: every sequence has seqlen_cache keys. plan: None, or an earlier plan of the same sizes, which is
-    overwritten. Returns int32 (n,), n a function of the sizes alone. Raises RuntimeError naming the argument.
+    overwritten. head_dim_v: that of the calls' qv, 0 for none. Returns int32 (n,), n a function of the sizes alone.
+    Raises RuntimeError naming the argument.
     """
-    sizes = {"batch": batch, "seqlen_q": seqlen_q, "seqlen_new": seqlen_new, "nheads": heads, "nheads_k": heads_k,
-             "seqlen_cache": seqlen_cache}  # fmt: skip
+    sizes = {
+        "batch": batch,
+        "seqlen_q": seqlen_q,
+        "seqlen_new": seqlen_new,
+        "nheads": heads,
+        "nheads_k": heads_k,
+        "seqlen_cache": seqlen_cache,
+    }
     for name, size in sizes.items():
         checks.require(0 <= size <= checks.MAX_INT, name, "a size in [0, 2^31)", size)
-    in_range = 1 <= head_dim <= MAX_HEAD_DIM
-    checks.require(in_range, "head_dim", f"a value from 1 to {MAX_HEAD_DIM}", head_dim)
+    least = 0 if head_dim_v else 1
+    for name, dim, smallest in (("head_dim", head_dim, least), ("head_dim_v", head_dim_v, 0)):
+        in_range = smallest <= dim <= MAX_CPU_HEAD_DIM
+        checks.require(in_range, name, f"a value from {smallest} to {MAX_CPU_HEAD_DIM}", dim)
     divisible = heads % heads_k == 0 if heads_k > 0 else heads == 0
     checks.require(divisible, "nheads", f"a head count divisible by the K/V head count {heads_k}", heads)
     if heads_k > 0:
         checks.check_at_most("seqlen_q", seqlen_q * (heads // heads_k), "rows for each K/V head")
     key = PlanKey.create(
-        batch, seqlen_q, seqlen_new, heads, heads_k, head_dim, seqlen_cache, causal, window_left, window_right,
-        num_splits, batch_invariant,
-    )  # fmt: skip
+        batch,
+        seqlen_q,
+        seqlen_new,
+        heads,
+        heads_k,
+        head_dim,
+        seqlen_cache,
+        causal,
+        window_left,
+        window_right,
+        num_splits,
+        batch_invariant,
+        head_dim_v,
+    )
     checks.require(num_splits >= 0, "num_splits", "a value >= 0", num_splits)
     checks.check_lengths("cache_seqlens", seqlens_k, [batch])
     checks.check_lengths("cache_leftpad", leftpad_k, [batch])

@@ -30,8 +30,10 @@ class Quantizer(NamedTuple):
 
     def quantized(self, cache: Cache, entry: CacheEntry, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """New rows of an entry as the cache stores them; writes the descales that they bring."""
-        new = ((cache.k, k, self.descales.k, self.tokens.k, False),
-               (cache.v, v, self.descales.v, self.tokens.v, self.descales.v_per_channel))  # fmt: skip
+        new = (
+            (cache.k, k, self.descales.k, self.tokens.k, False),
+            (cache.v, v, self.descales.v, self.tokens.v, self.descales.v_per_channel),
+        )
         return tuple(self._quantized(cache, entry, *x) for x in new)
 
     def is_alike(self) -> bool:

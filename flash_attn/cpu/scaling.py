@@ -41,8 +41,10 @@ def check_operands(
     p_dropout: float = 0.0,
     names: tuple[str, str] = ("k", "v"),
     same_batch: bool = False,
+    has_qv: bool = False,
 ) -> None:
-    """`check_query` and `check_key_value`, of any dtypes that go together. same_batch: k has q's batch size."""
+    """`check_query` and `check_key_value`, of any dtypes that go together. same_batch: k has q's batch size.
+    has_qv: v has scores too, and q's head dim may be 0."""
     dtypes: tuple[torch.dtype | None, torch.dtype | None] = (None, None)
     further: tuple[torch.dtype, ...] = ()
     if call is not None:
@@ -50,7 +52,7 @@ def check_operands(
             checks.check_on_cpu(name, x)
         eight_bit.check_dtypes(q, k, v, call.out_dtype, p_dropout, names)
         dtypes, further = (k.dtype, v.dtype), (eight_bit.E4M3,)
-    checks.check_query(q, axes, *further)
+    checks.check_query(q, axes, *further, least_dim=0 if has_qv else 1)
     checks.check_key_value(q, k, v, kv_axes, q.shape[0] if same_batch else None, names, dtypes)
 
 

@@ -7,13 +7,14 @@ from typing import Any, NamedTuple, Optional, TypeVar
 
 import torch
 
-from ..eight_bit import E4M3, Descales
+from ..eight_bit import EIGHT_BIT, INT8, Descales
 from . import checks
 from .backward import Sums, attend_backward, row_deltas, sink_gradient
 from .dq_stage import DqStage
 from .entry import entry_point
 from .explain import Problem, explain_attention
 from .forward import attend, dropout_of_call, dropout_of_state, new_max_logit, new_s_dmask, rng_state_of, write_s_dmask
+from .latent import check_qv
 from .overlap import check_written
 from .scaling import EightBit, check_descales, check_operands, output_dtype, result_like, scaling_of
 from .score_tensors import BiasGradients, check_columns
@@ -98,8 +99,8 @@ def gather_pages(cache: torch.Tensor, block_table: torch.Tensor, row: int, start
     page_size = cache.shape[1]
     if start >= stop:
         return cache.new_empty(0, *cache.shape[2:])
-    if cache.dtype is E4M3:  # it has no assignment by a mask
-        return gather_pages(cache.view(torch.int8), block_table, row, start, stop).view(cache.dtype)
+    if cache.dtype in EIGHT_BIT and cache.dtype is not INT8:  # no assignment by a mask
+        return gather_pages(cache.view(INT8), block_table, row, start, stop).view(cache.dtype)
     first = start // page_size
     pages = block_table[row, first : -(-stop // page_size)].long()
     missing = (pages < 0) | (pages >= cache.shape[0])
@@ -152,6 +153,7 @@ def varlen_fwd(
     v_per_channel: bool = False,
     out_dtype: torch.dtype | None = None,
     rng_state: torch.Tensor | None = None,
+    qv: torch.Tensor | None = None,
     **named: Any,
 ) -> list[torch.Tensor | None] | dict[str, Any]:
     """Forward attention of packed sequences; the arguments that `fwd` has mean the same.
@@ -167,15 +169,28 @@ def varlen_fwd(
         max_seqlen_q, max_seqlen_k: size S_dmask and nothing else; too small a value skips no row.
         zero_tensors, num_splits, batch_invariant: accepted and without effect (padding rows are always written; there
             are no splits; each sequence is computed by itself).
+        qv: None or (total_q, h, d_v), whose products with the values add to the scores; d_v is then up to 512, and d
+            may be 0. Not with dropout.
 
     Returns [out, lse, S_dmask, rng_state]: out (total_q, h, d_v), lse (h, total_q), S_dmask as in `fwd` with b
         sequences of max_seqlen_q x max_seqlen_k. Rows that belong to no sequence: out 0, lse +inf.
 
     Raises RuntimeError naming the argument; nothing is written then.
     """
-    options = ScoreOptions(softmax_scale, softcap, is_causal, window_left, window_right, alibi_slopes, **named)
+    options = ScoreOptions(
+        softmax_scale=softmax_scale,
+        softcap=softcap,
+        is_causal=is_causal,
+        window_left=window_left,
+        window_right=window_right,
+        alibi_slopes=alibi_slopes,
+        **named,
+    )
     call = EightBit.of(q, k, v, Descales(q_descale, k_descale, v_descale, v_per_channel), out_dtype)
-    check_operands(q, k, v, PACKED_AXES, PACKED_AXES if block_table is None else PAGED_AXES, call, p_dropout)
+    kv_axes = PACKED_AXES if block_table is None else PAGED_AXES
+    check_operands(q, k, v, PACKED_AXES, kv_axes, call, p_dropout, has_qv=qv is not None)
+    check_qv(qv, q, v, call)
+    checks.require(qv is None or p_dropout == 0.0, "dropout_p", "0 with qv", p_dropout)
     batch = _check_packed(cu_seqlens_q, cu_seqlens_k, block_table, max_seqlen_q, max_seqlen_k)
     check_descales(q, k, v, call, batch)
     checks.check_lengths("seqused_k", seqused_k, [batch])
@@ -189,9 +204,17 @@ def varlen_fwd(
         checks.check_rng_state(rng_state, p_dropout)
     sinks = options.sinks
     read = {
-        "q": q, "k": k, "v": v, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_k": seqused_k,
-        "leftpad_k": leftpad_k, "block_table": block_table, **options.tensors_read(),
-    }  # fmt: skip
+        "q": q,
+        "k": k,
+        "v": v,
+        "cu_seqlens_q": cu_seqlens_q,
+        "cu_seqlens_k": cu_seqlens_k,
+        "seqused_k": seqused_k,
+        "leftpad_k": leftpad_k,
+        "block_table": block_table,
+        "qv": qv,
+        **options.tensors_read(),
+    }
     check_written({"out": out}, read)
     layout = sequences(q.shape[0], k, cu_seqlens_q, cu_seqlens_k, seqused_k, leftpad_k, block_table)
     check_columns(options, layout, max_seqlen_k)
@@ -202,7 +225,7 @@ def varlen_fwd(
     total_q, heads, _ = q.shape
     rule = ScoreRule.create(options, batch, q)
     if explain:
-        is_plain = p_dropout == 0.0 and sinks is None and not return_max_logit and call is None
+        is_plain = p_dropout == 0.0 and sinks is None and not return_max_logit and call is None and qv is None
         return explain_attention("forward", q, k, v, rule, _problems(layout), is_plain)
     dropout = dropout_of_call(p_dropout, gen, rng_state)
     if out is None:
@@ -222,6 +245,8 @@ def varlen_fwd(
             queries = scaling.queries(queries, i)
             keys = scaling.scaled(keys, _sequence_keys(scaling.k_rows, block_table, sequence))
             values = scaling.scaled(values, _sequence_keys(scaling.v_rows, block_table, sequence))
+        if qv is not None:
+            queries, keys = torch.cat([queries, qv[rows].unsqueeze(0)], -1), torch.cat([keys, values], -1)
         result = result_like(rows_out, scaling)
         origin = options.origin(i)
         rule_i = rule.for_sequence(*sequence).at(origin, len(queries[0]), len(keys[0]))
@@ -291,7 +316,15 @@ def varlen_bwd(
     Returns [dq, dk, dv, softmax_d] and further gradients as `bwd` does: dq, dk and dv like q, k and v; rows that belong
         to no sequence are 0; softmax_d (h, total_q + 128 * b), sequence i starting at column cu_seqlens_q[i] + 128 * i.
     """
-    options = ScoreOptions(softmax_scale, softcap, is_causal, window_left, window_right, alibi_slopes, **named)
+    options = ScoreOptions(
+        softmax_scale=softmax_scale,
+        softcap=softcap,
+        is_causal=is_causal,
+        window_left=window_left,
+        window_right=window_right,
+        alibi_slopes=alibi_slopes,
+        **named,
+    )
     check_operands(q, k, v, PACKED_AXES, PACKED_AXES, None)
     batch = _check_packed(cu_seqlens_q, cu_seqlens_k, None, max_seqlen_q, max_seqlen_k)
     total_q, heads, _ = q.shape
@@ -302,8 +335,17 @@ def varlen_bwd(
     options.check_packed(q, k, max_seqlen_k)
     checks.check_rng_state(rng_state, p_dropout)
     sinks = options.sinks
-    read = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "softmax_lse": softmax_lse, "dlse": dlse,
-            "softmax_d": softmax_d, **options.tensors_read()}  # fmt: skip
+    read = {
+        "dout": dout,
+        "q": q,
+        "k": k,
+        "v": v,
+        "out": out,
+        "softmax_lse": softmax_lse,
+        "dlse": dlse,
+        "softmax_d": softmax_d,
+        **options.tensors_read(),
+    }
     stage, d_shape = DqStage(dq_stage, dq_sum, softmax_d), (heads, total_q + SOFTMAX_D_GAP * batch)
     stage.check(q, dq, dk, dv, d_shape)
     check_written({"dq": dq, "dk": dk, "dv": dv, "dq_sum": dq_sum}, read)

@@ -130,10 +130,16 @@ def _blocks(args: _Args, q: Tensor, k: Tensor, rule: ScoreRule) -> Iterator[Bloc
                 for row in range(rule.first_unmasked_row(sq, sk), sq, BLOCK_ROWS):
                     stop = min(sq, row + BLOCK_ROWS)
                     yield Block(
-                        group, slice(b, min(batch, b + entries)), slice(h, min(heads_k, h + kv_heads)),
-                        slice(row, stop), slice(*rule.key_range(row, stop, sq, sk)), sq, sk, heads // heads_k,
+                        group,
+                        slice(b, min(batch, b + entries)),
+                        slice(h, min(heads_k, h + kv_heads)),
+                        slice(row, stop),
+                        slice(*rule.key_range(row, stop, sq, sk)),
+                        sq,
+                        sk,
+                        heads // heads_k,
                         compute_dtype(q.dtype),
-                    )  # fmt: skip
+                    )
 
 
 class Call:
@@ -145,7 +151,12 @@ class Call:
         self.q, self.k, self.v = unpack(args.q, args.k, args.v)
         self.tq, self.tk, self.tv = unpack_tangents(args, tangents)
         options = ScoreOptions(
-            args.softmax_scale, args.softcap, args.causal, args.window_left, args.window_right, args.alibi_slopes
+            softmax_scale=args.softmax_scale,
+            softcap=args.softcap,
+            is_causal=args.causal,
+            window_left=args.window_left,
+            window_right=args.window_right,
+            alibi_slopes=args.alibi_slopes,
         )
         batch = self.q.shape[0] if args.cu_seqlens_q is None else args.cu_seqlens_q.shape[0] - 1
         self.rule = ScoreRule.create(options, batch, self.q)

@@ -78,9 +78,19 @@ def flash_attn_jvp(
             if x.dtype in EIGHT_BIT:
                 raise NotImplementedError(f"{name}: expected at least 16 bits with tangents, got {named(x.dtype)}")
         args = normalize.attention(
-            inputs, sequences, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
-            False, sinks, PLAIN,
-        )  # fmt: skip
+            inputs,
+            sequences,
+            dropout_p,
+            softmax_scale,
+            causal,
+            window_size,
+            softcap,
+            alibi_slopes,
+            deterministic,
+            False,
+            sinks,
+            PLAIN,
+        )
         given = zip(TANGENT_INPUTS, (*inputs, sinks), args.differentiable(), (tq, tk, tv, tsinks))
         directions = Tangents(*(_direction(*values) for values in given))
         out, lse, t_out, t_lse = rules.attention_with_tangents(args, directions)

@@ -218,9 +218,13 @@ def _hvp_fake(*values: Any) -> list[Tensor]:
 
 
 _jvp_op = library.register(
-    "jvp", JvpArgs, "(Tensor, Tensor, Tensor, Tensor, Tensor)", _jvp, _jvp_fake,
+    "jvp",
+    JvpArgs,
+    "(Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _jvp,
+    _jvp_fake,
     tags=(torch.Tag.nondeterministic_seeded,),
-)  # fmt: skip
+)
 _hvp_op = library.register("hvp", HvpArgs, "Tensor[]", _hvp, _hvp_fake)
 library.register_autograd("jvp", _jvp_backward, _jvp_setup_context)
 library.register_autograd("hvp", _reject_third)

@@ -67,9 +67,19 @@ def flash_attn_straight_through_func(
     <errors>
     """
     return _attend(
-        q, k, v, DENSE, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
+        q,
+        k,
+        v,
+        DENSE,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_attn_probs,
         sinks,
-    )  # fmt: skip
+    )
 
 
 @documented()
@@ -114,9 +124,19 @@ def flash_attn_varlen_straight_through_func(
     <errors>
     """
     return _attend(
-        q, k, v, Sequences(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), softmax_scale, causal, window_size,
-        softcap, alibi_slopes, deterministic, return_attn_probs, sinks,
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        Sequences(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k),
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_attn_probs,
+        sinks,
+    )
 
 
 def _attend(
@@ -154,13 +174,32 @@ def _attend(
     sinks = None if sinks is None else arguments.sinks(sinks)
     if q.is_cuda:
         q, k, v = arguments.padded((q, k, v), head_dim)
-    args = AttentionArgs(  # q, k and v are added in the forward
-        cast(Tensor, None), None, None, sequences.cu_seqlens_q, sequences.cu_seqlens_k, None, None, None,
-        alibi_slopes, None,
-        *max_seqlens, 0.0, scale, arguments.flag("causal", causal), *arguments.window(window_size),
-        arguments.number("softcap", softcap), arguments.flag("deterministic", deterministic), False, False,
-        is_batch_invariant(), out_dtype=q.dtype,
-    )  # fmt: skip
+    left, right = arguments.window(window_size)
+    args = AttentionArgs(
+        q=cast(Tensor, None),  # the forward adds q, k and v
+        k=None,
+        v=None,
+        cu_seqlens_q=sequences.cu_seqlens_q,
+        cu_seqlens_k=sequences.cu_seqlens_k,
+        seqused_k=None,
+        leftpad_k=None,
+        block_table=None,
+        alibi_slopes=alibi_slopes,
+        sinks=None,
+        max_seqlen_q=max_seqlens[0],
+        max_seqlen_k=max_seqlens[1],
+        dropout_p=0.0,
+        softmax_scale=scale,
+        causal=arguments.flag("causal", causal),
+        window_left=left,
+        window_right=right,
+        softcap=arguments.number("softcap", softcap),
+        deterministic=arguments.flag("deterministic", deterministic),
+        return_softmax=False,
+        return_max_logit=False,
+        batch_invariant=is_batch_invariant(),
+        out_dtype=q.dtype,
+    )
     out, lse = _StraightThrough.apply(args, q, k, v, sinks)
     if out.shape[-1] != value_dim:
         out = out[..., :value_dim].contiguous()

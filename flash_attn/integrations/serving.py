@@ -13,7 +13,7 @@ from torch import Tensor
 from flash_attn.batch_invariance import is_batch_invariant
 from flash_attn.eight_bit import E4M3, EIGHT_BIT, named
 from flash_attn.integrations.token_layout import as_pages
-from flash_attn.ops import arguments, calls, context
+from flash_attn.ops import arguments, calls, context, latent
 from flash_attn.ops.rows import RowsInUse, equal_steps
 
 
@@ -100,21 +100,26 @@ def packed_attention(
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
     names: tuple[str, str, str] = ("q", "k", "v"),
+    qv: Tensor | None = None,
+    qv_name: str = "qv",
 ) -> tuple[Tensor, Tensor]:
-    """(out (total_q, nheads, head_dim_v), lse (nheads, total_q)) of packed queries, as `flash_attn_varlen_func`.
+    """(out (total_q, nheads, head_dim_v), lse (nheads, total_q)) of packed queries.
 
     Forward only. k and v: packed with cu_seqlens_k, pages with block_table, or a batch (batch, seqlen_k, nheads_k,
     head_dim); of the last two seqused_k says how many keys there are, all of them where it is None. out: written and
     returned. max_seqlen_q and max_seqlen_k need not be right. sm_margin: multiprocessors left to other kernels.
-    Descales: as there, of 8-bit tensors; those of wider tensors have no effect, servers pass them too. names: those of
-    q, k and v in errors.
+    Descales: (batch, nheads_k) of 8-bit tensors; those of 16-bit tensors, which servers pass too, have no effect.
+    names: those of q, k and v in errors. qv: (total_q, nheads, head_dim_v), qv_name in errors; NotImplementedError
+    if no kernel reads it.
     """
     arguments.check_tensors((*names, "cu_seqlens_q"), (q, k, v, cu_seqlens_q))
     arguments.check_optional_tensors(
-        ("cu_seqlens_k", "seqused_q", "seqused_k", "leftpad_k", "block_table", "alibi_slopes", "out"),
-        (cu_seqlens_k, seqused_q, seqused_k, leftpad_k, block_table, alibi_slopes, out),
+        ("cu_seqlens_k", "seqused_q", "seqused_k", "leftpad_k", "block_table", "alibi_slopes", "out", qv_name),
+        (cu_seqlens_k, seqused_q, seqused_k, leftpad_k, block_table, alibi_slopes, out, qv),
     )
     scaling = None
+    if qv is not None:
+        reject_8_bit(**dict(zip(names, (q, k, v))))
     if check_8_bit(names, q, k, v):
         scaling = _scaling(q, k, v, q_descale, k_descale, v_descale, out)
     if k.dim() == 4:
@@ -127,16 +132,35 @@ def packed_attention(
             raise ValueError("cu_seqlens_k: expected a tensor where k is packed, got None")
         cu_seqlens_k = equal_steps(block_table.shape[0], block_table.shape[1] * k.shape[1], q.device)
     window = (-1, -1) if window_size is None else arguments.window(window_size)
-    scale, softcap = arguments.scale(softmax_scale, q.shape[-1]), arguments.number("softcap", softcap)
+    score_dim = q.shape[-1] if qv is None else latent.score_dim(q, qv)
+    scale, softcap = arguments.scale(softmax_scale, score_dim), arguments.number("softcap", softcap)
     if out is not None:
         context.check_writable(("out",), (out,))
-    result, lse = calls.forward_in_use(
-        q, k, v, RowsInUse(cu_seqlens_q, seqused_q, q), cu_seqlens_k, seqused_k, leftpad_k, block_table,
-        alibi_slopes, max_seqlen_q, max_seqlen_k, scores=(scale, arguments.flag("causal", causal), *window, softcap),
-        dropout_p=dropout_p, batch_invariant=batch_invariant or is_batch_invariant(),
-        sinks=None if sinks is None else arguments.sinks(sinks), scaling=scaling, out=out,
-        sm_margin=arguments.sm_margin(sm_margin),
-    )  # fmt: skip
+    try:
+        result, lse = calls.forward_in_use(
+            q,
+            k,
+            v,
+            RowsInUse(cu_seqlens_q, seqused_q, q),
+            cu_seqlens_k,
+            seqused_k,
+            leftpad_k,
+            block_table,
+            alibi_slopes,
+            max_seqlen_q,
+            max_seqlen_k,
+            scores=(scale, arguments.flag("causal", causal), *window, softcap),
+            dropout_p=dropout_p,
+            batch_invariant=batch_invariant or is_batch_invariant(),
+            sinks=None if sinks is None else arguments.sinks(sinks),
+            scaling=scaling,
+            out=out,
+            sm_margin=arguments.sm_margin(sm_margin),
+            qv=qv,
+        )
+    except (RuntimeError, TypeError) as error:  # NotImplementedError is a RuntimeError
+        arguments.rename(error, {"qv": qv_name})
+        raise
     if out is not None:
         context.written((out,))
     return result, lse

@@ -131,12 +131,21 @@ def flash_attn_with_kvcache(
         q: (total_q, nheads, head_dim) with cu_seqlens_q, or (batch, seqlen_q, nheads, head_dim).
         k_cache, v_cache: pages with page_table, else (batch_cache, seqlen_cache, nheads_k, head_dim). v_cache may have
             another head dim where there are no new keys.
-        k, v, rotary_cos, rotary_sin, cache_batch_idx, rotary_interleaved: as in `flash_attn.flash_attn_with_kvcache`,
-            with queries in a batch.
+        k, v: (batch, seqlen_new, nheads_k, head_dim) new rows, appended in place at cache_seqlens; q is then a batch.
+        rotary_cos, rotary_sin: (seqlen_rotary, rotary_dim / 2) of q's dtype. Rotate q, which is then a batch, and k.
+        cache_seqlens: int, or int32 or int64 (batch,). Keys of each sequence, without the new ones.
+        cache_batch_idx: int32 or int64 (batch,). The cache row of each sequence, for q in a batch.
+        cache_leftpad: int32 (batch,). Rows of padding before the keys; cache_seqlens includes them.
+        page_table: int32 (batch, max_pages). The pages of each sequence.
+        cu_seqlens_q: int32 or int64 (batch + 1,). Sequence i has the rows cu_seqlens_q[i] to cu_seqlens_q[i + 1] of q.
+        window_size: (left, right), -1 for unbounded. softcap: 0 for none, else softcap * tanh(score / softcap).
+        rotary_interleaved: pairs of features (2c, 2c + 1), else (c, c + rotary_dim / 2).
         cu_seqlens_k_new: without k no effect, and none have scheduler_metadata, pack_gqa, max_seqlen_q and
             max_seqlen_k, aux_tensors and rel_bias_prep_cache.
         q_descale, k_descale, v_descale: (batch, nheads_k), of float8_e4m3fn q, k_cache and v_cache; None is 1. No
             effect on those of 16-bit ones. The caches have one dtype; where it is float8_e4m3fn, q may be 16-bit.
+        qv: like q with the head dim of v_cache. Its products with v_cache add to the scores. On CUDA without new keys,
+            over pages alone, by the head dims of the models that have it (64 of q, 512 of v_cache).
         sinks: (nheads,).
         num_splits: int. 1 asks for rows that do not depend on the rest of the batch, as SGLang's deterministic mode
             means it; other values change nothing.
@@ -146,31 +155,59 @@ def flash_attn_with_kvcache(
     Returns out, or with return_softmax_lse (out, softmax_lse, two empty tensors): softmax_lse (nheads, total_q) or
     (batch, nheads, seqlen_q) float32, natural logarithm, -inf in rows without keys.
 
-    Raises NotImplementedError, by name, for qv, only_qv, attention_chunk, score_mod, mask_mod, sfq, sfk, sfv, rel_bias,
-    rotary_seqlens, a ver other than 3, float8_e5m2 and other 8-bit tensors without kernels; with new keys also for
-    cu_seqlens_k_new, cu_seqlens_q and 8-bit tensors.
+    Raises NotImplementedError, by name, for only_qv, attention_chunk, score_mod, mask_mod, sfq, sfk, sfv, rel_bias,
+    rotary_seqlens, a ver other than 3, a qv, float8_e5m2 and other 8-bit tensors without kernels; with new keys also
+    for cu_seqlens_k_new, cu_seqlens_q and 8-bit tensors.
     """
-    _reject_scores(qv, only_qv, attention_chunk, score_mod, mask_mod, rel_bias, ver)
+    _reject_scores(only_qv, attention_chunk, score_mod, mask_mod, rel_bias, ver)
     reject(sfq=sfq, sfk=sfk, sfv=sfv, rotary_seqlens=rotary_seqlens)
     options = {"softmax_scale": softmax_scale, "causal": causal, "window_size": window_size, "softcap": softcap}
     if any(x is not None for x in (k, v, rotary_cos, rotary_sin, cache_batch_idx)):
         reject(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k_new=cu_seqlens_k_new)
         reject_8_bit(q=q, k_cache=k_cache, v_cache=v_cache)
         result, lse = attend_over_cache(
-            q, k_cache, v_cache, k=k, v=v, rotary_cos=rotary_cos, rotary_sin=rotary_sin, cache_seqlens=cache_seqlens,
-            cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad, block_table=page_table,
-            rotary_interleaved=rotary_interleaved, return_softmax_lse=True, out=out, batch_invariant=num_splits == 1,
-            sinks=sinks, sm_margin=sm_margin, **options,
-        )  # fmt: skip
+            q,
+            k_cache,
+            v_cache,
+            k=k,
+            v=v,
+            rotary_cos=rotary_cos,
+            rotary_sin=rotary_sin,
+            cache_seqlens=cache_seqlens,
+            cache_batch_idx=cache_batch_idx,
+            cache_leftpad=cache_leftpad,
+            block_table=page_table,
+            rotary_interleaved=rotary_interleaved,
+            return_softmax_lse=True,
+            out=out,
+            batch_invariant=num_splits == 1,
+            sinks=sinks,
+            sm_margin=sm_margin,
+            qv=qv,
+            **options,
+        )
         return _result(result, lse, return_softmax_lse)
     rows, cu_rows = pack(q, cu_seqlens_q)
     packed_out = out if out is None or cu_seqlens_q is not None else out.flatten(0, 1)
     result, lse = packed_attention(
-        rows, k_cache, v_cache, cu_rows, seqused_k=length_of_each(cache_seqlens, cu_rows), leftpad_k=cache_leftpad,
-        block_table=page_table, sinks=sinks, out=packed_out, batch_invariant=num_splits == 1,
-        sm_margin=sm_margin, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, names=_CACHE_NAMES,
+        rows,
+        k_cache,
+        v_cache,
+        cu_rows,
+        seqused_k=length_of_each(cache_seqlens, cu_rows),
+        leftpad_k=cache_leftpad,
+        block_table=page_table,
+        sinks=sinks,
+        out=packed_out,
+        batch_invariant=num_splits == 1,
+        sm_margin=sm_margin,
+        q_descale=q_descale,
+        k_descale=k_descale,
+        v_descale=v_descale,
+        names=_CACHE_NAMES,
+        qv=qv if qv is None else pack(qv, cu_seqlens_q)[0],
         **options,
-    )  # fmt: skip
+    )
     result, lse = unpack(q, cu_seqlens_q, result, lse)
     if out is not None and packed_out is not None:
         result = out if packed_out.data_ptr() == out.data_ptr() else out.copy_(result)
@@ -216,16 +253,58 @@ def flash_attn_varlen_func(
 ) -> TensorOrTuple:
     """Attention of packed queries over packed keys or pages, as SGLang calls it: forward only.
 
-    num_splits, whose default here is 1, has no effect; everything else is as in `flash_attn_with_kvcache` above, and
-    seqused_q and seqused_k as in `flash_attn.flash_attn_varlen_func`.
+    Arguments:
+        q: (total_q, nheads, head_dim)
+        k, v: (total_k, nheads_k, head_dim) with cu_seqlens_k, or pages (num_pages, page_size, nheads_k, head_dim) with
+            page_table and seqused_k. v may have another head dim.
+        cu_seqlens_q, cu_seqlens_k: int32 or int64 (batch + 1,). Sequence i has the rows cu_seqlens[i] to
+            cu_seqlens[i + 1].
+        seqused_q, seqused_k: int32 or int64 (batch,). How many of the first rows of each sequence are in use.
+        page_table: int32 (batch, max_pages). The pages of each sequence.
+        softmax_scale: float, 1 / sqrt(head_dim) if None. causal: query i of sq sees the keys up to i + sk - sq.
+        window_size: (left, right), -1 for unbounded. softcap: 0 for none, else softcap * tanh(score / softcap).
+        q_descale, k_descale, v_descale: (batch, nheads_k), of float8_e4m3fn q, k and v; None is 1. No effect on those
+            of 16-bit ones.
+        qv: (total_q, nheads, head_dim_v). Its products with v add to the scores. CPU tensors.
+        sinks: (nheads,). A logit of each query head in the softmax.
+        sm_margin: int. Multiprocessors left to other kernels, where the grid is persistent.
+        out: (total_q, nheads, head_dim_v). Receives the result and is returned.
+        max_seqlen_q, max_seqlen_k, num_splits, pack_gqa, aux_tensors, rel_bias_prep_cache: no effect on the result.
+
+    Returns out, or with return_softmax_lse (out, softmax_lse, two empty tensors): softmax_lse (nheads, total_q)
+    float32, natural logarithm, -inf in rows without keys.
+
+    Raises NotImplementedError, by name, for only_qv, attention_chunk, score_mod, mask_mod, sfq, sfk, sfv, rel_bias, a
+    ver other than 3, a qv, float8_e5m2 and other 8-bit tensors without kernels.
     """
-    _reject_scores(qv, only_qv, attention_chunk, score_mod, mask_mod, rel_bias, ver)
+    _reject_scores(only_qv, attention_chunk, score_mod, mask_mod, rel_bias, ver)
     reject(sfq=sfq, sfk=sfk, sfv=sfv)
     result, lse = packed_attention(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, None, page_table, max_seqlen_q, max_seqlen_k, 0.0,
-        softmax_scale, causal, window_size, softcap, None, sinks, out, sm_margin=sm_margin,
-        q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        seqused_q,
+        seqused_k,
+        None,
+        page_table,
+        max_seqlen_q,
+        max_seqlen_k,
+        0.0,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        None,
+        sinks,
+        out,
+        sm_margin=sm_margin,
+        q_descale=q_descale,
+        k_descale=k_descale,
+        v_descale=v_descale,
+        qv=qv,
+    )
     return _result(result, lse, return_softmax_lse)
 
 
@@ -234,7 +313,6 @@ def _result(result: Tensor, lse: Tensor, with_lse: bool) -> Any:
 
 
 def _reject_scores(
-    qv: object,
     only_qv: object,
     attention_chunk: object,
     score_mod: object,
@@ -243,8 +321,11 @@ def _reject_scores(
     ver: object,
 ) -> None:
     reject(
-        qv=qv, only_qv=only_qv or None, attention_chunk=attention_chunk or None, score_mod=score_mod,
-        mask_mod=mask_mod, rel_bias=rel_bias,
-    )  # fmt: skip
+        only_qv=only_qv or None,
+        attention_chunk=attention_chunk or None,
+        score_mod=score_mod,
+        mask_mod=mask_mod,
+        rel_bias=rel_bias,
+    )
     if ver != 3:
         raise NotImplementedError(f"ver: expected 3, got {ver}: it is not supported")

@@ -164,13 +164,16 @@ def attention(
         value: (batch, heads_k, seqlen_k, head_dim_v)
         attention_mask: None, or (batch, columns) of which tokens are there, in a cache and in the batch: the queries
             are the last ones.
-        dropout, scaling, softcap: as dropout_p, softmax_scale and softcap of `flash_attn_func`.
+        dropout: float in [0, 1). Probability of dropping a weight.
+        scaling: float or None, which is 1 / sqrt(head_dim). Multiplies the scores.
+        softcap: float or None. Scores become softcap * tanh(score / softcap).
         sliding_window: int. Keys that a query sees, itself included; without causal on both sides.
         s_aux: (heads,), sinks.
         position_ids: (batch or 1, seqlen_q). Packed sequences of a row, where there are no mask and no cached keys:
             one begins wherever a position is not one more than the one before.
         cu_seq_lens_q, cu_seq_lens_k: (sequences + 1,). Packed sequences, given explicitly.
-        k_cache, v_cache, block_table, cache_seqlens: as in `flash_attn_with_kvcache`, set by a paged cache's update():
+        k_cache, v_cache: (num_pages, page_size, heads_k, head_dim) of query's dtype, block_table: int32 (batch,
+            max_pages), cache_seqlens: int32 (batch,), keys before the new ones. A paged cache's update() sets these:
             key and value are appended, and each row of the batch attends over its pages.
         position_bias: (1 or batch, heads, seqlen_q, seqlen_k), added to the scores, as T5 has it; where the backend
             takes an attn_bias, without packed sequences and pages.
@@ -184,7 +187,7 @@ def attention(
         options["position_bias"] = position_bias
     (q, k, v), score, training = read_arguments(
         module, query, key, value, dropout, scaling, sliding_window, softcap, is_causal, s_aux, options
-    )  # fmt: skip
+    )
     if position_bias is not None:
         for name, other in (("cu_seq_lens_q", cu_seq_lens_q), ("k_cache", k_cache)):
             if other is not None:
@@ -327,7 +330,7 @@ def _over_runs(
     if v.shape[-1] == k.shape[-1] and dropout_p == 0.0:
         return flash_attn.flash_attn_with_kvcache(
             q, k, v, cache_seqlens=stop, cache_leftpad=first, sinks=sinks, **score
-        )  # fmt: skip
+        )
     table, cu_seqlens_k = token_layout.as_pages(k.shape[0], k.shape[1], q.device)
     return _varlen_over_pages(q, k, v, table, cu_seqlens_k, stop, first, score, training)
 
@@ -346,9 +349,19 @@ def _varlen_over_pages(
     """Queries (batch, seqlen_q, ...) as packed ones over pages."""
     cu_seqlens_q = equal_steps(q.shape[0], q.shape[1], q.device)
     out: Tensor = flash_attn.flash_attn_varlen_func(
-        q.flatten(0, 1), k, v, cu_seqlens_q, cu_seqlens_k, q.shape[1], table.shape[1] * k.shape[1], block_table=table,
-        seqused_k=lengths, leftpad_k=first, **score, **training,
-    )  # fmt: skip
+        q.flatten(0, 1),
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        q.shape[1],
+        table.shape[1] * k.shape[1],
+        block_table=table,
+        seqused_k=lengths,
+        leftpad_k=first,
+        **score,
+        **training,
+    )
     return out.unflatten(0, q.shape[:2])  # type: ignore[no-any-return]  # torch has no types for it
 
 
@@ -365,7 +378,7 @@ def _gathered(
     k, v = (index_first_axis(x.flatten(0, 1), indices_k) for x in (k, v))
     out: Tensor = flash_attn.flash_attn_varlen_func(
         rows, k, v, cu_seqlens_q, cu_seqlens_k, seqlen_q, seqlen_k, **score, **training
-    )  # fmt: skip
+    )
     return out.unflatten(0, (batch, seqlen_q)) if queries is None else pad_input(out, queries[0], batch, seqlen_q)
 
 
@@ -387,5 +400,5 @@ def _over_pages(
         lengths = cu_seqlens_k[: q.shape[0] + 1].diff() - 1
     out: Tensor = flash_attn.flash_attn_with_kvcache(
         q, k_cache, v_cache, k, v, cache_seqlens=lengths, block_table=table, sinks=sinks, **score
-    )  # fmt: skip
+    )
     return out.reshape(*shape[:3], v.shape[-1])

@@ -149,7 +149,12 @@ def context_parallel_attention(
         position_ids: (batch or 1, num_tokens), which have to be the plan's positions where a model hands them to its
             layers. Compared once a forward, which waits for the GPU, unless they come from `context_parallel_inputs`.
         cp_plan: CpPlan of the batch, a keyword argument of the model.
-        The others as in `attention`.
+        dropout: float in [0, 1). Probability of dropping a weight.
+        scaling: float or None, which is 1 / sqrt(head_dim). Multiplies the scores.
+        sliding_window: int. Keys that a query sees, itself included; without causal on both sides.
+        softcap: float or None. Scores become softcap * tanh(score / softcap).
+        is_causal: bool, the layer's own if None.
+        s_aux: (heads,), sinks.
 
     Returns (out (batch, num_tokens, heads, head_dim_v), None).
 
@@ -167,7 +172,7 @@ def context_parallel_attention(
     try:
         (q, k, v), score, training = read_arguments(
             module, query, key, value, dropout, scaling, sliding_window, softcap, is_causal, s_aux, options
-        )  # fmt: skip
+        )
         _check_tokens_of_plan(module, cp_plan, q, k, attention_mask, position_ids, options)
     except Exception as raised:  # of any kind: the other ranks wait to be told
         cp_plan.compare("context_parallel_attention", "", raised)

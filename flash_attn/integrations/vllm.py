@@ -18,18 +18,28 @@ from torch import Tensor
 
 from flash_attn._types import TensorOrTuple
 from flash_attn.integrations.serving import falling_back, packed_attention, reject, warn_once
+from flash_attn.ops import latent
 from flash_attn.ops.lse import mark_masked_rows
 
 logger = logging.getLogger(__name__)
 _SOURCE = "vllm.vllm_flash_attn"
 _NAMES = ("flash_attn_varlen_func", "get_scheduler_metadata")
+_METADATA_SIZES = (  # the first arguments of get_scheduler_metadata
+    "batch_size",
+    "max_seqlen_q",
+    "max_seqlen_k",
+    "num_heads_q",
+    "num_heads_kv",
+    "headdim",
+    "cache_seqlens",
+)
 
 
 def register() -> bool:
     """Let vLLM's flash attention backend in this process call these kernels; once is enough, again changes nothing.
 
-    Calls that they do not support (MLA's q_v, mask functions) go to vLLM's own function, as before. vLLM still decides
-    by the version of its flash attention (`get_flash_attn_version`).
+    Calls that they do not support (mask functions, an MLA's q_v where no kernel reads it) go to vLLM's own function, as
+    before. vLLM still decides by the version of its flash attention (`get_flash_attn_version`).
 
     Returns whether the kernels are called from now on. Where vLLM's flash attention is missing, as on a machine without
     CUDA, vLLM stays as it is, and one warning says why.
@@ -56,7 +66,7 @@ def register() -> bool:
 
 
 def _metadata_of_fallbacks(theirs: Callable[..., Any]) -> Callable[..., Any]:
-    """vLLM's get_scheduler_metadata for MLA, whose calls with q_v go to its own function in every layer, else None.
+    """vLLM's get_scheduler_metadata for MLA whose calls with q_v go to its own function in every layer, else None.
 
     None lets its function schedule a call by itself. The answer for one metadata builder is always of one kind: CUDA
     graphs hold the buffer that the builder copies metadata into, and replay the launches that were captured without it.
@@ -64,7 +74,13 @@ def _metadata_of_fallbacks(theirs: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(theirs)
     def get_scheduler_metadata(*args: Any, headdim_v: int | None = None, **kwargs: Any) -> Tensor | None:
-        return None if headdim_v is None else theirs(*args, headdim_v=headdim_v, **kwargs)
+        if headdim_v is None:
+            return None
+        given = {**dict(zip(_METADATA_SIZES, args)), **kwargs}
+        if latent.is_computed(given["cache_seqlens"].device.type, given["headdim"], headdim_v):
+            return None
+        metadata: Tensor | None = theirs(*args, headdim_v=headdim_v, **kwargs)
+        return metadata
 
     return get_scheduler_metadata
 
@@ -117,6 +133,8 @@ def flash_attn_varlen_func(
             block_table and seqused_k. v may have another head dim.
         window_size: (left, right) or None, for none.
         out: (total_q, nheads, head_dim_v). Receives the result and is returned.
+        q_v: (total_q, nheads, head_dim_v), whose products with v add to the scores. On CUDA over pages alone, by the
+            head dims of the models that have it (64 of q, 512 of v).
         s_aux: (nheads,), sinks.
         num_splits: int. 1 asks for rows that do not depend on the rest of the batch, as vLLM's batch-invariant mode
             means it; other values change nothing.
@@ -128,17 +146,43 @@ def flash_attn_varlen_func(
     Returns out, or with return_softmax_lse (out, softmax_lse (nheads, total_q) float32), natural logarithm, -inf in
     rows without keys.
 
-    Raises NotImplementedError, by name, for q_v, output_scale, cp_world_size, mask_mod, block_sparse_tensors,
-    dynamic_causal, gather_kv_indices, and for float8_e5m2 and other 8-bit tensors without kernels.
+    Raises NotImplementedError, by name, for output_scale, cp_world_size, mask_mod, block_sparse_tensors,
+    dynamic_causal, gather_kv_indices, for a q_v, float8_e5m2 and other 8-bit tensors without kernels.
     """
     reject(
-        q_v=q_v, output_scale=output_scale, cp_world_size=None if cp_world_size == 1 else cp_world_size,
-        mask_mod=mask_mod, block_sparse_tensors=block_sparse_tensors, dynamic_causal=dynamic_causal,
-        gather_kv_indices=gather_kv_indices, causal=causal if isinstance(causal, Tensor) else None,
-    )  # fmt: skip
+        output_scale=output_scale,
+        cp_world_size=None if cp_world_size == 1 else cp_world_size,
+        mask_mod=mask_mod,
+        block_sparse_tensors=block_sparse_tensors,
+        dynamic_causal=dynamic_causal,
+        gather_kv_indices=gather_kv_indices,
+        causal=causal if isinstance(causal, Tensor) else None,
+    )
     result, lse = packed_attention(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, None, seqused_k, None, block_table, max_seqlen_q, max_seqlen_k, dropout_p,
-        softmax_scale, causal, window_size, softcap, alibi_slopes, s_aux, out, num_splits == 1,
-        q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        None,
+        seqused_k,
+        None,
+        block_table,
+        max_seqlen_q,
+        max_seqlen_k,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        s_aux,
+        out,
+        num_splits == 1,
+        q_descale=q_descale,
+        k_descale=k_descale,
+        v_descale=v_descale,
+        qv=q_v,
+        qv_name="q_v",
+    )
     return (result, mark_masked_rows(lse)) if return_softmax_lse else result

@@ -59,9 +59,14 @@ class _BlockBase(nn.Module):
 
     def _fused(self, norm: Any, dropout: Any, x: Tensor, **options: Any) -> Any:
         return layer_norm_fn(
-            x, norm.weight, norm.bias, eps=norm.eps, dropout_p=dropout.p if self.training else 0.0,
-            is_rms_norm=isinstance(norm, RMSNorm), **options,
-        )  # fmt: skip
+            x,
+            norm.weight,
+            norm.bias,
+            eps=norm.eps,
+            dropout_p=dropout.p if self.training else 0.0,
+            is_rms_norm=isinstance(norm, RMSNorm),
+            **options,
+        )
 
     def _widened(self, residual: Tensor) -> Tensor:
         return residual.to(torch.float32) if self.residual_in_fp32 else residual
@@ -183,9 +188,14 @@ class Block(_BlockBase):
             if drop_path.p > 0.0 and self.training:
                 rowscale = drop_path(x.new_ones(x.shape[:-1]))
             results = self._fused(
-                norm, dropout, x, residual=residual, rowscale=rowscale, prenorm=self.prenorm,
+                norm,
+                dropout,
+                x,
+                residual=residual,
+                rowscale=rowscale,
+                prenorm=self.prenorm,
                 residual_in_fp32=self.residual_in_fp32,
-            )  # fmt: skip
+            )
             return results if self.prenorm else (results, None)
         x = drop_path(dropout(x))
         total = x if residual is None else x + residual
@@ -274,7 +284,13 @@ class ParallelBlock(_BlockBase):
             )
         other = {} if self.tied_norm else {"weight1": self.norm2.weight, "bias1": self.norm2.bias}
         normed, *normed2, total = self._fused(
-            self.norm1, self.dropout1, x1, residual=residual, x1=x2, prenorm=True,
-            residual_in_fp32=self.residual_in_fp32, **other,
-        )  # fmt: skip
+            self.norm1,
+            self.dropout1,
+            x1,
+            residual=residual,
+            x1=x2,
+            prenorm=True,
+            residual_in_fp32=self.residual_in_fp32,
+            **other,
+        )
         return normed, normed2[0] if normed2 else normed, total

@@ -424,7 +424,15 @@ class MHA(nn.Module):
         inner = self.inner_cross_attn
         k, v = kv.unbind(2)
         return flash_attn_with_kvcache(
-            q, cache[:, :, 0], cache[:, :, 1], k, v, cache_seqlens=cache_seqlens,
-            softmax_scale=inner.softmax_scale, causal=inner.causal, window_size=inner.window_size,
-            alibi_slopes=inner._slopes_on(q.device), **rotary,
-        )  # fmt: skip
+            q,
+            cache[:, :, 0],
+            cache[:, :, 1],
+            k,
+            v,
+            cache_seqlens=cache_seqlens,
+            softmax_scale=inner.softmax_scale,
+            causal=inner.causal,
+            window_size=inner.window_size,
+            alibi_slopes=inner._slopes_on(q.device),
+            **rotary,
+        )

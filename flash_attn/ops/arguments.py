@@ -162,8 +162,10 @@ def check_cache(name: str, cache: Tensor) -> None:
         raise RuntimeError(f"{name}: expected a contiguous last dimension (stride 1), got stride {stride}")
 
 
-def check_kvcache_ranks(q: Tensor, k_cache: Tensor, k: Tensor | None, block_table: Tensor | None) -> None:
-    for name, x, axes in (("q", q, 4), ("k_cache", k_cache, 4), ("k", k, 4), ("block_table", block_table, 2)):
+def check_kvcache_ranks(
+    q: Tensor, k_cache: Tensor, k: Tensor | None, block_table: Tensor | None, cache_name: str = "k_cache"
+) -> None:
+    for name, x, axes in (("q", q, 4), (cache_name, k_cache, 4), ("k", k, 4), ("block_table", block_table, 2)):
         if x is not None and x.dim() != axes:
             raise RuntimeError(f"{name}: expected {axes} dimensions, got {x.dim()}")
 

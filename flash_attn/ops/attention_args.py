@@ -44,6 +44,8 @@ class Options(NamedTuple):
     out: Optional[Tensor] = None  # receives the result
     seqused_k: Optional[Tensor] = None
     leftpad_k: Optional[Tensor] = None
+    qv: Optional[Tensor] = None
+    qv_name: str = "qv"  # the caller's
     mask: Any = None  # AttentionMask or bool tensor
     attn_bias: Optional[Tensor] = None
     rel_bias: Optional[Tensor] = None
@@ -96,16 +98,18 @@ class AttentionArgs(NamedTuple):
     mask_block_k: int = 0
     attn_bias: Optional[Tensor] = None
     rel_bias: Optional[Tensor] = None
+    qv: Optional[Tensor] = None
 
     def named(self) -> dict[str, Any]:
         """What is given of NAMED_OPTIONS, attn_bias, mask and sm_margin, by name, and in a backward bias_grad where it
         is False: reading one costs the extension as much as a check."""
         given: dict[str, Any] = {}
-        if self.sinks is None and not self.sm_margin and not self.has_score_tensors():
+        optional, defaults = _OPTIONAL[type(self)]
+        if self.sinks is None and self[optional] == defaults:
             return given
         for name in NAMED_OPTIONS:
             value = getattr(self, name)
-            if value is not None:
+            if value is not self._field_defaults.get(name):
                 given[name] = value
         if self.attn_bias is not None:
             given["attn_bias"] = with_all_axes(self.attn_bias, packed=self.cu_seqlens_q is not None)
@@ -121,9 +125,14 @@ class AttentionArgs(NamedTuple):
     def has_score_tensors(self) -> bool:
         """Whether the call has a mask or a bias."""
         return not (
-            self.mask_query_ranges is self.mask_key_hidden is self.mask_bits is self.mask_block_map
-            is self.attn_bias is self.rel_bias is None
-        )  # fmt: skip
+            self.mask_query_ranges
+            is self.mask_key_hidden
+            is self.mask_bits
+            is self.mask_block_map
+            is self.attn_bias
+            is self.rel_bias
+            is None
+        )
 
     def mask(self) -> Optional[MaskFactors]:
         tensors = self.mask_query_ranges, self.mask_key_hidden, self.mask_bits, self.mask_block_map
@@ -137,7 +146,7 @@ class AttentionArgs(NamedTuple):
 
     def forward_only(self) -> Optional[str]:
         """The first argument given that has no backward, by name; k where it has 8 bits."""
-        if self.seqused_k is None and self.leftpad_k is None and self.block_table is None:
+        if self.seqused_k is None and self.leftpad_k is None and self.block_table is None and self.qv is None:
             return "k" if self.k is not None and self.k.dtype in EIGHT_BIT else None
         return next(name for name in FORWARD_ONLY if getattr(self, name) is not None)
 
@@ -163,9 +172,16 @@ class AttentionArgs(NamedTuple):
     def without_scaling(self, q: Tensor, k: Optional[Tensor], v: Optional[Tensor]) -> "AttentionArgs":
         """The same call with operands to which the descales have been applied."""
         return self._replace(
-            q=q, k=k, v=v, q_descale=None, k_descale=None, v_descale=None, v_per_channel=False, out_dtype=None,
+            q=q,
+            k=k,
+            v=v,
+            q_descale=None,
+            k_descale=None,
+            v_descale=None,
+            v_per_channel=False,
+            out_dtype=None,
             fast_exp=False,
-        )  # fmt: skip
+        )
 
 
 # Options of scores that FlashAttention-2 does not have: both records have them, and the backends take them by name.
@@ -175,7 +191,7 @@ MASK_TENSORS = ("mask_query_ranges", "mask_key_hidden", "mask_bits", "mask_block
 # The arguments of calls with 8-bit tensors alone, also taken by name.
 SCALING = ("q_descale", "k_descale", "v_descale", "v_per_channel", "out_dtype")
 ATTENTION_INPUTS = ("q", "k", "v", "sinks", "attn_bias", "rel_bias")  # the fields that have gradients
-FORWARD_ONLY = ("seqused_k", "leftpad_k", "block_table")
+FORWARD_ONLY = ("seqused_k", "leftpad_k", "block_table", "qv")
 
 
 class AttentionBackwardArgs(NamedTuple):
@@ -236,6 +252,14 @@ class AttentionBackwardArgs(NamedTuple):
         )
 
 
+# Of each record the fields from sm_margin on and their defaults: `named` passes on what differs from these.
+_OPTIONAL: dict[type, tuple[Any, tuple[Any, ...]]] = {
+    record: (
+        slice(record._fields.index("sm_margin"), None),
+        tuple(map(record._field_defaults.get, record._fields[record._fields.index("sm_margin") :])),
+    )
+    for record in (AttentionArgs, AttentionBackwardArgs)
+}
 # The fields that a second backward may be asked for; out and lse are results of the others.
 BACKWARD_INPUTS = ("dout", "dlse", *ATTENTION_INPUTS)
 TANGENT_INPUTS = ATTENTION_INPUTS[:4]  # those with tangents and second derivatives
@@ -269,13 +293,30 @@ def saved_for_backward(
 ) -> tuple[tuple[Optional[Tensor], ...], tuple[Any, ...]]:
     """(tensors, options) that a forward saves, of which `backward_args` makes AttentionBackwardArgs."""
     tensors = (
-        args.q, args.k, args.v, out, lse, rng_state, args.cu_seqlens_q, args.cu_seqlens_k, args.alibi_slopes,
+        args.q,
+        args.k,
+        args.v,
+        out,
+        lse,
+        rng_state,
+        args.cu_seqlens_q,
+        args.cu_seqlens_k,
+        args.alibi_slopes,
         args.sinks,
-    )  # fmt: skip
+    )
     options = (
-        args.max_seqlen_q, args.max_seqlen_k, args.dropout_p, args.softmax_scale, args.causal, args.window_left,
-        args.window_right, args.softcap, args.deterministic, args.batch_invariant, args.sm_margin,
-    )  # fmt: skip
+        args.max_seqlen_q,
+        args.max_seqlen_k,
+        args.dropout_p,
+        args.softmax_scale,
+        args.causal,
+        args.window_left,
+        args.window_right,
+        args.softcap,
+        args.deterministic,
+        args.batch_invariant,
+        args.sm_margin,
+    )
     if not args.has_score_tensors():
         return tensors, options
     return (
@@ -340,6 +381,7 @@ class KvCacheArgs(NamedTuple):
     v_per_channel: bool = False
     out_dtype: Optional[torch.dtype] = None
     sm_margin: int = 0
+    qv: Optional[Tensor] = None
 
     def named(self) -> dict[str, Any]:
         """Those of NAMED_OPTIONS that it has, and sm_margin, that are given, by name."""
@@ -368,11 +410,11 @@ class KvCacheArgs(NamedTuple):
 
     def differentiable(self) -> tuple[Optional[Tensor], ...]:
         """The values of KVCACHE_INPUTS."""
-        return self.q, self.k_cache, self.v_cache, self.k, self.v, self.sinks, self.out
+        return self.q, self.k_cache, self.v_cache, self.k, self.v, self.sinks, self.out, self.qv
 
 
 # The fields that may ask for a gradient; none gets one.
-KVCACHE_INPUTS = ("q", "k_cache", "v_cache", "k", "v", "sinks", "out")
+KVCACHE_INPUTS = ("q", "k_cache", "v_cache", "k", "v", "sinks", "out", "qv")
 
 
 class KvCachePlanArgs(NamedTuple):
@@ -395,6 +437,7 @@ class KvCachePlanArgs(NamedTuple):
     batch_invariant: bool
     eight_bit: bool = False  # of an 8-bit cache
     sm_margin: int = 0
+    head_dim_v: int = 0  # of the calls' qv; 0: they have none
 
     def sizes(self) -> tuple[Any, ...]:
         """The sizes and options that all backends schedule by."""

@@ -11,7 +11,7 @@ import torch
 
 from flash_attn import backends
 from flash_attn.eight_bit import result_dtype
-from flash_attn.ops import context, outputs, scaled
+from flash_attn.ops import context, latent, outputs, scaled
 from flash_attn.ops.attention_args import AttentionArgs, AttentionBackwardArgs, KvCacheArgs, KvCachePlanArgs
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def unpack(q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None) -> t
 
 def rows_contiguous(x: torch.Tensor) -> torch.Tensor:
     """x with a contiguous last dimension, copied if it has to be."""
-    return x if has_contiguous_rows(x) else x.contiguous()
+    return x if x.is_contiguous() or has_contiguous_rows(x) else x.contiguous()
 
 
 def has_contiguous_rows(x: torch.Tensor) -> bool:
@@ -66,16 +66,68 @@ def forward(args: AttentionArgs, backend: Any = None, out: torch.Tensor | None =
 
     out: for the result, if given. A call that makes copies of 8-bit tensors returns another tensor.
     """
+    if args.qv is not None:
+        latent.check_packed(args)
     backend = backend or backends.of(args.q)
-    if not args.is_scaled():
-        return _forward(args, backend, {}, out)
-    if args.q.is_cpu:
-        scaled.check_unpacked(args)
-        return _forward(args, backend, args.scaling(), out)
-    scaled.check(args)
-    if scaled.needs_copies(args):
-        return scaled.attend_copies(args, lambda copies: _forward(copies, backend, {}))
-    return _forward(args, backend, scaled.by_name(args), out)
+    named = args.named()
+    if args.is_scaled():
+        if args.q.is_cpu:
+            scaled.check_unpacked(args)
+            named.update(args.scaling())
+        else:
+            scaled.check(args)
+            if scaled.needs_copies(args):
+                return scaled.attend_copies(args, lambda copies: forward(copies, backend))
+            named.update(scaled.by_name(args))
+    if args.qv is not None:
+        named["qv"] = rows_contiguous(args.qv)
+    q, k, v = args.q, args.k, args.v
+    if v is None or k is None:
+        q, k, v = unpack(q, k, v)
+    if args.cu_seqlens_q is None:
+        return _flash_attn_forward(
+            q,
+            k,
+            v,
+            args.dropout_p,
+            args.softmax_scale,
+            args.causal,
+            args.window_left,
+            args.window_right,
+            args.softcap,
+            args.alibi_slopes,
+            args.return_softmax,
+            out=out,
+            return_max_logit=args.return_max_logit,
+            batch_invariant=args.batch_invariant,
+            flash_attn_gpu=backend,
+            named=named,
+        )
+    return _flash_attn_varlen_forward(
+        q,
+        k,
+        v,
+        args.cu_seqlens_q,
+        args.cu_seqlens_k,
+        args.max_seqlen_q,
+        args.max_seqlen_k,
+        args.dropout_p,
+        args.softmax_scale,
+        args.causal,
+        args.window_left,
+        args.window_right,
+        args.softcap,
+        args.alibi_slopes,
+        args.return_softmax,
+        args.block_table,
+        args.leftpad_k,
+        args.seqused_k,
+        out=out,
+        flash_attn_gpu=backend,
+        return_max_logit=args.return_max_logit,
+        batch_invariant=args.batch_invariant,
+        named=named,
+    )
 
 
 def forward_into(
@@ -100,29 +152,109 @@ def _has_copies(args: AttentionArgs, inputs: tuple[torch.Tensor, ...]) -> bool:
     index = (args.cu_seqlens_q, args.cu_seqlens_k, args.seqused_k, args.leftpad_k, args.block_table)
     return (
         any(x is not given or not has_contiguous_rows(x) for x, given in zip((args.q, args.k, args.v), inputs))
+        or (args.qv is not None and not has_contiguous_rows(args.qv))
         or any(x is not None and not (x.dtype is torch.int32 and x.is_contiguous()) for x in index)
-    )  # fmt: skip
+    )
 
 
-def _forward(
-    args: AttentionArgs, backend: Any, scaling: dict[str, Any], out: torch.Tensor | None = None
+def _flash_attn_forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dropout_p: float,
+    softmax_scale: float,
+    causal: bool,
+    window_size_left: int,
+    window_size_right: int,
+    softcap: float,
+    alibi_slopes: torch.Tensor | None,
+    return_softmax: bool,
+    *,
+    flash_attn_gpu: Any,
+    out: torch.Tensor | None,
+    return_max_logit: bool,
+    batch_invariant: bool,
+    named: dict[str, Any],
 ) -> tuple[torch.Tensor, ...]:
-    """scaling: what only calls with 8-bit tensors have, by name. out: written and returned."""
-    q, k, v = map(rows_contiguous, unpack(args.q, args.k, args.v))
-    if args.cu_seqlens_q is None:
-        result = backend.fwd(
-            q, k, v, out, args.alibi_slopes, args.dropout_p, args.softmax_scale, args.causal, args.window_left,
-            args.window_right, args.softcap, args.return_softmax, None, args.return_max_logit,
-            args.batch_invariant, **args.named(), **scaling,
-        )  # fmt: skip
-    else:
-        result = backend.varlen_fwd(
-            q, k, v, out, _index("cu_seqlens_q", args.cu_seqlens_q), _index("cu_seqlens_k", args.cu_seqlens_k),
-            _index("seqused_k", args.seqused_k), _index("leftpad_k", args.leftpad_k),
-            _index("block_table", args.block_table), args.alibi_slopes, args.max_seqlen_q, args.max_seqlen_k,
-            args.dropout_p, args.softmax_scale, False, args.causal, args.window_left, args.window_right, args.softcap,
-            args.return_softmax, None, 0, args.return_max_logit, args.batch_invariant, **args.named(), **scaling,
-        )  # fmt: skip
+    """Dense forward by FlashAttention-2's arguments. flash_attn_gpu: the backend. named: the options that it takes by
+    name, of those that are given."""
+    q, k, v = rows_contiguous(q), rows_contiguous(k), rows_contiguous(v)
+    result = flash_attn_gpu.fwd(
+        q,
+        k,
+        v,
+        out,
+        alibi_slopes,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size_left,
+        window_size_right,
+        softcap,
+        return_softmax,
+        None,
+        return_max_logit,
+        batch_invariant,
+        **named,
+    )
+    return tuple(result)
+
+
+def _flash_attn_varlen_forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float,
+    softmax_scale: float,
+    causal: bool,
+    window_size_left: int,
+    window_size_right: int,
+    softcap: float,
+    alibi_slopes: torch.Tensor | None,
+    return_softmax: bool,
+    block_table: torch.Tensor | None,
+    leftpad_k: torch.Tensor | None,
+    seqused_k: torch.Tensor | None,
+    *,
+    flash_attn_gpu: Any,
+    out: torch.Tensor | None,
+    return_max_logit: bool,
+    batch_invariant: bool,
+    named: dict[str, Any],
+) -> tuple[torch.Tensor, ...]:
+    """`_flash_attn_forward` of packed sequences."""
+    q, k, v = rows_contiguous(q), rows_contiguous(k), rows_contiguous(v)
+    result = flash_attn_gpu.varlen_fwd(
+        q,
+        k,
+        v,
+        out,
+        _index("cu_seqlens_q", cu_seqlens_q),
+        _index("cu_seqlens_k", cu_seqlens_k),
+        _index("seqused_k", seqused_k),
+        _index("leftpad_k", leftpad_k),
+        _index("block_table", block_table),
+        alibi_slopes,
+        max_seqlen_q,
+        max_seqlen_k,
+        dropout_p,
+        softmax_scale,
+        False,
+        causal,
+        window_size_left,
+        window_size_right,
+        softcap,
+        return_softmax,
+        None,
+        0,
+        return_max_logit,
+        batch_invariant,
+        **named,
+    )
     return tuple(result)
 
 
@@ -146,6 +278,7 @@ def forward_in_use(
     scaling: dict[str, Any] | None = None,
     out: torch.Tensor | None = None,
     sm_margin: int = 0,
+    qv: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Forward of packed queries of which `rows`, a RowsInUse, are in use -> (out, lse); without autograd.
 
@@ -154,23 +287,43 @@ def forward_in_use(
     """
     most_keys = k.shape[0] if block_table is None else block_table.shape[1] * k.shape[1]
     args = AttentionArgs(
-        rows.gather(q), k, v, rows.cu_seqlens, cu_seqlens_k, seqused_k, leftpad_k, block_table, alibi_slopes, sinks,
-        max_seqlen_q or q.shape[0], max_seqlen_k or most_keys, dropout_p, *scores, False, False, False, batch_invariant,
-        sm_margin=sm_margin, **(scaling or {}),
-    )  # fmt: skip
+        rows.gather(q),
+        k,
+        v,
+        rows.cu_seqlens,
+        cu_seqlens_k,
+        seqused_k,
+        leftpad_k,
+        block_table,
+        alibi_slopes,
+        sinks,
+        max_seqlen_q or q.shape[0],
+        max_seqlen_k or most_keys,
+        dropout_p,
+        *scores,
+        False,
+        False,
+        False,
+        batch_invariant,
+        sm_margin=sm_margin,
+        qv=None if qv is None else rows.gather(qv),
+        **(scaling or {}),
+    )
     if out is None:
         result, lse = forward(args)[:2]
         return rows.scatter(result), rows.scatter(lse, 1)
     if rows.order is None:
         result, lse, *_ = forward_into(args, out, (q, k, v))
         return result, lse
-    outputs.check_result(out, q, v, args.out_dtype, {**args._asdict(), "q": q})
+    outputs.check_result(out, q, v, args.out_dtype, {**args._asdict(), "q": q, "qv": qv})
     result, lse = forward(args)[:2]
     return out.copy_(rows.scatter(result)), rows.scatter(lse, 1)
 
 
 def forward_fake(args: AttentionArgs) -> tuple[torch.Tensor, ...]:
     """Outputs of `forward` by shape, dtype, strides and device alone."""
+    if args.qv is not None:
+        latent.check_packed(args)
     q, k, v = unpack(args.q, args.k, args.v)
     if args.cu_seqlens_q is None:
         batch, max_seqlen_q, heads = q.shape[:3]
@@ -239,21 +392,61 @@ def _backward_into(
     wanted = (dq, dk, dv)
     context.check_writable(("dq", "dk", "dv"), wanted)
     dout, q, k, v, out = map(rows_contiguous, (args.dout, *unpack(args.q, args.k, args.v), args.out))
-    written = [x if x is None or x.stride(-1) == 1 else torch.empty_like(x, memory_format=torch.contiguous_format)
-               for x in wanted]  # fmt: skip
+    written = [
+        x if x is None or x.stride(-1) == 1 else torch.empty_like(x, memory_format=torch.contiguous_format)
+        for x in wanted
+    ]
     if args.cu_seqlens_q is None:
         result = backend.bwd(
-            dout, q, k, v, out, args.lse.contiguous(), *written, args.alibi_slopes, args.dropout_p, args.softmax_scale,
-            args.causal, args.window_left, args.window_right, args.softcap, args.deterministic, None, args.rng_state,
-            args.dlse, args.batch_invariant, **args.named(),
-        )  # fmt: skip
+            dout,
+            q,
+            k,
+            v,
+            out,
+            args.lse.contiguous(),
+            *written,
+            args.alibi_slopes,
+            args.dropout_p,
+            args.softmax_scale,
+            args.causal,
+            args.window_left,
+            args.window_right,
+            args.softcap,
+            args.deterministic,
+            None,
+            args.rng_state,
+            args.dlse,
+            args.batch_invariant,
+            **args.named(),
+        )
     else:
         result = backend.varlen_bwd(
-            dout, q, k, v, out, args.lse.contiguous(), *written, _index("cu_seqlens_q", args.cu_seqlens_q),
-            _index("cu_seqlens_k", args.cu_seqlens_k), args.alibi_slopes, args.max_seqlen_q, args.max_seqlen_k,
-            args.dropout_p, args.softmax_scale, False, args.causal, args.window_left, args.window_right, args.softcap,
-            args.deterministic, None, args.rng_state, args.dlse, args.batch_invariant, **args.named(),
-        )  # fmt: skip
+            dout,
+            q,
+            k,
+            v,
+            out,
+            args.lse.contiguous(),
+            *written,
+            _index("cu_seqlens_q", args.cu_seqlens_q),
+            _index("cu_seqlens_k", args.cu_seqlens_k),
+            args.alibi_slopes,
+            args.max_seqlen_q,
+            args.max_seqlen_k,
+            args.dropout_p,
+            args.softmax_scale,
+            False,
+            args.causal,
+            args.window_left,
+            args.window_right,
+            args.softcap,
+            args.deterministic,
+            None,
+            args.rng_state,
+            args.dlse,
+            args.batch_invariant,
+            **args.named(),
+        )
     for target, source in zip(wanted, written):
         if target is not source and target is not None and source is not None:
             target.copy_(source)
@@ -288,20 +481,44 @@ def kvcache_forward(args: KvCacheArgs, backend: Any = None) -> tuple[torch.Tenso
         overwritten = (args.out, args.k_cache, args.v_cache, args.k_token_descale, args.v_token_descale)
     if overwritten:
         context.check_writable(_KVCACHE_WRITTEN, overwritten)
-        if not (has_contiguous_rows(args.q) and k is args.k and v is args.v):
-            outputs.check_apart_from_copied(zip(_KVCACHE_WRITTEN, overwritten), {"q": args.q, "k": args.k, "v": args.v})
+        copied = {"q": args.q, "k": args.k, "v": args.v, "qv": args.qv}
+        if not all(x is None or has_contiguous_rows(x) for x in copied.values()):
+            outputs.check_apart_from_copied(zip(_KVCACHE_WRITTEN, overwritten), copied)
+    if args.qv is not None:
+        latent.check_cached(args)
     backend, scaling = backend or backends.of(args.q), {}
     if args.is_scaled():
         if not args.q.is_cpu:
             scaled.check_cache(args)
         scaling = args.scaling()
+    if args.qv is not None:
+        scaling = {**scaling, "qv": rows_contiguous(args.qv)}
     out, lse = backend.fwd_kvcache(
-        rows_contiguous(args.q), args.k_cache, args.v_cache, k, v, _index("cache_seqlens", args.cache_seqlens),
-        rotary_cos, rotary_sin, _index("cache_batch_idx", args.cache_batch_idx),
-        _index("cache_leftpad", args.cache_leftpad), _pages(args.block_table), args.alibi_slopes, args.out,
-        args.softmax_scale, args.causal, args.window_left, args.window_right, args.softcap, args.rotary_interleaved,
-        args.num_splits, args.plan, args.batch_invariant, **args.named(), **scaling,
-    )  # fmt: skip
+        rows_contiguous(args.q),
+        args.k_cache,
+        args.v_cache,
+        k,
+        v,
+        _index("cache_seqlens", args.cache_seqlens),
+        rotary_cos,
+        rotary_sin,
+        _index("cache_batch_idx", args.cache_batch_idx),
+        _index("cache_leftpad", args.cache_leftpad),
+        _pages(args.block_table),
+        args.alibi_slopes,
+        args.out,
+        args.softmax_scale,
+        args.causal,
+        args.window_left,
+        args.window_right,
+        args.softcap,
+        args.rotary_interleaved,
+        args.num_splits,
+        args.plan,
+        args.batch_invariant,
+        **args.named(),
+        **scaling,
+    )
     if overwritten or args.plan is not None:
         context.written((args.plan, *overwritten))
     return out, lse
@@ -316,17 +533,25 @@ def kvcache_operator(args: KvCacheArgs) -> tuple[torch.Tensor, torch.Tensor]:
 def kvcache_operator_fake(args: KvCacheArgs) -> tuple[torch.Tensor, torch.Tensor]:
     """Outputs of `kvcache_operator` by shape, dtype, strides and device alone."""
     q = args.q
+    if args.qv is not None:
+        latent.check_cached(args)
     lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=_accumulator(q))
     dtype = result_dtype(q, args.v_cache, args.out_dtype)
-    return q.new_empty(q.shape if args.out is None else 0, dtype=dtype), lse
+    shape = q.shape if args.qv is None else args.qv.shape
+    return q.new_empty(shape if args.out is None else 0, dtype=dtype), lse
 
 
 def kvcache_plan(args: KvCachePlanArgs) -> torch.Tensor:
     """Fill the plan of calls of `kvcache_forward`, or make one where it is None -> plan."""
     lengths, leftpad = _index("cache_seqlens", args.cache_seqlens), _index("cache_leftpad", args.cache_leftpad)
+    latent.check_plan(args)
     backend = backends.of(args.cache_seqlens, "cache_seqlens")
     # On the CPU nothing is scheduled.
-    named = {} if args.cache_seqlens.is_cpu else {"eight_bit": args.eight_bit, "sm_margin": args.sm_margin}
+    named: dict[str, Any] = {"eight_bit": args.eight_bit, "sm_margin": args.sm_margin}
+    if args.cache_seqlens.is_cpu:
+        named = {"head_dim_v": args.head_dim_v}
+    elif args.head_dim_v:
+        named["head_dim_v"] = args.head_dim_v
     plan: torch.Tensor = backend.kvcache_plan(lengths, leftpad, *args.sizes(), args.plan, **named)
     context.written((args.plan,))
     return plan

@@ -31,6 +31,11 @@ def _forward_flops(q: Tensor, v: Tensor, pairs: int) -> int:
     return _products(q, v, pairs, 1, 1)
 
 
+def _latent_flops(qv: Tensor | None, pairs: int) -> int:
+    """Those of scores of qv, in addition to those of q."""
+    return 0 if qv is None else _products(qv, qv, pairs, 1, 0)
+
+
 def _backward_flops(q: Tensor, v: Tensor, pairs: int) -> int:
     return _products(q, v, pairs, 3, 2)
 
@@ -78,7 +83,8 @@ def _pairs_of(args: AttentionArgs | AttentionBackwardArgs, q: Tensor, k: Tensor)
 def _forward(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
     call = AttentionArgs(*args, **kwargs)
     q, k, v = unpack(call.q, call.k, call.v)
-    return _forward_flops(q, v, _pairs_of(call, q, k))
+    pairs = _pairs_of(call, q, k)
+    return _forward_flops(q, v, pairs) + _latent_flops(call.qv, pairs)
 
 
 @register_flop_formula(_core.bwd, get_raw=True)
@@ -111,7 +117,8 @@ def _kvcache(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
     cached = _values(call.cache_seqlens, batch, pages * call.k_cache.shape[1] - new)
     padding = _values(call.cache_leftpad, batch, 0)
     keys = (n + new - pad if n >= 0 else 0 for n, pad in zip(cached, padding))
-    return _forward_flops(call.q, call.v_cache, _pairs([seqlen_q] * batch, keys))
+    pairs = _pairs([seqlen_q] * batch, keys)
+    return _forward_flops(call.q, call.v_cache, pairs) + _latent_flops(call.qv, pairs)
 
 
 # ---- the operators that distributed-attention clients call ----

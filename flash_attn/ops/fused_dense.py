@@ -148,9 +148,16 @@ class FusedMLP(nn.Module):
     def forward(self, x: Tensor, process_group: Any = None) -> Tensor | tuple[Tensor, Tensor]:
         """x: (..., in_features) -> (..., out_features), or with return_residual (out, x)."""
         return fused_mlp_func(
-            x, self.fc1.weight, self.fc2.weight, self.fc1.bias, self.fc2.bias, self.activation,
-            return_residual=self.return_residual, checkpoint_lvl=self.checkpoint_lvl, process_group=process_group,
-        )  # fmt: skip
+            x,
+            self.fc1.weight,
+            self.fc2.weight,
+            self.fc1.bias,
+            self.fc2.bias,
+            self.activation,
+            return_residual=self.return_residual,
+            checkpoint_lvl=self.checkpoint_lvl,
+            process_group=process_group,
+        )
 
 
 ColumnParallelLinear = tensor_parallel_class("ColumnParallelLinear", "nn.Linear", "ColwiseParallel")

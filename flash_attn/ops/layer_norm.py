@@ -40,9 +40,21 @@ def _dropout_add_norm(
                 raise RuntimeError(f"layerscale: expected shape {shape}, got {list(layerscale.shape)}")
             x = (x0 * layerscale).to(x0.dtype)  # before dropout, which it commutes with
         results = layer_norm_fn(
-            x, weight, bias, residual, x1, weight1, bias1, epsilon, dropout_p, rowscale, prenorm, residual_in_fp32,
-            is_rms_norm=is_rms_norm, return_dropout_mask=return_dropout_mask,
-        )  # fmt: skip
+            x,
+            weight,
+            bias,
+            residual,
+            x1,
+            weight1,
+            bias1,
+            epsilon,
+            dropout_p,
+            rowscale,
+            prenorm,
+            residual_in_fp32,
+            is_rms_norm=is_rms_norm,
+            return_dropout_mask=return_dropout_mask,
+        )
     except (RuntimeError, TypeError) as error:
         arguments.rename(error, _NAMES if has_two else {"x": "x0", "eps": "epsilon"})
         raise
@@ -91,9 +103,19 @@ def dropout_add_layer_norm(
     Returns out, (out, sum), (out, mask) or (out, sum, mask). Raises RuntimeError naming the argument that does not fit.
     """
     return _dropout_add_norm(
-        x0, residual, weight, bias, dropout_p, epsilon, rowscale, layerscale, prenorm, residual_in_fp32,
-        return_dropout_mask, False,
-    )  # fmt: skip
+        x0,
+        residual,
+        weight,
+        bias,
+        dropout_p,
+        epsilon,
+        rowscale,
+        layerscale,
+        prenorm,
+        residual_in_fp32,
+        return_dropout_mask,
+        False,
+    )
 
 
 def dropout_add_layer_norm_parallel_residual(
@@ -124,9 +146,23 @@ def dropout_add_layer_norm_parallel_residual(
     without weight1. Raises RuntimeError naming the argument that does not fit.
     """
     return _dropout_add_norm(
-        x0, residual, weight0, bias0, dropout_p, epsilon, None, None, prenorm, residual_in_fp32, return_dropout_mask,
-        False, x1, weight1, bias1, has_two=True,
-    )  # fmt: skip
+        x0,
+        residual,
+        weight0,
+        bias0,
+        dropout_p,
+        epsilon,
+        None,
+        None,
+        prenorm,
+        residual_in_fp32,
+        return_dropout_mask,
+        False,
+        x1,
+        weight1,
+        bias1,
+        has_two=True,
+    )
 
 
 class DropoutAddNorm(nn.Module):
@@ -163,9 +199,19 @@ class DropoutAddNorm(nn.Module):
     def forward(self, x0: Tensor, residual: Tensor | None = None) -> TensorOrTuple:
         """x0, residual: (..., hidden_size) -> out, or (out, sum) with prenorm."""
         return _dropout_add_norm(
-            x0, residual, self.weight, self.bias, self.p if self.training else 0.0, self.eps, None, None, self.prenorm,
-            self.residual_in_fp32, False, self._is_rms_norm,
-        )  # fmt: skip
+            x0,
+            residual,
+            self.weight,
+            self.bias,
+            self.p if self.training else 0.0,
+            self.eps,
+            None,
+            None,
+            self.prenorm,
+            self.residual_in_fp32,
+            False,
+            self._is_rms_norm,
+        )
 
 
 class DropoutAddLayerNorm(DropoutAddNorm):

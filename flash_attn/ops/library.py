@@ -39,8 +39,12 @@ _backward_op: Any = None
 
 def attention(args: AttentionArgs) -> Any:
     """`calls.forward` for a call that no autograd.Function records: as the operator, which is differentiable, where
-    someone watches it, by its rules within torch.func and forward mode."""
-    needs_dispatch, differentiating = context.survey(ATTENTION_INPUTS, args.differentiable(), carries_tangents=True)
+    someone watches it, by its rules within torch.func and forward mode, which know no qv."""
+    names: tuple[str, ...] = ATTENTION_INPUTS
+    given = args.differentiable()
+    if args.qv is not None:
+        names, given = (*names, "qv"), (*given, args.qv)
+    needs_dispatch, differentiating = context.survey(names, given, carries_tangents=args.qv is None)
     if needs_dispatch:
         return _forward_op(*args)
     if context.transforms():
@@ -50,9 +54,9 @@ def attention(args: AttentionArgs) -> Any:
 
 def attention_into(args: AttentionArgs, out: Tensor, inputs: Any) -> Any:
     """`attention` with its result in out; without gradients. inputs: (q, k, v) as the caller gave them."""
-    given = args.differentiable()
+    given = (*args.differentiable(), args.qv)
     outputs.reject_gradients(out, *given)
-    needs_dispatch = context.survey((*ATTENTION_INPUTS, "out"), (*given, out))[0]
+    needs_dispatch = context.survey((*ATTENTION_INPUTS, "qv", "out"), (*given, out))[0]
     if not needs_dispatch and not context.transformed():
         return calls.forward_into(args, out, inputs)
     *_, v = inputs
@@ -230,15 +234,16 @@ def _second_setup_context(ctx: Any, inputs: Any, output: Any) -> None:
 def _second_backward(ctx: Any, *grads: Any) -> Any:
     if len(grads) == 1 and isinstance(grads[0], (list, tuple)):  # of an operator with a list of results
         (grads,) = grads
+    given = len(ctx.needs_input_grad)  # an operator's trailing arguments that are defaults are none of its inputs
     if all(x is None for x in grads):
-        return (None,) * len(AttentionBackwardArgs._fields)
+        return (None,) * given
     if not context.transformed():
         context.reject_batched_gradients(*grads)
     args = AttentionBackwardArgs(*saved_values(ctx))
     directions = Tangents(*by_input(args, grads)[: len(TANGENT_INPUTS)])
     t_out, t_lse, *inputs = derived().second_derivatives(directions, args)
     found = {"dout": t_out, "dlse": None if args.dlse is None else t_lse}
-    return attention_gradients(by_input(args, inputs), AttentionBackwardArgs, found)
+    return attention_gradients(by_input(args, inputs), AttentionBackwardArgs, found)[:given]
 
 
 def derived() -> Any:
@@ -295,13 +300,20 @@ def _register_attention() -> None:
     global _forward_op, _backward_op
     # The tag keeps dropout out of common subexpression elimination, and makes compiled checkpointing replay the RNG.
     _forward_op = register(
-        "fwd", AttentionArgs, "(Tensor, Tensor, Tensor, Tensor, Tensor)", _five_results(calls.forward),
-        _five_results(calls.forward_fake), tags=(torch.Tag.nondeterministic_seeded,),
-    )  # fmt: skip
+        "fwd",
+        AttentionArgs,
+        "(Tensor, Tensor, Tensor, Tensor, Tensor)",
+        _five_results(calls.forward),
+        _five_results(calls.forward_fake),
+        tags=(torch.Tag.nondeterministic_seeded,),
+    )
     _backward_op = register(
-        "bwd", AttentionBackwardArgs, "Tensor[]", takes(AttentionBackwardArgs, calls.backward),
+        "bwd",
+        AttentionBackwardArgs,
+        "Tensor[]",
+        takes(AttentionBackwardArgs, calls.backward),
         takes(AttentionBackwardArgs, calls.backward_fake),
-    )  # fmt: skip
+    )
     register_autograd("fwd", _backward, _setup_context)
     register_autograd("bwd", _second_backward, _second_setup_context)
 
@@ -342,4 +354,4 @@ _kvcache_append_op = _register_kvcache(
 )
 _kvcache_plan_op = _register_writing(
     "kvcache_plan", KvCachePlanArgs, "()", _fill_plan, lambda args: None, {"plan": "a"}
-)  # fmt: skip
+)

@@ -16,7 +16,7 @@ from flash_attn.limits import MAX_HEAD_DIM
 from flash_attn.masks import AttentionMask
 from flash_attn.masks.arguments import DEVICES, check_bias, mask_factors, with_all_axes
 from flash_attn.masks.checks import require
-from flash_attn.ops import arguments
+from flash_attn.ops import arguments, latent
 from flash_attn.ops.attention_args import (
     DENSE,
     MASK_TENSORS,
@@ -54,7 +54,11 @@ def attention(
     names = NAMES[len(inputs) - 1]
     if len(inputs) < 3:
         arguments.check_packed(names[-1], inputs[-1], 4 - len(inputs), sequences is not DENSE)
-    inputs = arguments.attention_inputs(names, inputs)
+    if options.qv is None:
+        inputs = arguments.attention_inputs(names, inputs)
+    else:
+        made = arguments.attention_inputs((*names, options.qv_name), (*inputs, options.qv))
+        inputs, options = made[:-1], options._replace(qv=made[-1])
     q = inputs[0]
     if type(dropout_p) is not float:
         dropout_p = arguments.number("dropout_p", dropout_p)
@@ -70,9 +74,10 @@ def attention(
     if sinks is not None:
         sinks = arguments.sinks(sinks)
     head_dim = q.size(-1) if q.dim() > 0 else 1  # the dimensions are the backends' matter
-    if head_dim == 0:
+    scored_dim = head_dim if options.qv is None else latent.score_dim(q, options.qv)
+    if scored_dim == 0:
         arguments.head_dim(names[0], q)
-    scale = head_dim**-0.5 if softmax_scale is None else arguments.number("softmax_scale", softmax_scale)
+    scale = scored_dim**-0.5 if softmax_scale is None else arguments.number("softmax_scale", softmax_scale)
     wants_dmask = dropout_p > 0 and return_attn_probs
     max_seqlen_q = max_seqlen_k = 0
     if sequences is not DENSE:
@@ -157,6 +162,7 @@ def _with_options(args: AttentionArgs, options: Options) -> AttentionArgs:
         batch_invariant=arguments.flag("batch_invariant", options.batch_invariant) or args.batch_invariant,
         fast_exp=is_quantized and options.quant.allows_fast_exp(args.q),
         sm_margin=arguments.sm_margin(options.sm_margin),
+        qv=options.qv,
         **fields,
     )
 
@@ -212,7 +218,7 @@ def _check_rows(name: str, x: Tensor, total: int) -> None:
 
 def callers_names(inputs: tuple[Any, ...], sequences: Sequences, options: Options) -> dict[str, str]:
     """The names of arguments that a public function has for those of the backends, where they differ."""
-    names = {"sinks": options.sinks_name}
+    names = {"sinks": options.sinks_name, "qv": options.qv_name}
     if len(inputs) == 2:
         names.update({"k": "kv (its k)", "v": "kv (its v)"})
     if len(inputs) == 1:

@@ -35,9 +35,19 @@ def dropout_add_rms_norm(
 ) -> TensorOrTuple:
     """`flash_attn.ops.layer_norm.dropout_add_layer_norm` with the RMS norm."""
     return _dropout_add_norm(
-        x0, residual, weight, bias, dropout_p, epsilon, rowscale, layerscale, prenorm, residual_in_fp32,
-        return_dropout_mask, True,
-    )  # fmt: skip
+        x0,
+        residual,
+        weight,
+        bias,
+        dropout_p,
+        epsilon,
+        rowscale,
+        layerscale,
+        prenorm,
+        residual_in_fp32,
+        return_dropout_mask,
+        True,
+    )
 
 
 def dropout_add_rms_norm_parallel_residual(
@@ -56,9 +66,23 @@ def dropout_add_rms_norm_parallel_residual(
 ) -> TensorOrTuple:
     """`flash_attn.ops.layer_norm.dropout_add_layer_norm_parallel_residual` with the RMS norm."""
     return _dropout_add_norm(
-        x0, residual, weight0, bias0, dropout_p, epsilon, None, None, prenorm, residual_in_fp32, return_dropout_mask,
-        True, x1, weight1, bias1, has_two=True,
-    )  # fmt: skip
+        x0,
+        residual,
+        weight0,
+        bias0,
+        dropout_p,
+        epsilon,
+        None,
+        None,
+        prenorm,
+        residual_in_fp32,
+        return_dropout_mask,
+        True,
+        x1,
+        weight1,
+        bias1,
+        has_two=True,
+    )
 
 
 class RMSNorm(norms.RMSNorm):

@@ -45,12 +45,7 @@ def needs_copies(args: AttentionArgs) -> bool:
     by_sequence = any(x is not None and x.dim() == 2 and x.shape[0] > 1 for x in (args.k_descale, args.v_descale))
     by_sequence = by_sequence or (args.v_per_channel and args.v_descale is not None and args.v_descale.dim() == 3)
     may_overlap = args.seqused_k is not None and args.block_table is None  # a row may be a key of two sequences
-    return (
-        v.dtype is not k.dtype
-        or v.shape[-1] != k.shape[-1]
-        or k.shape[-1] % 8 != 0
-        or (may_overlap and by_sequence)
-    )  # fmt: skip
+    return v.dtype is not k.dtype or v.shape[-1] != k.shape[-1] or k.shape[-1] % 8 != 0 or (may_overlap and by_sequence)
 
 
 def attend_copies(args: AttentionArgs, attend: Callable[[AttentionArgs], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:

@@ -56,9 +56,21 @@ def _dense(
     target = None if out is None else _writable(out)
     q, k, v = map(calls.rows_contiguous, (q, k, v))
     result, lse, dmask, rng_state = backends.of(q).fwd(
-        q, k, v, target, alibi_slopes, dropout_p, scale, is_causal, *window, 0.0, return_debug_mask, None, False,
+        q,
+        k,
+        v,
+        target,
+        alibi_slopes,
+        dropout_p,
+        scale,
+        is_causal,
+        *window,
+        0.0,
+        return_debug_mask,
+        None,
+        False,
         batch_invariant,
-    )  # fmt: skip
+    )
     if out is not None and target is not None and target is not out:
         result = out.copy_(target)
     return result, lse, dmask, rng_state
@@ -89,9 +101,30 @@ def _varlen(
     if cum_seq_k is None and seqused_k is not None:
         cum_seq_k = cum_seq_q  # pages begin at the block table, lengths stand in seqused_k
     _, lse, dmask, rng_state = backends.of(q).varlen_fwd(
-        q, k, v, target, cum_seq_q, cum_seq_k, seqused_k, None, block_table, alibi_slopes, max_q, max_k, dropout_p,
-        scale, False, is_causal, *window, 0.0, return_debug_mask, None, 0, False, batch_invariant,
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        target,
+        cum_seq_q,
+        cum_seq_k,
+        seqused_k,
+        None,
+        block_table,
+        alibi_slopes,
+        max_q,
+        max_k,
+        dropout_p,
+        scale,
+        False,
+        is_causal,
+        *window,
+        0.0,
+        return_debug_mask,
+        None,
+        0,
+        False,
+        batch_invariant,
+    )
     if target is not out:
         out.copy_(target)
     return out, lse, dmask, rng_state
@@ -113,9 +146,18 @@ def sdpa_forward(
     q = query.transpose(1, 2)
     out = None if q.is_contiguous() else torch.empty_like(query).transpose(1, 2)
     out, lse, dmask, rng_state = _dense(
-        q, key.transpose(1, 2), value.transpose(1, 2), out, dropout_p, is_causal, return_debug_mask,
-        _scale(scale, query), (-1, -1), None, is_batch_invariant(),
-    )  # fmt: skip
+        q,
+        key.transpose(1, 2),
+        value.transpose(1, 2),
+        out,
+        dropout_p,
+        is_causal,
+        return_debug_mask,
+        _scale(scale, query),
+        (-1, -1),
+        None,
+        is_batch_invariant(),
+    )
     random = _random_results(query, rng_state)
     return out.transpose(1, 2), lse, None, None, query.shape[2], key.shape[2], *random, dmask
 
@@ -145,12 +187,29 @@ def _gradients(
 
     gradients = tuple(map(torch.empty_like, (query, key, value)))
     args = AttentionBackwardArgs(  # type: ignore[call-arg]  # mypy sees no defaults in this record
-        dout=ours(grad_out), dlse=None, q=ours(query), k=ours(key), v=ours(value), out=ours(out), lse=lse,
-        rng_state=rng_state.view(torch.int64), cu_seqlens_q=cum_seq_q, cu_seqlens_k=cum_seq_k, alibi_slopes=None,
-        sinks=None, max_seqlen_q=max_q, max_seqlen_k=max_k, dropout_p=dropout_p, softmax_scale=_scale(scale, query),
-        causal=is_causal, window_left=window[0], window_right=window[1], softcap=0.0,
-        deterministic=torch.are_deterministic_algorithms_enabled(), batch_invariant=is_batch_invariant(),
-    )  # fmt: skip
+        dout=ours(grad_out),
+        dlse=None,
+        q=ours(query),
+        k=ours(key),
+        v=ours(value),
+        out=ours(out),
+        lse=lse,
+        rng_state=rng_state.view(torch.int64),
+        cu_seqlens_q=cum_seq_q,
+        cu_seqlens_k=cum_seq_k,
+        alibi_slopes=None,
+        sinks=None,
+        max_seqlen_q=max_q,
+        max_seqlen_k=max_k,
+        dropout_p=dropout_p,
+        softmax_scale=_scale(scale, query),
+        causal=is_causal,
+        window_left=window[0],
+        window_right=window[1],
+        softcap=0.0,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+        batch_invariant=is_batch_invariant(),
+    )
     calls.backward_into(args, *map(ours, gradients))
     return gradients
 
@@ -175,9 +234,23 @@ def sdpa_backward(
 ) -> tuple[Any, ...]:
     """aten::_scaled_dot_product_flash_attention_backward; deterministic where torch's flag asks for it."""
     return _gradients(
-        grad_out, query, key, value, out, logsumexp, philox_seed, None, None, 0, 0, dropout_p, is_causal, scale,
-        (-1, -1), swap=True,
-    )  # fmt: skip
+        grad_out,
+        query,
+        key,
+        value,
+        out,
+        logsumexp,
+        philox_seed,
+        None,
+        None,
+        0,
+        0,
+        dropout_p,
+        is_causal,
+        scale,
+        (-1, -1),
+        swap=True,
+    )
 
 
 def flash_forward(
@@ -211,10 +284,24 @@ def flash_forward(
                 raise NotImplementedError(f"{name}: {_WITHOUT_BACKWARD}")
     out = torch.empty_like(query)
     out, lse, dmask, rng_state = _flash_forward_into(
-        out, query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, return_debug_mask,
-        _scale(scale, query), _window(window_size_left, window_size_right), seqused_k, block_table, alibi_slopes,
+        out,
+        query,
+        key,
+        value,
+        cum_seq_q,
+        cum_seq_k,
+        max_q,
+        max_k,
+        dropout_p,
+        is_causal,
+        return_debug_mask,
+        _scale(scale, query),
+        _window(window_size_left, window_size_right),
+        seqused_k,
+        block_table,
+        alibi_slopes,
         num_splits,
-    )  # fmt: skip
+    )
     return out, lse, *_random_results(query, rng_state), dmask
 
 
@@ -241,10 +328,24 @@ def flash_forward_inplace(
 ) -> torch.Tensor:
     """aten::_flash_attention_forward_no_dropout_inplace (torch 2.13): `flash_forward` into out -> lse."""
     _, lse, *_ = _flash_forward_into(
-        out, query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, return_debug_mask,
-        _scale(scale, query), _window(window_size_left, window_size_right), seqused_k, block_table, alibi_slopes,
+        out,
+        query,
+        key,
+        value,
+        cum_seq_q,
+        cum_seq_k,
+        max_q,
+        max_k,
+        dropout_p,
+        is_causal,
+        return_debug_mask,
+        _scale(scale, query),
+        _window(window_size_left, window_size_right),
+        seqused_k,
+        block_table,
+        alibi_slopes,
         num_splits,
-    )  # fmt: skip
+    )
     return lse
 
 
@@ -271,15 +372,30 @@ def _flash_forward_into(
     if cum_seq_q is not None:
         assert out is not None
         return _varlen(
-            query, key, value, out, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal,
-            return_debug_mask, scale, window, seqused_k, block_table, alibi_slopes, batch_invariant,
-        )  # fmt: skip
+            query,
+            key,
+            value,
+            out,
+            cum_seq_q,
+            cum_seq_k,
+            max_q,
+            max_k,
+            dropout_p,
+            is_causal,
+            return_debug_mask,
+            scale,
+            window,
+            seqused_k,
+            block_table,
+            alibi_slopes,
+            batch_invariant,
+        )
     for name, tensor in (("seqused_k", seqused_k), ("block_table", block_table)):
         if tensor is not None:
             raise RuntimeError(f"{name}: expected None for dense attention, got a tensor")
     return _dense(
         query, key, value, out, dropout_p, is_causal, return_debug_mask, scale, window, alibi_slopes, batch_invariant
-    )  # fmt: skip
+    )
 
 
 def flash_backward(
@@ -304,9 +420,23 @@ def flash_backward(
 ) -> tuple[Any, ...]:
     """aten::_flash_attention_backward; deterministic where torch's flag asks for it."""
     return _gradients(
-        grad_out, query, key, value, out, logsumexp, rng_state, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p,
-        is_causal, scale, _window(window_size_left, window_size_right), swap=False,
-    )  # fmt: skip
+        grad_out,
+        query,
+        key,
+        value,
+        out,
+        logsumexp,
+        rng_state,
+        cum_seq_q,
+        cum_seq_k,
+        max_q,
+        max_k,
+        dropout_p,
+        is_causal,
+        scale,
+        _window(window_size_left, window_size_right),
+        swap=False,
+    )
 
 
 OPERATORS = {

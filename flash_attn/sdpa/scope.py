@@ -155,11 +155,13 @@ def _served_inputs(
         and (heads == heads_k or (enable_gqa and heads_k > 0 and heads % heads_k == 0))
         and 0 < head_dim <= MAX_HEAD_DIM
         and 0 < value_dim <= MAX_HEAD_DIM
-        and heads > 0 and seqlen_q > 0 and seqlen_k > 0  # of no batch cuDNN returns None
+        and heads > 0
+        and seqlen_q > 0
+        and seqlen_k > 0  # of no batch cuDNN returns None
         and (attn_mask is None or _mask_fits(attn_mask, query, seqlen_k))
         and 0.0 <= dropout_p < 1.0
         and (scale is None or math.isfinite(scale))
-    )  # fmt: skip
+    )
     return (query, key, value, attn_mask) if fits else None
 
 

@@ -107,13 +107,30 @@ def _arguments(
 ) -> AttentionBackwardArgs:
     # mypy sees no defaults in this record, whose rng_state only dropout needs
     return AttentionBackwardArgs(  # type: ignore[call-arg]
-        dout=dout, dlse=dlse, q=q, k=k, v=v, out=out, lse=lse, rng_state=None,  # type: ignore[arg-type]
-        cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, alibi_slopes=None, sinks=None,
-        max_seqlen_q=q.shape[0], max_seqlen_k=k.shape[0], dropout_p=0.0,
-        softmax_scale=q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale, causal=causal,
-        window_left=window_left, window_right=window_right, softcap=softcap, deterministic=deterministic,
-        batch_invariant=is_batch_invariant(), sm_margin=arguments.sm_margin(sm_margin),
-    )  # fmt: skip
+        dout=dout,
+        dlse=dlse,
+        q=q,
+        k=k,
+        v=v,
+        out=out,
+        lse=lse,
+        rng_state=None,  # type: ignore[arg-type]
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        alibi_slopes=None,
+        sinks=None,
+        max_seqlen_q=q.shape[0],
+        max_seqlen_k=k.shape[0],
+        dropout_p=0.0,
+        softmax_scale=q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale,
+        causal=causal,
+        window_left=window_left,
+        window_right=window_right,
+        softcap=softcap,
+        deterministic=deterministic,
+        batch_invariant=is_batch_invariant(),
+        sm_margin=arguments.sm_margin(sm_margin),
+    )
 
 
 def _key_and_value(args: AttentionBackwardArgs) -> tuple[torch.Tensor, torch.Tensor]:
@@ -177,8 +194,16 @@ def _packed(
         return [rows.scatter(grad).view(x.shape) for grad, (x, rows) in zip(grads, inputs)]
 
     packed = args._replace(
-        dout=queries(args.dout), dlse=per_row(args.dlse), q=rows_q.gather(q), k=rows_k.gather(k), v=keys(given_v),
-        out=queries(args.out), lse=per_row(args.lse), cu_seqlens_q=rows_q.cu_seqlens, cu_seqlens_k=rows_k.cu_seqlens,
-        max_seqlen_q=q.shape[0], max_seqlen_k=k.shape[0],
-    )  # fmt: skip
+        dout=queries(args.dout),
+        dlse=per_row(args.dlse),
+        q=rows_q.gather(q),
+        k=rows_k.gather(k),
+        v=keys(given_v),
+        out=queries(args.out),
+        lse=per_row(args.lse),
+        cu_seqlens_q=rows_q.cu_seqlens,
+        cu_seqlens_k=rows_k.cu_seqlens,
+        max_seqlen_q=q.shape[0],
+        max_seqlen_k=k.shape[0],
+    )
     return packed, restore

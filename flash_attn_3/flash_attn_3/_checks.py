@@ -133,15 +133,22 @@ def sizes(
     page_size: int | None,
 ) -> None:
     """Sizes that no tensor tells."""
-    least = {"batch_size": (batch_size, 0), "max_seqlen_q": (max_seqlen_q, 0), "max_seqlen_k": (max_seqlen_k, 0),
-             "num_heads": (num_heads, 1), "num_heads_k": (num_heads_k, 1), "headdim": (headdim, 1),
-             "headdim_v": (headdim_v, 1), "page_size": (1 if page_size is None else page_size, 1)}  # fmt: skip
+    least = {
+        "batch_size": (batch_size, 0),
+        "max_seqlen_q": (max_seqlen_q, 0),
+        "max_seqlen_k": (max_seqlen_k, 0),
+        "num_heads": (num_heads, 1),
+        "num_heads_k": (num_heads_k, 1),
+        "headdim": (headdim, 1),
+        "headdim_v": (headdim_v, 1),
+        "page_size": (1 if page_size is None else page_size, 1),
+    }
     for name, (value, smallest) in least.items():
         arguments.integer(name, value, least=smallest)
     if num_heads % num_heads_k:
         raise RuntimeError(
             f"num_heads: expected a head count divisible by the K/V head count {num_heads_k}, got {num_heads}"
-        )  # fmt: skip
+        )
 
 
 def reject_meta(names: Sequence[str], values: Sequence[object]) -> None:

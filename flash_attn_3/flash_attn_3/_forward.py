@@ -28,10 +28,16 @@ _Result = TypeVar("_Result")
 _Score = tuple[Optional[float], bool, WindowSize, float]
 
 _NAMES = {  # flash_attn's name of an argument over a cache: the operator's
-    "k_cache": "k", "v_cache": "v", "k": "k_new", "v": "v_new", "cache_seqlens": "seqused_k",
-    "block_table": "page_table", "cache_batch_idx": "kv_batch_idx", "cache_leftpad": "leftpad_k",
+    "k_cache": "k",
+    "v_cache": "v",
+    "k": "k_new",
+    "v": "v_new",
+    "cache_seqlens": "seqused_k",
+    "block_table": "page_table",
+    "cache_batch_idx": "kv_batch_idx",
+    "cache_leftpad": "leftpad_k",
     "rotary_interleaved": "is_rotary_interleaved",
-}  # fmt: skip
+}
 
 
 def without_autograd(function: Callable[..., _Result]) -> Callable[..., _Result]:
@@ -104,18 +110,14 @@ def forward(
     if appends or (of_cache and _all_none(*own_rows.values()) and v.shape[-1:] == q.shape[-1:]):
         new = (k_new, v_new, rotary_cos, rotary_sin)
         where = (seqused_k, kv_batch_idx, leftpad_k, page_table)
-        result, lse = over_cache(
-            q, k, v, *new, *where, *score, rotary_interleaved, num_splits, names=_NAMES, **options
-        )  # fmt: skip
+        result, lse = over_cache(q, k, v, *new, *where, *score, rotary_interleaved, num_splits, names=_NAMES, **options)
     elif cu_seqlens_k is not None:
         _checks.reject_beside("with cu_seqlens_k", page_table=page_table, kv_batch_idx=kv_batch_idx)
         lengths = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, leftpad_k, max_seqlen_q, max_seqlen_k)
         result, lse = _packed(q, k, v, *lengths, *score, **options)
     elif of_cache or not _all_none(*own_rows.values()):
         where = (seqused_k, kv_batch_idx, leftpad_k, page_table)
-        result, lse = packed_over_cache(
-            q, k, v, *where, cu_seqlens_q, seqused_q, *score, names={}, **options
-        )  # fmt: skip
+        result, lse = packed_over_cache(q, k, v, *where, cu_seqlens_q, seqused_q, *score, names={}, **options)
     else:
         result, lse, _ = attend((q, k, v), DENSE, *_options(score), None, Options(**options))
         if not _some_row_is_masked(q.shape[1], k.shape[1], causal, window_size_right):
@@ -161,9 +163,13 @@ def _packed(
     _checks.packed(q, k, v, cu_seqlens_q, cu_seqlens_k)
     rows, cu_rows = pack(q, cu_seqlens_q)
     sequences = Sequences(
-        cu_rows, cu_seqlens_k, rows.shape[0] if max_seqlen_q is None else max_seqlen_q,
-        k.shape[0] if max_seqlen_k is None else max_seqlen_k, seqused_k, leftpad_k,
-    )  # fmt: skip
+        cu_rows,
+        cu_seqlens_k,
+        rows.shape[0] if max_seqlen_q is None else max_seqlen_q,
+        k.shape[0] if max_seqlen_k is None else max_seqlen_k,
+        seqused_k,
+        leftpad_k,
+    )
     score = (softmax_scale, causal, window_size, softcap)
     return _of_rows(q, k, v, rows, cu_seqlens_q, seqused_q, sequences, score, quant, sm_margin, out)
 
@@ -181,14 +187,15 @@ def _of_rows(
     sm_margin: int,
     out: Tensor | None,
     sinks: Tensor | None = None,
+    qv: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) in the form of q, of which rows are packed."""
+    """(out, lse) in the form of q, of which rows are packed, as qv is."""
     packed_out = out if cu_seqlens_q is not None else None
     if out is not None and packed_out is None:
         outputs.reject_gradients(out, q, k, v, sinks)
         read = {"q": q, "k": k, "v": v, "seqused_q": seqused_q, "sinks": sinks, **sequences._asdict()}
         outputs.check_result(out, q, v, quant.out_dtype, read)
-    options = Options(quant=quant, sm_margin=sm_margin, out=packed_out)
+    options = Options(quant=quant, sm_margin=sm_margin, out=packed_out, qv=qv)
     result, lse, _ = attend_rows_in_use(seqused_q, (rows, k, v), sequences, *_options(score), sinks, options)
     result, lse = unpack(q, cu_seqlens_q, result, lse)
     return (result if out is None or packed_out is not None else out.copy_(result)), lse
@@ -218,16 +225,35 @@ def over_cache(
     out: Tensor | None,
     names: dict[str, str],
     sinks: Tensor | None = None,
+    qv: Tensor | None = None,
 ) -> Any:
     """(out, lse) of `flash_attn.flash_attn_with_kvcache`. names: the caller's, see `_checks.renamed`."""
     try:
         return attend_over_cache(
-            q, k_cache, v_cache, k=k, v=v, rotary_cos=rotary_cos, rotary_sin=rotary_sin, cache_seqlens=cache_seqlens,
-            cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad, block_table=block_table,
-            softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,
-            rotary_interleaved=rotary_interleaved, num_splits=max(num_splits, 0), return_softmax_lse=True, out=out,
-            sinks=sinks, quant=quant, sm_margin=sm_margin,
-        )  # fmt: skip
+            q,
+            k_cache,
+            v_cache,
+            k=k,
+            v=v,
+            rotary_cos=rotary_cos,
+            rotary_sin=rotary_sin,
+            cache_seqlens=cache_seqlens,
+            cache_batch_idx=cache_batch_idx,
+            cache_leftpad=cache_leftpad,
+            block_table=block_table,
+            softmax_scale=softmax_scale,
+            causal=causal,
+            window_size=window_size,
+            softcap=softcap,
+            rotary_interleaved=rotary_interleaved,
+            num_splits=max(num_splits, 0),
+            return_softmax_lse=True,
+            out=out,
+            sinks=sinks,
+            quant=quant,
+            sm_margin=sm_margin,
+            qv=qv,
+        )
     except _checks.ERRORS as error:
         raise _checks.renamed(error, names) from None
 
@@ -263,6 +289,7 @@ def _packed_over_cache(
     sm_margin: int,
     out: Tensor | None,
     sinks: Tensor | None = None,
+    qv: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     _check_cache(q, k, v, kv_batch_idx, page_table, cu_seqlens_q)
     rows, cu_rows = pack(q, cu_seqlens_q)
@@ -281,9 +308,9 @@ def _packed_over_cache(
             outputs.check_apart({"out": out}, {"seqused_k": seqused_k})
     sequences = Sequences(
         cu_rows, equal_steps(batch, capacity, q.device), rows.shape[0], capacity, lengths, leftpad_k, page_table
-    )  # fmt: skip
+    )
     score = (softmax_scale, causal, window_size, softcap)
-    result, lse = _of_rows(q, k, v, rows, cu_seqlens_q, seqused_q, sequences, score, quant, sm_margin, out, sinks)
+    result, lse = _of_rows(q, k, v, rows, cu_seqlens_q, seqused_q, sequences, score, quant, sm_margin, out, sinks, qv)
     if sinks is not None and absent is not None and batch > 0:  # an inactive request has no sink
         rows_absent = absent[sequence_of_rows(cu_rows, rows.shape[0])]
         rows_absent = rows_absent if cu_seqlens_q is not None else rows_absent.view(batch, 1, -1)
@@ -297,7 +324,7 @@ def _check_cache(
     """The checks of a cache in `flash_attn.flash_attn_with_kvcache` that attention over pages does not make."""
     arguments.check_optional_tensors(
         ("cu_seqlens_q", "kv_batch_idx", "page_table"), (cu_seqlens_q, kv_batch_idx, page_table)
-    )  # fmt: skip
+    )
     arguments.check_rank("q", q, "batch, seqlen, heads, head_dim" if cu_seqlens_q is None else "total, heads, head_dim")
     for name, cache in (("k", k), ("v", v)):
         axes = "batch, seqlen" if page_table is None else "blocks, page_size"

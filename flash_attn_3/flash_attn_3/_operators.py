@@ -59,11 +59,41 @@ def _flash_attn_forward(
     """
     _checks.reject_beside(f"in an operator without side effects {_FUNCTIONAL}", k_new=k_new, v_new=v_new, out_=out_)
     out, lse = forward(
-        q, k, v, None, None, qv, None, cu_seqlens_q, cu_seqlens_k, cu_seqlens_k_new, seqused_q, seqused_k,
-        max_seqlen_q, max_seqlen_k, page_table, kv_batch_idx, leftpad_k, rotary_cos, rotary_sin, seqlens_rotary,
-        q_descale, k_descale, v_descale, softmax_scale, causal, window_size_left, window_size_right, attention_chunk,
-        softcap, rotary_interleaved, scheduler_metadata, num_splits, pack_gqa, sm_margin,
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        None,
+        None,
+        qv,
+        None,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        cu_seqlens_k_new,
+        seqused_q,
+        seqused_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        page_table,
+        kv_batch_idx,
+        leftpad_k,
+        rotary_cos,
+        rotary_sin,
+        seqlens_rotary,
+        q_descale,
+        k_descale,
+        v_descale,
+        softmax_scale,
+        causal,
+        window_size_left,
+        window_size_right,
+        attention_chunk,
+        softcap,
+        rotary_interleaved,
+        scheduler_metadata,
+        num_splits,
+        pack_gqa,
+        sm_margin,
+    )
     return out, lse, _C.no_scratch(lse), _C.no_scratch(lse)
 
 
@@ -130,9 +160,29 @@ def _flash_attn_backward(
 ) -> Tensor:
     """Backward into the given dq, dk, dv, of any strides -> softmax_d, as `torch.ops.flash_attn_3.bwd` has it."""
     return backward(
-        dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, sequed_q, sequed_k, max_seqlen_q,
-        max_seqlen_k, softmax_scale, is_causal, window_size_left, window_size_right, softcap, deterministic, sm_margin,
-    )  # fmt: skip
+        dout,
+        q,
+        k,
+        v,
+        out,
+        softmax_lse,
+        dq,
+        dk,
+        dv,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        sequed_q,
+        sequed_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        softmax_scale,
+        is_causal,
+        window_size_left,
+        window_size_right,
+        softcap,
+        deterministic,
+        sm_margin,
+    )
 
 
 def _backward_fake(

@@ -104,13 +104,13 @@ def test_schemas_are_those_of_before():
         "float softmax_scale, bool causal, SymInt window_left, SymInt window_right, float softcap, "
         "bool rotary_interleaved, SymInt num_splits, bool batch_invariant, Tensor? sinks=None, "
         "Tensor? q_descale=None, Tensor? k_descale=None, Tensor? v_descale=None, bool v_per_channel=False, "
-        "ScalarType? out_dtype=None, SymInt sm_margin=0) -> (Tensor, Tensor)"
+        "ScalarType? out_dtype=None, SymInt sm_margin=0, Tensor? qv=None) -> (Tensor, Tensor)"
     )
     assert str(operator_schema("kvcache_plan")) == (
         "flash_attn_core::kvcache_plan(Tensor cache_seqlens, Tensor? cache_leftpad, Tensor(a!) plan, SymInt batch, "
         "SymInt seqlen_q, SymInt seqlen_new, SymInt heads, SymInt heads_k, SymInt head_dim, SymInt seqlen_cache, "
         "bool causal, SymInt window_left, SymInt window_right, SymInt num_splits, bool batch_invariant, "
-        "bool eight_bit=False, SymInt sm_margin=0) -> ()"
+        "bool eight_bit=False, SymInt sm_margin=0, SymInt head_dim_v=0) -> ()"
     )
 
 
@@ -166,7 +166,7 @@ def test_arguments_without_backward_are_named(name):
 def test_sizes_of_a_plan_are_all_but_its_tensors():
     sizes = names(KvCachePlanArgs).sizes()
     plain = [n for n in KvCachePlanArgs._fields if KvCachePlanArgs.__annotations__[n] in (int, bool)]
-    assert [*sizes, "eight_bit", "sm_margin"] == plain  # by name, for CUDA alone
+    assert [*sizes, "eight_bit", "sm_margin", "head_dim_v"] == plain  # by name
 
 
 def numbered_positions(source):

@@ -100,7 +100,10 @@ def call_attention(device, layout):
     tokens = [rows(*packed, grad=True) for _ in "qkv"]
     differentiate(flash_attn.flash_attn_varlen_func, *tokens, cu, cu, 9, 9, **options)
     differentiate(flash_attn.flash_attn_varlen_qkvpacked_func, rows(*packed, 3, grad=True), cu, 9)
+    dq = torch.autograd.grad(flash_attn.flash_attn_func(q, k, v), q, layout(rows(*dense)), create_graph=True)
+    torch.autograd.grad(dq, (q, k, v), layout(rows(*dense)))
     with torch.no_grad():
+        flash_attn.flash_attn_jvp(q, k, v, *(rows(*dense) for _ in "qkv"))
         _public_operators(layout, (q, k, v), tokens, cu)
         _cache(device, rows)
         partial = torch.randn(3, BATCH, HEADS, SEQLEN, device=device).transpose(2, 3)

@@ -8,6 +8,7 @@ from flash_attn_3_harness import OPS, by_sequence, cache_problem, fa3
 from reference import assert_accurate
 
 import flash_attn
+from flash_attn.ops import latent
 
 
 @pytest.mark.parametrize("value_dim", (32, 16))
@@ -140,3 +141,19 @@ def test_new_keys_are_appended(device, through):
     with pytest.raises(NotImplementedError, match="^cu_seqlens_q: expected None with new keys"):
         cu = torch.tensor([0, 3, 6], dtype=torch.int32, device=device)
         fa3.flash_attn_with_kvcache(q.flatten(0, 1), *caches, *new, cu_seqlens_q=cu, cache_seqlens=lengths)
+
+
+def test_queries_of_the_values(device):
+    """qv, in batches and packed."""
+    head_dim, value_dim = latent.KERNEL_DIMS
+    q, k, v, table, cu, lengths = cache_problem(device, value_dim, head_dim=head_dim, nheads_k=1)
+    qv = torch.randn(18, 4, value_dim, device=device, dtype=torch.bfloat16)
+    options = {"cache_seqlens": lengths, "causal": True}
+    batch = q[:9].view(3, 3, 4, head_dim), qv[:9].view(3, 3, 4, value_dim)
+    out = fa3.flash_attn_with_kvcache(batch[0], k, v, qv=batch[1], page_table=table, **options)
+    expected = flash_attn.flash_attn_with_kvcache(batch[0], k, v, qv=batch[1], block_table=table, **options)
+    assert torch.equal(out, expected)
+    packed = fa3.flash_attn_with_kvcache(q, k, v, qv=qv, page_table=table, cu_seqlens_q=cu, **options)
+    whole = torch.cat([q, qv], -1), torch.cat([k, v], -1)
+    (exact, _), (plain, _) = by_sequence(*whole, v, table, cu, lengths)
+    assert_accurate(packed, exact, plain, "out")

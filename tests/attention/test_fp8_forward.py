@@ -96,6 +96,7 @@ def reference_options(options):
     return {{"window_size": "window"}.get(name, name): value for name, value in options.items()}
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("d", HEAD_DIMS)
 @pytest.mark.parametrize("exp", ("exact", "fast"))
 @pytest.mark.parametrize("mask", MASKS)
@@ -133,6 +134,7 @@ DESCALES = {
 }
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("exp", ("exact", "fast"))
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("query_heads", (False, True))
@@ -205,6 +207,7 @@ PACKED = {
 }
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("d", HEAD_DIMS)
 @pytest.mark.parametrize("exp", ("exact", "fast"))
 @pytest.mark.parametrize("mask", MASKS)

@@ -44,14 +44,14 @@ SIGNATURES = {
     "flash_attn_qkvpacked_func": f"(qkv, {TAIL}, {KEYWORDS})",
     "flash_attn_kvpacked_func": f"(q, kv, {TAIL}, {KEYWORDS})",
     "flash_attn_varlen_func": f"(q, k, v, {VARLEN}, {TAIL}, block_table=None, *, seqused_q=None, seqused_k=None, "
-    f"leftpad_k=None, {KEYWORDS[3:]}, {SCALING}, exp='exact')",
+    f"leftpad_k=None, {KEYWORDS[3:]}, {SCALING}, exp='exact', qv=None, q_v=None)",
     "flash_attn_varlen_qkvpacked_func": f"(qkv, cu_seqlens, max_seqlen, {TAIL}, {KEYWORDS})",
     "flash_attn_varlen_kvpacked_func": f"(q, kv, {VARLEN}, {TAIL}, {KEYWORDS})",
     "flash_attn_with_kvcache": "(q, k_cache, v_cache, k=None, v=None, rotary_cos=None, rotary_sin=None, "
     "cache_seqlens=None, cache_batch_idx=None, cache_leftpad=None, block_table=None, softmax_scale=None, "
     "causal=False, window_size=(-1, -1), softcap=0.0, rotary_interleaved=True, alibi_slopes=None, num_splits=0, "
     "return_softmax_lse=False, *, out=None, plan=None, batch_invariant=False, lse_convention='fa2', sinks=None, "
-    f"s_aux=None, learnable_sink=None, {SCALING}, k_descale_axis=None)",
+    f"s_aux=None, learnable_sink=None, {SCALING}, k_descale_axis=None, qv=None)",
     "flash_attn_combine": "(out_partial, lse_partial, out=None, out_dtype=None, *, lse_convention='fa2')",
 }
 

@@ -218,6 +218,7 @@ def poison_unseen(problem) -> int:
     return count
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("page_size", (0, 1, 7, 16, 64, 256))
 @pytest.mark.parametrize("seqlen_q", (1, 4, 40))
 @pytest.mark.parametrize("new", (None, 1, 6))

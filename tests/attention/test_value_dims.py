@@ -8,16 +8,16 @@ import pytest
 import torch
 from cases import Case, value_dim_cases
 from harness import backend_forward, check_forward, check_gradients, make_problem, run
-from reference import assert_accurate
+from reference import assert_accurate, attention
 from test_backward import check_training_step
 from test_backward_families import check_both as check_both_backwards
 from test_errors import fails
 from test_families import FEATURES, check_families, run_family  # noqa: F401
 from torch.library import opcheck
 
-from flash_attn import backends, flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
+from flash_attn import KvCachePlan, backends, flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from flash_attn import flash_attn_interface as interface
-from flash_attn.limits import MAX_HEAD_DIM
+from flash_attn.limits import max_head_dim
 from flash_attn.ops import library  # noqa: F401
 
 DTYPE = "bfloat16"
@@ -185,13 +185,40 @@ def test_functional_gradient(device):
     assert [g.shape for g in grads] == [q.shape, k.shape, v.shape]
 
 
+@pytest.mark.devices("cpu")
+@pytest.mark.parametrize("dims", ((512, 512), (320, 40), (72, 384)))
+def test_head_dims_beyond_those_of_kernels(device, dims):
+    """Up to 512 on CPU tensors, in float64: dense and packed with gradients, over a cache that receives rows."""
+    d, d_v = dims
+    make = {"device": device, "dtype": torch.float64}
+    q, k, v = torch.randn(1, 9, 4, d, **make), torch.randn(1, 21, 2, d, **make), torch.randn(1, 21, 2, d_v, **make)
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    reference = attention(*inputs, causal=True, window=(11, 0))
+    cu_q, cu_k = (torch.tensor([0, n], dtype=torch.int32, device=device) for n in (9, 21))
+    options = {"causal": True, "window_size": (11, 0)}
+    packed = flash_attn_varlen_func(*(x[0] for x in inputs), cu_q, cu_k, 9, 21, **options)[None]
+    expected = torch.autograd.grad(reference.out.square().sum(), inputs)
+    for out in (flash_attn_func(*inputs, **options), packed):
+        torch.testing.assert_close(out, reference.out)
+        torch.testing.assert_close(torch.autograd.grad(out.square().sum(), inputs), expected)
+    if d == d_v:
+        q, k, v = (x.detach() for x in inputs)
+        caches = [torch.cat([x[:, :16], torch.zeros(1, 8, 2, d, **make)], 1) for x in (k, v)]
+        plan = KvCachePlan(cu_k[:1] + 16, 9, 4, 2, d, 24, seqlen_new=5, **options)
+        out = flash_attn_with_kvcache(
+            q, *caches, k[:, 16:], v[:, 16:], cache_seqlens=cu_k[:1] + 16, plan=plan, **options
+        )  # fmt: skip
+        torch.testing.assert_close(out, reference.out)
+
+
 def test_errors(device):
     q, k, v = (torch.randn(2, n, 2, 16, device=device).bfloat16() for n in (5, 7, 7))
-    wide = torch.randn(2, 7, 2, MAX_HEAD_DIM + 8, device=device).bfloat16()
+    most = max_head_dim(device)
+    wide = torch.randn(2, 7, 2, most + 8, device=device).bfloat16()
     out = torch.full_like(q, 7.0)
-    fails(f"v: expected a head dim from 1 to {MAX_HEAD_DIM}, got {MAX_HEAD_DIM + 8}", backend_forward, q, k, wide, out)
-    fails(f"v: expected a head dim from 1 to {MAX_HEAD_DIM}, got {MAX_HEAD_DIM + 8}", flash_attn_func, q, k, wide)
-    fails("v: expected a head dim from 1 to 256, got 0", backend_forward, q, k, wide[..., :0], out)
+    fails(f"v: expected a head dim from 1 to {most}, got {most + 8}", backend_forward, q, k, wide, out)
+    fails(f"v: expected a head dim from 1 to {most}, got {most + 8}", flash_attn_func, q, k, wide)
+    fails(f"v: expected a head dim from 1 to {most}, got 0", backend_forward, q, k, wide[..., :0], out)
     fails("v: expected shape [2, 7, 2, 8], got [2, 6, 2, 8]", backend_forward, q, k, v[:, 1:, :, :8], out)
     fails("v: expected shape [2, 7, 2, 16], got [7, 2, 8]", backend_forward, q, k, v[0, ..., :8], out)
     fails("k: expected shape [2, 7, 2, 16], got [2, 7, 2, 8]", backend_forward, q, k[..., :8], v, out)

@@ -28,11 +28,13 @@ VARIANTS = (
     {}, {"page_size": 16}, {"page_size": 7, "seqlen_q": 3, "causal": True}, {"window": (20, 0)}, {"softcap": 5.0},
     {"alibi": "heads"}, {"append": 1}, {"append": 1, "page_size": 16}, {"invariant": True},
     {"seqlen_q": 40, "causal": True, "page_size": 16}, {"nheads": 2},
+    {"nheads_k": 1, "head_dim_v": 48, "page_size": 16},
 )  # fmt: skip
 
 
 def test_bytes_are_the_keys_and_values_in_sight():
     assert rows.Row("decode", BASE).bytes == 2 * 3 * 50 * 2 * 32 * 4
+    assert rows.Row("decode_mla", dataclasses.replace(BASE, nheads_k=1, head_dim_v=48)).bytes == 3 * 50 * (32 + 48) * 4
     windowed = dataclasses.replace(BASE, window=(20, 0), dtype="bfloat16")
     assert rows.Row("decode", windowed).bytes == 2 * 3 * 21 * 2 * 32 * 2
     assert rows.Row("prefill_cache", dataclasses.replace(BASE, seqlen_q=40)).bytes is None
@@ -42,8 +44,11 @@ def test_bytes_are_the_keys_and_values_in_sight():
 def test_flops_count_the_visible_keys():
     row = rows.Row("prefill_cache", dataclasses.replace(BASE, seqlen_q=2, causal=True))
     assert row.flops() == 4 * 3 * 8 * 32 * (49 + 50)
+    latent = rows.Row("decode_mla", dataclasses.replace(BASE, nheads_k=1, head_dim_v=48))
+    assert latent.flops() == 2 * 3 * 8 * 50 * (32 + 48 + 48)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 @pytest.mark.parametrize("name", ("ours", "sdpa_flash", "sdpa_math"))
 @pytest.mark.parametrize("timing", ("event", "graph"))

@@ -60,7 +60,11 @@ def test_calls_are_those_of_the_public_functions(options):
 
 
 @pytest.mark.parametrize("timing_of_row", ["event", "graph"])
-@pytest.mark.parametrize("options", [{}, {"page_size": 16}, {"append": 1}, {"seqlen_q": 3, "causal": True}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"page_size": 16}, {"append": 1}, {"seqlen_q": 3, "causal": True}, {"head_dim_v": 24, "nheads_k": 1}],
+    ids=str,
+)
 def test_calls_over_a_cache(options, timing_of_row):
     """With a plan and a given result where rows are timed as the layers of a model."""
     row = small_row("decode", **{"seqlen_q": 1, "seqlen_k": 90, "kind": "cache", **options})

@@ -32,6 +32,16 @@ def test_host_program(source, tmp_path):
     assert " 0 failures" in result.stdout
 
 
+def test_emulated_mla_decode(tmp_path):
+    program, stand_ins = tmp_path / "emulated_mla", ROOT / "tests" / "cpp" / "stand_ins"
+    flags = [*FLAGS, "-O2", "-Wno-unknown-pragmas", f"-I{stand_ins}", *INCLUDES]
+    source = ROOT / "tests" / "cpp" / "emulated_mla.cpp"
+    built = subprocess.run(["g++", *flags, str(source), "-o", str(program)], capture_output=True, text=True)
+    assert built.returncode == 0, built.stderr[-4000:]
+    result = subprocess.run([str(program)], capture_output=True, text=True)
+    assert result.returncode == 0, (result.stdout + result.stderr)[-4000:]
+
+
 def test_host_programs_exist():
     assert len(SOURCES) >= 4
 

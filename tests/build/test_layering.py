@@ -22,6 +22,7 @@ LAYERS = {
     "kernels/sm80": ["core", "params", "plan", "kernels/common"],
     "kernels/sm90": ["core", "params", "plan", "kernels/common", "kernels/tma"],
     "kernels/decode": ["core", "params", "plan", "kernels/common", "kernels/sm80"],
+    "kernels/mla": ["core", "params", "plan", "kernels/common", "kernels/sm80", "kernels/decode"],
     "kernels/auxiliary": ["core", "params", "plan", "kernels/common"],
     "instantiations": ["kernels/sm80", "kernels/sm90", "kernels/decode"],
     "api": ["core", "params", "plan"],

@@ -8,7 +8,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 MOST_LINES_OF_A_FILE = 450
 # The public functions, their docstrings and their autograd functions are one file, as in FlashAttention-2.
-MOST_LINES_OF_THE_INTERFACE = 800
+MOST_LINES_OF_THE_INTERFACE = 900
 MOST_LINES_OF_A_DEVICE_FUNCTION = 60
 SOURCES = sorted(p for p in (ROOT / "csrc").rglob("*") if p.suffix in (".h", ".cpp", ".cu"))
 PACKAGE = sorted((ROOT / "flash_attn").rglob("*.py"))

@@ -21,6 +21,7 @@ def family(request, device, monkeypatch):
     monkeypatch.setenv("FLASH_ATTN_FAMILY", request.param)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("is_packed", [False, True], ids=["dense", "packed"])
 @pytest.mark.parametrize("deterministic", [False, True], ids=["any", "deterministic"])
 @pytest.mark.parametrize("features", FEATURES.values(), ids=FEATURES)

@@ -24,7 +24,7 @@
 struct Index3 {
   int x = 0, y = 0, z = 0;
 };
-static Index3 threadIdx, blockIdx, gridDim;
+static Index3 threadIdx, blockIdx, blockDim, gridDim;
 using std::min;
 
 struct bf16 {
@@ -121,6 +121,7 @@ inline void check_lockstep() {
 inline void run_block(int threads, const std::function<void()>& work) {
   constexpr size_t kStackBytes = 256 * 1024;
   body = work;
+  blockDim.x = threads;
   fibers.clear();
   fibers.resize(threads);
   for (Fiber& fiber : fibers) {
@@ -200,10 +201,32 @@ inline bool __any_sync(uint32_t, bool value) {
   return any;
 }
 
+inline uint32_t __ballot_sync(uint32_t, bool value) {
+  emulation::Slot slot;
+  slot.operation = 7;
+  slot.value = value;
+  const int parity = emulation::meet(slot);
+  uint32_t votes = 0;
+  for (int lane = 0; lane < 32; ++lane) votes |= (emulation::lane_slot(lane, parity).value != 0.0f ? 1u : 0u) << lane;
+  return votes;
+}
+
+inline int __popc(uint32_t bits) { return __builtin_popcount(bits); }
+
 inline void __syncthreads() {
   emulation::Slot slot;
   slot.operation = 5;
   emulation::meet(slot);
+}
+
+inline bool __syncthreads_or(bool value) {
+  emulation::Slot slot;
+  slot.operation = 8;
+  slot.value = value;
+  const int parity = emulation::meet(slot);
+  bool any = false;
+  for (const emulation::Fiber& fiber : emulation::fibers) any |= fiber.slots[parity].value != 0.0f;
+  return any;
 }
 
 inline void copy_async(bf16* to, const bf16* from, bool valid) {

@@ -6,6 +6,7 @@
 #include "plan/call_plan.h"
 #include "plan/decode_plan.h"
 #include "plan/explain.h"
+#include "plan/mla_plan.h"
 
 namespace {
 
@@ -474,6 +475,39 @@ void check_clusters() {
   check::that(!plan_decode({16, 1, 32, 8, 128, 4096, 0, true}, kDevices[0]).in_clusters, "batch invariant");
 }
 
+// Every row and key belongs to a thread block, none has less than a few steps, and no split makes a second wave.
+void check_mla_plan(const Device& device, flash::plan::MlaProblem problem) {
+  const flash::plan::MlaPlan plan = flash::plan::plan_mla(device, problem);
+  const int64_t rows = problem.tokens * problem.heads, batch = std::max<int64_t>(problem.batch, 1);
+  const int64_t spare = problem.is_packed ? problem.batch : 0;  // a sequence may begin a tile of few rows
+  check::that((plan.row_tiles - spare) * int64_t{plan.tile_rows} >= rows && plan.splits >= 1, "MLA rows", rows);
+  check::that(plan.tile_rows == 16 || device.smem_per_block > 99 * 1024, "MLA shared memory", rows);
+  check::that(problem.num_splits == 0 || plan.splits <= problem.num_splits, "MLA num_splits", plan.splits);
+  const int64_t tiles = problem.is_packed ? (rows + plan.tile_rows - 1) / plan.tile_rows : batch * plan.row_tiles;
+  check::that(plan.splits == 1 || plan.splits * tiles <= device.multiprocessors, "MLA waves", plan.splits);
+  const int64_t steps = (problem.capacity + flash::plan::kMlaKeys - 1) / flash::plan::kMlaKeys;
+  check::that(plan.splits == 1 || steps / plan.splits >= flash::plan::kMlaLeastSteps, "MLA steps", steps);
+  problem.may_split = false;
+  check::that(flash::plan::plan_mla(device, problem).splits == 1, "MLA one split");
+}
+
+void check_mla() {
+  for (const Device& device : kDevices) {
+    for (const int64_t batch : {0, 1, 7, 500}) {
+      for (const int64_t tokens : {0, 1, 3, 700}) {
+        for (const int64_t heads : {1, 16, 20, 128}) {
+          for (const int64_t capacity : {0, 1, 100, 4096, 1 << 20}) {
+            for (const int64_t most : {0, 5}) {
+              for (const bool is_packed : {false, true})
+                check_mla_plan(device, {batch, tokens, heads, capacity, is_packed, most, true});
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
 }  // namespace
 
 int main() {
@@ -494,5 +528,6 @@ int main() {
   check_allocation_does_not_matter();
   check_whole_tiles();
   check_clusters();
+  check_mla();
   return check::report();
 }

@@ -84,6 +84,7 @@ def quantized_rows(rows, descale, stored):
     return eight_bit.encode(rows, descale, stored), descale
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("stored", FORMATS)
 @pytest.mark.parametrize("shape", ("none", "number", *SHAPES))
 @pytest.mark.parametrize("page_size", (0, 16))

@@ -22,6 +22,7 @@ def problem_of(device, stored, shape="token", **case):
     return eight_bit_problem(KvCase(**case), device, stored, shape)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("stored", FORMATS)
 @pytest.mark.parametrize("head_dim", (64, 96, 128, 256))
 @pytest.mark.parametrize("page_size", (0, 16, 48, 256))
@@ -62,6 +63,7 @@ FEATURES = (
 )  # fmt: skip
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("features", FEATURES, ids=str)
 @pytest.mark.parametrize("stored,shape", ((E4M3, "inline"), (INT8, "token"), (E4M3, "head")))
 @pytest.mark.parametrize("page_size", (0, 16))

@@ -41,6 +41,7 @@ def test_splits(device, features, num_splits):
         check_call(case, device, num_splits=num_splits)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("options", ({}, {"num_splits": 1}, {"num_splits": 7}, {"batch_invariant": True}), ids=str)
 @pytest.mark.parametrize("head_dim", (32, 64, 128, 192, 256))
 @pytest.mark.parametrize("seqlen_k", (1, 64, 511, 5000))

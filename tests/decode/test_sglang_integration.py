@@ -21,6 +21,7 @@ from serving_harness import (
     keywords,
     make_8_bit_batch,
     make_batch,
+    make_latent_batch,
     tolerance,
 )
 from signatures import plain_signature
@@ -146,6 +147,33 @@ def test_varlen(device, paged):
     torch.testing.assert_close(lse[:, kept], expected_lse, **tolerance(device))
 
 
+@pytest.mark.parametrize("with_sinks", (False, True))
+def test_latent_attention(device, with_sinks):
+    """MLA's calls: queries packed, in a batch, and by flash_attn_varlen_func; over pages of one row too."""
+    latent_batch = make_latent_batch(device)
+    batch, sinks = latent_batch.batch, torch.linspace(-1, 2, 8, device=device) if with_sinks else None
+    options = keywords(qv=latent_batch.q_v, softmax_scale=None, sinks=sinks, return_softmax_lse=True)
+    over_pages = batch._replace(q=latent_batch.q, k=latent_batch.k, v=latent_batch.v)
+    out, lse, *_ = call(over_pages, **options)
+    latent_batch.check(out, lse, sinks)
+    table = (batch.table.clamp(min=0).long() * PAGE).unsqueeze(-1) + torch.arange(PAGE, device=device)
+    k, v = (x.flatten(0, 1).unsqueeze(1) for x in (latent_batch.k, latent_batch.v))
+    latent_batch.check(*call(over_pages, k_cache=k, v_cache=v, page_table=table.flatten(1).int(), **options)[:2], sinks)
+    packed = sglang.flash_attn_varlen_func(
+        latent_batch.q, latent_batch.k, latent_batch.v, batch.cu_q, None, seqused_k=batch.lengths,
+        page_table=batch.table, causal=True, **options,
+    )  # fmt: skip
+    latent_batch.check(*packed[:2], sinks)
+    cu_q = torch.arange(len(LENGTHS_K) + 1, dtype=torch.int32, device=device)
+    rows = slice(0, len(LENGTHS_K))
+    decoding = latent_batch._replace(
+        q=latent_batch.q[rows], q_v=latent_batch.q_v[rows], batch=batch._replace(cu_q=cu_q)
+    )
+    in_a_batch = {**options, "qv": decoding.q_v.unsqueeze(1), "q": decoding.q.unsqueeze(1), "cu_seqlens_q": None}
+    out, lse, *_ = call(over_pages, **in_a_batch)
+    decoding.check(out.squeeze(1), lse.squeeze(2).t(), sinks)
+
+
 @pytest.mark.parametrize("without_scales", (False, True))
 def test_eight_bits(device, without_scales):
     """kv_cache_dtype="fp8_e4m3": q converted as it is, scales where the checkpoint has some; both functions."""
@@ -168,7 +196,7 @@ def test_eight_bits(device, without_scales):
     torch.testing.assert_close(packed, out)
 
 
-REJECTED = ("qv", "score_mod", "mask_mod", "sfq", "rel_bias")
+REJECTED = ("score_mod", "mask_mod", "sfq", "rel_bias")
 
 
 @pytest.mark.parametrize("name", REJECTED)
@@ -250,9 +278,9 @@ def test_the_backend(device, sglang_stand_in, name, caplog):
         assert made.runner == "runner" and made._get_scheduler_metadata is None
         assert torch.equal(call(batch, made.forward), call(batch))
     serving.warn_once.cache_clear()
-    for options in ({"qv": batch.q}, {"ver": 4}, {"qv": batch.q}):
+    for options in ({"sfq": batch.q}, {"ver": 4}, {"sfq": batch.q}):
         assert call(batch, made.forward, **options) == "theirs"
-    assert len(caplog.records) == 2 and "qv: expected None, got Tensor" in caplog.records[0].getMessage()
+    assert len(caplog.records) == 2 and "sfq: expected None, got Tensor" in caplog.records[0].getMessage()
     k = batch.keys(batch.k, 0)[0]
     cu = torch.tensor([0, k.shape[0]], dtype=torch.int32, device=device)
     packed = keywords(q=k, k=k, v=k, cu_seqlens_q=cu, cu_seqlens_k=cu)

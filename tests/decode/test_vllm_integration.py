@@ -21,12 +21,14 @@ from serving_harness import (
     keywords,
     make_8_bit_batch,
     make_batch,
+    make_latent_batch,
     tolerance,
 )
 from signatures import plain_signature
 
 from flash_attn import flash_attn_varlen_func
 from flash_attn.integrations import serving, vllm
+from flash_attn.ops import latent
 
 PUBLISHED = (
     "(q, k, v, max_seqlen_q, cu_seqlens_q, max_seqlen_k, cu_seqlens_k=None, seqused_k=None, q_v=None, dropout_p=0.0, "
@@ -117,7 +119,7 @@ def test_strided_cache(device):
     assert torch.equal(call(batch, k=k, v=v)[0], call(batch)[0])
 
 
-REJECTED = ("q_v", "output_scale", "mask_mod", "block_sparse_tensors", "dynamic_causal", "gather_kv_indices")
+REJECTED = ("output_scale", "mask_mod", "block_sparse_tensors", "dynamic_causal", "gather_kv_indices")
 
 
 @pytest.mark.parametrize("name", REJECTED)
@@ -132,6 +134,39 @@ def test_other_unsupported_calls(device):
         call(batch, cp_world_size=2)
     with pytest.raises(ValueError, match="^cu_seqlens_k: expected a tensor where k is packed, got None"):
         call(batch, k=batch.k.flatten(0, 1), v=batch.v.flatten(0, 1), block_table=None)
+
+
+# ---- multi-head latent attention ----
+
+
+def latent_call(batch, **options):
+    """FlashAttnMLAImpl.forward_mqa, with its keywords."""
+    arguments = keywords(
+        q=batch.q, k=batch.k, v=batch.v, q_v=batch.q_v, max_seqlen_q=max(LENGTHS_Q), cu_seqlens_q=batch.batch.cu_q,
+        max_seqlen_k=max(LENGTHS_K), seqused_k=batch.batch.lengths, block_table=batch.batch.table,
+        softmax_scale=576**-0.5, causal=True, return_softmax_lse=True, fa_version=3, scheduler_metadata=None,
+        num_splits=0, cp_world_size=1, cp_rank=0, cp_tot_seqused_k=None,
+    )  # fmt: skip
+    return vllm.flash_attn_varlen_func(**{**arguments, **options})
+
+
+@pytest.mark.parametrize("num_splits", (0, 1))
+def test_latent_attention(device, num_splits):
+    batch = make_latent_batch(device)
+    batch.check(*latent_call(batch, num_splits=num_splits))
+    given = torch.empty_like(batch.q_v)
+    assert latent_call(batch, out=given)[0] is given
+    batch.check(given, latent_call(batch)[1])
+
+
+def test_latent_attention_that_no_kernel_computes(device):
+    """Falls back, by NotImplementedError."""
+    batch, eight = make_latent_batch(device), torch.float8_e4m3fn
+    with pytest.raises(NotImplementedError, match="^k: expected float16 or bfloat16, got float8_e4m3fn"):
+        latent_call(batch, k=batch.k.to(eight), v=batch.v.to(eight))
+    if device == "cuda":
+        with pytest.raises(NotImplementedError, match="^q_v: expected None on cuda, got a tensor: .*window"):
+            latent_call(batch, window_size=[9, 0])
 
 
 # ---- 8 bits ----
@@ -227,18 +262,21 @@ def test_the_plugin(device, vllm_stand_in, backend_first, caplog):
     assert torch.equal(result, call(batch)[0]) and theirs.calls == []
     serving.warn_once.cache_clear()
     for _ in range(2):
-        assert call(batch, function=backend.forward, q_v=batch.q)[0] == "theirs"
-    assert len(theirs.calls) == 2 and theirs.calls[0]["q_v"] is batch.q
-    assert [record.getMessage().count("q_v: expected None, got Tensor") for record in caplog.records] == [1]
+        assert call(batch, function=backend.forward, mask_mod=batch.q)[0] == "theirs"
+    assert len(theirs.calls) == 2 and theirs.calls[0]["mask_mod"] is batch.q
+    assert [record.getMessage().count("mask_mod: expected None, got Tensor") for record in caplog.records] == [1]
     assert plain_signature(inspect.unwrap(backend.flash_attn_varlen_func)) == PUBLISHED
 
 
-def test_metadata_of_fallbacks(vllm_stand_in):
+def test_metadata_of_fallbacks(vllm_stand_in, monkeypatch):
     """Its own function gets what vLLM's scheduler made or None, for it takes no tensor of another size."""
     vllm.register()
     backend = importlib.import_module("vllm.backend")
-    sizes = keywords(batch_size=3, max_seqlen_q=1, max_seqlen_k=9, num_heads_q=4, num_heads_kv=1, headdim=64)
+    sizes = keywords(batch_size=3, max_seqlen_q=1, max_seqlen_k=9, num_heads_q=4, num_heads_kv=1, headdim=64,
+                     cache_seqlens=torch.ones(3, dtype=torch.int32))  # fmt: skip
     assert backend.get_scheduler_metadata(**sizes) is None
+    assert backend.get_scheduler_metadata(**sizes, headdim_v=512) is None
+    monkeypatch.setattr(latent, "is_computed", lambda *_: False)
     assert backend.get_scheduler_metadata(**sizes, headdim_v=512) == "their metadata"
 
 

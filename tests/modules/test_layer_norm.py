@@ -108,6 +108,7 @@ def compare(tensors, rms, options):
     return results
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rms", (False, True), ids=("layer", "rms"))
 @pytest.mark.parametrize("feature", FEATURES)

@@ -24,10 +24,12 @@ from serving_harness import (
     install_plugin,
     make_8_bit_batch,
     make_batch,
+    make_latent_batch,
 )
 from signatures import plain_signature
 
 from flash_attn.integrations import vllm as adapter
+from flash_attn.ops import latent
 
 PLUGIN = ("vllm.general_plugins", "flash_attn.integrations.vllm:register")
 EXTENSIONS = ("vllm._C_stable_libtorch", "vllm._moe_C_stable_libtorch", "vllm.vllm_flash_attn._vllm_fa3_C")
@@ -127,13 +129,16 @@ def forward(backend, batch, kv_cache_dtype, descales=(1.0, 1.0, 1.0), **options)
     return out[: sum(LENGTHS_Q)]
 
 
-def test_builders(backend):
-    """Nothing is scheduled for our kernels; MLA's metadata comes from the function that its calls go to."""
+def test_builders(backend, monkeypatch):
+    """Nothing is scheduled for our kernels; the metadata of an MLA without one comes from vLLM."""
     builder = make_builder(backend)
     assert builder.aot_schedule and builder.use_full_cuda_graph
     assert build(builder, make_batch("cpu")).scheduler_metadata is None
+    sizes = (3, 1, 9, 4, 1, 64, torch.ones(3, dtype=torch.int32))
+    assert backend.get_scheduler_metadata(*sizes, headdim_v=512) is None
+    monkeypatch.setattr(latent, "is_computed", lambda *_: False)
     with pytest.raises(AttributeError, match="_vllm_fa3_C"):
-        backend.get_scheduler_metadata(3, 1, 9, 4, 1, 64, torch.ones(3, dtype=torch.int32), headdim_v=512)
+        backend.get_scheduler_metadata(*sizes, headdim_v=512)
 
 
 @pytest.mark.parametrize("options", ({}, {"sliding_window": 10, "logits_soft_cap": 2.0}, {"sinks": True}))
@@ -157,13 +162,38 @@ def test_forward_over_an_fp8_cache(backend):
 
 
 def test_fallback(backend):
-    """MLA's decoding reaches vLLM's own function, here without its extension."""
+    """Mask functions reach vLLM's own function, here without its extension."""
     batch = make_batch("cpu")
     with pytest.raises(AttributeError, match="_vllm_fa3_C"):
         backend.flash_attn_varlen_func(
             batch.q, batch.k, batch.v, 20, batch.cu_q, 41, seqused_k=batch.lengths, block_table=batch.table,
-            q_v=batch.q, causal=True, fa_version=3, scheduler_metadata=None,
+            mask_mod=len, causal=True, fa_version=3, scheduler_metadata=None,
         )  # fmt: skip
+
+
+def test_latent_attention(backend):
+    """MLA's decoding, by the name that vLLM's backend for it calls."""
+    mla = importlib.import_module("vllm.v1.attention.backends.mla.flashattn_mla")
+    batch = make_latent_batch("cpu")
+    batch.check(
+        *mla.flash_attn_varlen_func(
+            q=batch.q,
+            k=batch.k,
+            v=batch.v,
+            q_v=batch.q_v,
+            max_seqlen_q=20,
+            cu_seqlens_q=batch.batch.cu_q,
+            max_seqlen_k=41,
+            seqused_k=batch.batch.lengths,
+            block_table=batch.batch.table,
+            softmax_scale=576**-0.5,
+            causal=True,
+            return_softmax_lse=True,
+            fa_version=3,
+            scheduler_metadata=None,
+            num_splits=0,
+        )  # fmt: skip
+    )
 
 
 def test_engine_args_without_cuda(tmp_path):

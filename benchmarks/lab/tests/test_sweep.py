@@ -77,7 +77,7 @@ ctypes.CDLL(str(compiler.library(design)))["lab_backward" if kernel.startswith("
 """
 
 
-@pytest.mark.skipif("CI" not in os.environ, reason="nvcc takes 20 seconds a kernel: in CI only")
+@pytest.mark.compiles  # 20 seconds a kernel
 @pytest.mark.skipif("FLASH_ATTN_KERNEL_ARCHIVE" in os.environ, reason="an install from an archive needs no CUTLASS")
 @pytest.mark.skipif(
     find_toolkit(sys.path) is None or shutil.which("g++") is None, reason="nvcc or g++ is not installed"

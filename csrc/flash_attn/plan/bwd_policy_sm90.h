@@ -34,10 +34,10 @@ struct BwdThreshold {
 constexpr BwdThreshold kBwdThresholds[] = {
     {BwdSchedule::kSharedDq, 64, BwdMaskKind::kAny, BwdMode::kAny, kSharedDqRows,
      "full 291 to 372, causal 174 to 254 TFLOPS"},
-    {BwdSchedule::kTwoPass, 128, BwdMaskKind::kOpenRight, BwdMode::kAny, 512,
-     "full s 128 to 512 1.27 to 1.07 times as fast, s 1024 0.94 (H100)"},
-    {BwdSchedule::kTwoPass, 128, BwdMaskKind::kMaskedRight, BwdMode::kDefault, 1024,
-     "causal s 128 to 512 1.34 to 1.25 times as fast (H100)"},
+    {BwdSchedule::kTwoPass, 128, BwdMaskKind::kOpenRight, BwdMode::kAny, 256,
+     "full s 128 1.12 times as fast, s 256 1.00, s 512 0.94 (H200)"},
+    {BwdSchedule::kTwoPass, 128, BwdMaskKind::kMaskedRight, BwdMode::kDefault, 512,
+     "causal s 128 to 512 1.18 to 1.03 times as fast, s 1024 0.92 (H200)"},
     {BwdSchedule::kTwoPass, 128, BwdMaskKind::kMaskedRight, BwdMode::kDeterministic, 2048,
      "not published: one pass adds to dQ in order, two passes add nothing"},
 };

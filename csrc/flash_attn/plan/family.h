@@ -36,14 +36,15 @@ struct FamilyQuery {
   int head_dim;
   int64_t row_tiles;  // m_blocks of 128 rows, of all heads
   int multiprocessors;
-  bool may_use_decode;           // without dropout, max_logit and origins
-  int64_t decode_rows;           // packed rows of a K/V head
-  int64_t decode_tiles;          // tiles of these, of all sequences and K/V heads: kv_row_tiles()
-  int64_t seen_keys;             // of an m_block, at most
-  int64_t mean_keys;             // of an m_block, on average
-  int64_t split_kv_tiles = 0;    // m_blocks of 128 rows, at mean length, whose keys wgmma may split
-  int64_t split_kv_rows = 0;     // of all heads
-  bool batch_invariant = false;  // only options and head dims may choose
+  bool may_use_decode;             // without dropout, max_logit and origins
+  int64_t decode_rows;             // packed rows of a K/V head
+  int64_t decode_tiles;            // tiles of these, of all sequences and K/V heads: kv_row_tiles()
+  int64_t seen_keys;               // of an m_block, at most
+  int64_t mean_keys;               // of an m_block, on average
+  int64_t split_kv_tiles = 0;      // m_blocks of 128 rows, at mean length, whose keys wgmma may split
+  int64_t split_kv_rows = 0;       // of all heads
+  bool has_direct_kernel = false;  // packed calls choose as dense ones do, for the same bits
+  bool batch_invariant = false;    // only options and head dims may choose
   Dtype kv_dtype = Dtype::kBf16;
   int64_t pass_cost = 0;       // dequantize_cost(), which the decode kernels save
   bool is_pass_large = false;  // needs too much memory for it
@@ -59,6 +60,12 @@ constexpr bool may_use_decode_kernels(const FwdProblem& problem) {
   const int64_t rows = product(problem.is_varlen ? 1 : problem.batch, problem.seqlen_q);
   const bool is_plain = !problem.has_dropout && !problem.returns_max_logit && !problem.has_origins;
   return is_plain && product(rows, problem.group()) <= kMaxLength;
+}
+
+// Whether a dense call of one wave is kDirect.
+constexpr bool has_direct_kernel(const FwdProblem& problem) {
+  const int head_dim = wgmma_head_dim(fwd_tile(problem.max_head_dim(), FwdVariant::kPlain).head_dim);
+  return sm90_has_variant(head_dim, FwdVariant::kDirect) && !problem.has_dropout && !problem.has_score_mod();
 }
 
 // KV splits: not with dropout, nor where the kernel cannot read pages.
@@ -95,6 +102,7 @@ constexpr FamilyQuery family_query(const FwdProblem& problem, const Device& devi
   query.head_dim = problem.max_head_dim();
   query.row_tiles = problem.blocks(128);
   query.multiprocessors = device.multiprocessors;
+  query.has_direct_kernel = has_direct_kernel(problem);
   query.may_use_decode = may_use_decode_kernels(problem);
   query.decode_rows = problem.heads_k > 0 ? product(rows, problem.group()) : 0;
   query.kv_dtype = problem.kv_dtype;
@@ -116,8 +124,8 @@ constexpr FamilyQuery family_query(const FwdProblem& problem, const Device& devi
 
 constexpr bool is_wgmma_device(const FamilyQuery& query) { return query.capability == kWgmmaCapability; }
 
-// Time of one wave of m_blocks in each family, in picoseconds on an H200: fitted to 507 calls; only the ratios
-// count (docs/tuning/fwd_sm90.md).
+// Time of one wave of m_blocks in each family, in picoseconds on an H200: fitted to 507 calls, at head dims with
+// kDirect anew to 88; only the ratios count (docs/tuning/fwd_sm90.md).
 struct FamilyCosts {
   int head_dim;
   struct {
@@ -125,7 +133,7 @@ struct FamilyCosts {
   } mma_sync;
   struct {
     int64_t call, tile, key;
-  } wgmma;
+  } wgmma, direct;  // direct: kDirect
   struct {
     int64_t call, tile, key, results;  // results: a thousand fp32 numbers written, read and combined
   } splits;
@@ -135,12 +143,32 @@ struct FamilyCosts {
 };
 
 constexpr FamilyCosts kFamilyCosts[kNumHeadDims] = {
-    {32, {3450000, 6273}, {5050000, 12100, 8133}, {6840000, 12000, 8164, 1529}, {7680000, 209, 14100000, 130, 147}},
-    {64, {3390000, 9019}, {5080000, 13100, 8212}, {6960000, 8592, 8402, 1848}, {7080000, 98, 12000000, 130, 241}},
-    {96, {3570000, 15200}, {5380000, 12100, 8741}, {7360000, 9666, 9007, 1696}, {9720000, 86, 13900000, 130, 182}},
-    {128, {3610000, 17200}, {4920000, 13700, 11400}, {7220000, 19600, 12300, 1286}, {7030000, 113, 14200000, 130, 228}},
-    {192, {3980000, 23700}, {6230000, 16400, 13700}, {8100000, 11800, 14300, 1639}, {8660000, 71, 12700000, 130, 289}},
-    {256, {4360000, 31000}, {5160000, 19800, 18400}, {7440000, 19600, 21100, 1627}, {7230000, 126, 13100000, 130, 198}},
+    {32, {3450000, 6273}, {5050000, 12100, 8133}, {}, {6840000, 12000, 8164, 1529}, {7680000, 209, 14100000, 130, 147}},
+    {64,
+     {3390000, 9019},
+     {5080000, 13100, 8212},
+     {3300000, 4000, 8500},
+     {6400000, 8000, 8400, 1650},
+     {7080000, 98, 12000000, 130, 241}},
+    {96, {3570000, 15200}, {5380000, 12100, 8741}, {}, {7360000, 9666, 9007, 1696}, {9720000, 86, 13900000, 130, 182}},
+    {128,
+     {3610000, 17200},
+     {4920000, 13700, 11400},
+     {4100000, 5000, 11230},
+     {7000000, 4000, 13800, 1000},
+     {7030000, 113, 14200000, 130, 228}},
+    {192,
+     {3980000, 23700},
+     {6230000, 16400, 13700},
+     {},
+     {8100000, 11800, 14300, 1639},
+     {8660000, 71, 12700000, 130, 289}},
+    {256,
+     {4360000, 31000},
+     {5160000, 19800, 18400},
+     {},
+     {7440000, 19600, 21100, 1627},
+     {7230000, 126, 13100000, 130, 198}},
 };
 
 constexpr const FamilyCosts& family_costs(const FamilyQuery& query) {
@@ -160,7 +188,8 @@ constexpr int64_t mma_sync_cost(const FamilyQuery& query) {
 
 // The more CTAs wait for their first keys at the same time, the longer they wait.
 constexpr int64_t wgmma_cost(const FamilyQuery& query) {
-  const auto& cost = family_costs(query).wgmma;
+  const FamilyCosts& costs = family_costs(query);
+  const auto& cost = query.has_direct_kernel && waves_of(query.row_tiles, query) == 1 ? costs.direct : costs.wgmma;
   const int64_t at_a_time = query.row_tiles < query.multiprocessors ? query.row_tiles : query.multiprocessors;
   return cost.call + cost.tile * at_a_time + product(waves_of(query.row_tiles, query), query.seen_keys) * cost.key;
 }

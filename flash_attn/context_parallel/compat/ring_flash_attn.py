@@ -100,20 +100,36 @@ def _packed_forms(function: Function) -> tuple[Function, Function]:
 
 @documented(slopes="(nheads,) or (batch, nheads)", lse="(batch, nheads, seqlen)")
 def ring_flash_attn_func(
-    q: Tensor, k: Tensor, v: Tensor,
-    dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
-    window_size: WindowSize = (-1, -1), alibi_slopes: Tensor | None = None, deterministic: bool = False,
-    return_attn_probs: bool = False, group: dist.ProcessGroup | None = None,
-) -> TensorOrTuple:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: WindowSize = (-1, -1),
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    group: dist.ProcessGroup | None = None,
+) -> TensorOrTuple:
     """Sequences in contiguous chunks: rank r has the tokens [r * seqlen, (r + 1) * seqlen) of each.
 
     q: (batch, seqlen, nheads, head_dim). seqlen is that of one rank, equal on all.
     k, v: (batch, seqlen, nheads_k, head_dim).
     <ring>
     """
-    return _dense((q, k, v), "contiguous", group, return_attn_probs,
-                  dropout_p=dropout_p, softmax_scale=softmax_scale, causal=causal, window_size=window_size,
-                  alibi_slopes=alibi_slopes, deterministic=deterministic)  # fmt: skip
+    return _dense(
+        (q, k, v),
+        "contiguous",
+        group,
+        return_attn_probs,
+        dropout_p=dropout_p,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        alibi_slopes=alibi_slopes,
+        deterministic=deterministic,
+    )
 
 
 ring_flash_attn_qkvpacked_func, ring_flash_attn_kvpacked_func = _packed_forms(ring_flash_attn_func)
@@ -121,20 +137,36 @@ ring_flash_attn_qkvpacked_func, ring_flash_attn_kvpacked_func = _packed_forms(ri
 
 @documented(slopes="(nheads,) or (batch, nheads)", lse="(batch, nheads, seqlen)")
 def zigzag_ring_flash_attn_func(
-    q: Tensor, k: Tensor, v: Tensor,
-    dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
-    window_size: WindowSize = (-1, -1), alibi_slopes: Tensor | None = None, deterministic: bool = False,
-    return_attn_probs: bool = False, group: dist.ProcessGroup | None = None,
-) -> TensorOrTuple:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: WindowSize = (-1, -1),
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    group: dist.ProcessGroup | None = None,
+) -> TensorOrTuple:
     """Sequences in 2 * ranks chunks; rank r has the r-th and then the r-th last.
 
     q: (batch, seqlen, nheads, head_dim). seqlen is that of one rank, equal on all, and even.
     k, v: (batch, seqlen, nheads_k, head_dim).
     <ring>
     """
-    return _dense((q, k, v), "zigzag", group, return_attn_probs,
-                  dropout_p=dropout_p, softmax_scale=softmax_scale, causal=causal, window_size=window_size,
-                  alibi_slopes=alibi_slopes, deterministic=deterministic)  # fmt: skip
+    return _dense(
+        (q, k, v),
+        "zigzag",
+        group,
+        return_attn_probs,
+        dropout_p=dropout_p,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        alibi_slopes=alibi_slopes,
+        deterministic=deterministic,
+    )
 
 
 zigzag_ring_flash_attn_qkvpacked_func, zigzag_ring_flash_attn_kvpacked_func = _packed_forms(zigzag_ring_flash_attn_func)
@@ -145,20 +177,39 @@ zigzag_ring_flash_attn_qkvpacked_func, zigzag_ring_flash_attn_kvpacked_func = _p
 
 @documented(slopes="(nheads,) or (documents, nheads)", lse="(nheads, tokens)")
 def ring_flash_attn_varlen_func(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int,
-    dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
-    window_size: WindowSize = (-1, -1), alibi_slopes: Tensor | None = None, deterministic: bool = False,
-    return_attn_probs: bool = False, group: dist.ProcessGroup | None = None,
-) -> TensorOrTuple:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: WindowSize = (-1, -1),
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    group: dist.ProcessGroup | None = None,
+) -> TensorOrTuple:
     """Packed documents, each divided into one contiguous chunk of equal length per rank.
 
     q: (tokens, nheads, head_dim). k, v: (tokens, nheads_k, head_dim).
     cu_seqlens: int32 or int64 (documents + 1,), bounds of one rank's tokens, the same on all. max_seqlen: no effect.
     <ring>
     """
-    return _packed((q, k, v), cu_seqlens, "contiguous", group, return_attn_probs,
-                   dropout_p=dropout_p, softmax_scale=softmax_scale, causal=causal, window_size=window_size,
-                  alibi_slopes=alibi_slopes, deterministic=deterministic)  # fmt: skip
+    return _packed(
+        (q, k, v),
+        cu_seqlens,
+        "contiguous",
+        group,
+        return_attn_probs,
+        dropout_p=dropout_p,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        alibi_slopes=alibi_slopes,
+        deterministic=deterministic,
+    )
 
 
 ring_flash_attn_varlen_qkvpacked_func, ring_flash_attn_varlen_kvpacked_func = _packed_forms(ring_flash_attn_varlen_func)
@@ -166,11 +217,20 @@ ring_flash_attn_varlen_qkvpacked_func, ring_flash_attn_varlen_kvpacked_func = _p
 
 @documented(slopes="(nheads,) or (documents, nheads)", lse="(nheads, tokens)")
 def zigzag_ring_flash_attn_varlen_func(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int,
-    dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
-    window_size: WindowSize = (-1, -1), alibi_slopes: Tensor | None = None, deterministic: bool = False,
-    return_attn_probs: bool = False, group: dist.ProcessGroup | None = None,
-) -> TensorOrTuple:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: WindowSize = (-1, -1),
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    group: dist.ProcessGroup | None = None,
+) -> TensorOrTuple:
     """Packed documents, each in 2 * ranks chunks; rank r has the r-th and then the r-th last.
 
     q: (tokens, nheads, head_dim). k, v: (tokens, nheads_k, head_dim).
@@ -178,9 +238,19 @@ def zigzag_ring_flash_attn_varlen_func(
     max_seqlen: no effect.
     <ring>
     """
-    return _packed((q, k, v), cu_seqlens, "zigzag", group, return_attn_probs,
-                   dropout_p=dropout_p, softmax_scale=softmax_scale, causal=causal, window_size=window_size,
-                  alibi_slopes=alibi_slopes, deterministic=deterministic)  # fmt: skip
+    return _packed(
+        (q, k, v),
+        cu_seqlens,
+        "zigzag",
+        group,
+        return_attn_probs,
+        dropout_p=dropout_p,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        alibi_slopes=alibi_slopes,
+        deterministic=deterministic,
+    )
 
 
 zigzag_ring_flash_attn_varlen_qkvpacked_func, zigzag_ring_flash_attn_varlen_kvpacked_func = _packed_forms(
@@ -231,12 +301,24 @@ def llama3_flash_attn_prepare_cu_seqlens(
 
 @documented(slopes="(nheads,)", lse="(nheads, tokens)")
 def llama3_flash_attn_varlen_func(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
-    max_seqlen_k: int, heads_k_stride: int, local_k_slice: slice,
-    dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
-    window_size: WindowSize = (-1, -1), alibi_slopes: Tensor | None = None, deterministic: bool = False,
-    return_attn_probs: bool = False, group: dist.ProcessGroup | None = None,
-) -> TensorOrTuple:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    heads_k_stride: int,
+    local_k_slice: slice,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: WindowSize = (-1, -1),
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    group: dist.ProcessGroup | None = None,
+) -> TensorOrTuple:
     """Packed documents of any lengths, their tokens divided into one contiguous chunk of equal length per rank.
 
     q: (tokens, nheads, head_dim). k, v: (tokens, nheads_k, head_dim).
@@ -245,9 +327,19 @@ def llama3_flash_attn_varlen_func(
     cu_seqlens_k, max_seqlen_q, max_seqlen_k, heads_k_stride: no effect.
     <ring>
     """
-    return _llama3((q, k, v), cu_seqlens_q, local_k_slice, group, return_attn_probs,
-                   dropout_p=dropout_p, softmax_scale=softmax_scale, causal=causal, window_size=window_size,
-                  alibi_slopes=alibi_slopes, deterministic=deterministic)  # fmt: skip
+    return _llama3(
+        (q, k, v),
+        cu_seqlens_q,
+        local_k_slice,
+        group,
+        return_attn_probs,
+        dropout_p=dropout_p,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        alibi_slopes=alibi_slopes,
+        deterministic=deterministic,
+    )
 
 
 llama3_flash_attn_varlen_qkvpacked_func, llama3_flash_attn_varlen_kvpacked_func = _packed_forms(
@@ -322,9 +414,14 @@ def _llama3(
 
 
 def _attend(
-    cache: GroupCache, inputs: Any, is_packed: bool, division: str, documents: Bounds, return_attn_probs: bool,
+    cache: GroupCache,
+    inputs: Any,
+    is_packed: bool,
+    division: str,
+    documents: Bounds,
+    return_attn_probs: bool,
     options: dict[str, Any],
-) -> TensorOrTuple:  # fmt: skip
+) -> TensorOrTuple:
     plan = plan_cache.cached_plan(cache, is_packed, division, documents)
     q, k, v = inputs
     result = flash_attn_cp_func(q, k, v, **options, return_attn_probs=return_attn_probs, plan=plan)

@@ -142,9 +142,15 @@ def _all_rows(call: Call, dq_rows: DqRows, device: torch.device) -> KernelCall:
 
 
 def _kernel_call(
-    call: Call, rows: Span, keys: Span, cu_q: list[int], cu_k: list[int], used_k: list[int] | None,
-    pairs: Sequence[Pair], device: torch.device
-) -> KernelCall:  # fmt: skip
+    call: Call,
+    rows: Span,
+    keys: Span,
+    cu_q: list[int],
+    cu_k: list[int],
+    used_k: list[int] | None,
+    pairs: Sequence[Pair],
+    device: torch.device,
+) -> KernelCall:
     """pairs: where the scores of each sequence begin."""
 
     def int32(values: list[int]) -> Tensor:
@@ -153,9 +159,17 @@ def _kernel_call(
     origins = torch.tensor([(p.document, 0, p.row, p.col) for p in pairs], dtype=torch.int64, device=device)
     longest = max(pair.q1 - pair.q0 for pair in call.pairs), max(pair.k1 - pair.k0 for pair in call.pairs)
     return KernelCall(
-        call, rows, keys, int32(cu_q), int32(cu_k), None if used_k is None else int32(used_k), longest,
-        (call.pairs[0].left, call.pairs[0].right), origins, all(pair.is_aligned for pair in call.pairs),
-    )  # fmt: skip
+        call=call,
+        rows=rows,
+        keys=keys,
+        cu_seqlens_q=int32(cu_q),
+        cu_seqlens_k=int32(cu_k),
+        seqused_k=None if used_k is None else int32(used_k),
+        longest=longest,
+        window=(call.pairs[0].left, call.pairs[0].right),
+        origins=origins,
+        is_aligned=all(pair.is_aligned for pair in call.pairs),
+    )
 
 
 def _dq_call(dq_rows: DqRows, device: torch.device) -> KernelCall:
@@ -167,7 +181,18 @@ def _dq_call(dq_rows: DqRows, device: torch.device) -> KernelCall:
     cu_seqlens = torch.tensor(cu, dtype=torch.int32, device=device)
     origins = torch.zeros(len(cu) - 1, 4, dtype=torch.int64, device=device)
     none = Call([], True)
-    return KernelCall(none, rows, rows, cu_seqlens, cu_seqlens, None, (longest, longest), (-1, -1), origins, True)
+    return KernelCall(
+        call=none,
+        rows=rows,
+        keys=rows,
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_k=cu_seqlens,
+        seqused_k=None,
+        longest=(longest, longest),
+        window=(-1, -1),
+        origins=origins,
+        is_aligned=True,
+    )
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -218,17 +243,36 @@ def forward_call(
     if sinks is not None:
         keywords["sinks"] = sinks
     out, lse, *_ = backends.of(q).varlen_fwd(
-        *map(rows_contiguous, (q, k, v)), out, call.cu_seqlens_q, call.cu_seqlens_k, call.seqused_k, None, None,
-        slopes, *call.longest, options.dropout_p, options.softmax_scale, False, False, *call.window, options.softcap,
-        False, None, **keywords,
-    )  # fmt: skip
+        *map(rows_contiguous, (q, k, v)),
+        out,
+        call.cu_seqlens_q,
+        call.cu_seqlens_k,
+        call.seqused_k,
+        None,
+        None,
+        slopes,
+        *call.longest,
+        options.dropout_p,
+        options.softmax_scale,
+        False,
+        False,
+        *call.window,
+        options.softcap,
+        False,
+        None,
+        **keywords,
+    )
     return out, lse
 
 
 def backward_call(
-    call: KernelCall, inputs: BackwardInputs, sums: Sequence[Tensor] | None = None, dq: Tensor | None = None,
-    function: Callable[..., Any] | None = None, **stage: Any
-) -> Any:  # fmt: skip
+    call: KernelCall,
+    inputs: BackwardInputs,
+    sums: Sequence[Tensor] | None = None,
+    dq: Tensor | None = None,
+    function: Callable[..., Any] | None = None,
+    **stage: Any,
+) -> Any:
     """dq of the call's query rows, dk and dv of its key rows, from the LSE and out of all keys; and softmax_d.
 
     sums: None, or dk and dv of all key rows in `sum_dtype`: the call adds to them and returns its rows. dq: where to
@@ -246,10 +290,27 @@ def backward_call(
     lse = lse[:, slice(*call.rows)].contiguous()
     dlse = None if dlse is None else dlse[:, slice(*call.rows)].contiguous()
     return (function or backends.of(dout).varlen_bwd)(
-        *map(rows_contiguous, _wide(dout, q, k, v, out)), lse, dq, dk, dv, call.cu_seqlens_q, call.cu_seqlens_k,
-        slopes, *call.longest, options.dropout_p, options.softmax_scale, False, False, *call.window, options.softcap,
-        options.deterministic, None, options.rng_state if options.dropout_p > 0 else None, dlse, **keywords,
-    )  # fmt: skip
+        *map(rows_contiguous, _wide(dout, q, k, v, out)),
+        lse,
+        dq,
+        dk,
+        dv,
+        call.cu_seqlens_q,
+        call.cu_seqlens_k,
+        slopes,
+        *call.longest,
+        options.dropout_p,
+        options.softmax_scale,
+        False,
+        False,
+        *call.window,
+        options.softcap,
+        options.deterministic,
+        None,
+        options.rng_state if options.dropout_p > 0 else None,
+        dlse,
+        **keywords,
+    )
 
 
 def has_dq_sum(calls: KernelCalls, inputs: BackwardInputs) -> bool:

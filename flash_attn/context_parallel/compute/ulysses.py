@@ -129,9 +129,15 @@ def backward(ranks: HeadRanks, inputs: BackwardInputs, saved: Sequence[Tensor]) 
     for call in heads.calls(ranks.transport.rank):
         own, keys = call.query, call.key
         part = BackwardInputs(
-            full_dout[:, own], full_q[:, own], full_k[:, keys].contiguous(), full_v[:, keys].contiguous(),
-            full_out[:, own], full_lse[:, own].t(), full_dlse[:, own].t(), call.options(inputs.options),
-        )  # fmt: skip
+            dout=full_dout[:, own],
+            q=full_q[:, own],
+            k=full_k[:, keys].contiguous(),
+            v=full_v[:, keys].contiguous(),
+            out=full_out[:, own],
+            lse=full_lse[:, own].t(),
+            dlse=full_dlse[:, own].t(),
+            options=call.options(inputs.options),
+        )
         dq[:, own], dk[:, keys], dv[:, keys] = key_exchange.backward(ranks.key_ranks, part, shared)
     dq = exchange.add_to_tokens(dq, heads.query, torch.zeros_like(q))
     dk = exchange.add_to_tokens(dk, heads.key, torch.zeros(k.shape, dtype=dtype, device=k.device))

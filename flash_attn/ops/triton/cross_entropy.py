@@ -75,9 +75,16 @@ def cross_entropy_loss(
     ignore_index = arguments.integer("ignore_index", ignore_index)
     inplace_backward = arguments.flag("inplace_backward", inplace_backward)
     losses: tuple[Tensor, Tensor] = CrossEntropyLoss.apply(
-        logits, labels, precomputed_lse, label_smoothing, logit_scale, lse_square_scale, ignore_index, inplace_backward,
+        logits,
+        labels,
+        precomputed_lse,
+        label_smoothing,
+        logit_scale,
+        lse_square_scale,
+        ignore_index,
+        inplace_backward,
         process_group,
-    )  # fmt: skip
+    )
     return losses
 
 
@@ -236,11 +243,27 @@ def _launch_forward(
     if rows > 0:
         with device_of(logits):
             cross_entropy_forward_kernel[(rows,)](
-                losses, z_losses, lse, logits, labels.contiguous(), logits.stride(0), columns, rule.first_class,
-                rule.classes, rule.ignore_index, rule.logit_scale, rule.smoothing, rule.lse_square_scale,
-                HAS_SMOOTHING=rule.smoothing > 0.0, LSE_GIVEN=lse_given, PARTIAL=partial, BLOCK=block,
-                VECTOR=vector, STAGES=3, num_warps=max(block // 1024, 1),
-            )  # fmt: skip
+                losses,
+                z_losses,
+                lse,
+                logits,
+                labels.contiguous(),
+                logits.stride(0),
+                columns,
+                rule.first_class,
+                rule.classes,
+                rule.ignore_index,
+                rule.logit_scale,
+                rule.smoothing,
+                rule.lse_square_scale,
+                HAS_SMOOTHING=rule.smoothing > 0.0,
+                LSE_GIVEN=lse_given,
+                PARTIAL=partial,
+                BLOCK=block,
+                VECTOR=vector,
+                STAGES=3,
+                num_warps=max(block // 1024, 1),
+            )
     return losses, z_losses, lse
 
 
@@ -255,7 +278,21 @@ def _launch_backward(
     if rows > 0:
         with device_of(logits):
             cross_entropy_backward_kernel[(rows, -(-columns // block))](
-                dlogits, dlosses, logits, lse, labels.contiguous(), dlogits.stride(0), dlosses.stride(0),
-                logits.stride(0), columns, rule.first_class, rule.classes, rule.ignore_index, rule.logit_scale,
-                rule.smoothing, rule.lse_square_scale, BLOCK=block, num_warps=4,
-            )  # fmt: skip
+                dlogits,
+                dlosses,
+                logits,
+                lse,
+                labels.contiguous(),
+                dlogits.stride(0),
+                dlosses.stride(0),
+                logits.stride(0),
+                columns,
+                rule.first_class,
+                rule.classes,
+                rule.ignore_index,
+                rule.logit_scale,
+                rule.smoothing,
+                rule.lse_square_scale,
+                BLOCK=block,
+                num_warps=4,
+            )

@@ -20,11 +20,26 @@ def _add_scores(score, largest, total):
 
 @triton.jit
 def cross_entropy_forward_kernel(
-    losses_ptr, z_losses_ptr, lse_ptr, logits_ptr, labels_ptr,
-    row_stride, columns, first_class, classes, ignore_index, logit_scale, smoothing, lse_square_scale,
-    HAS_SMOOTHING: tl.constexpr, LSE_GIVEN: tl.constexpr, PARTIAL: tl.constexpr,
-    BLOCK: tl.constexpr, VECTOR: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+    losses_ptr,
+    z_losses_ptr,
+    lse_ptr,
+    logits_ptr,
+    labels_ptr,
+    row_stride,
+    columns,
+    first_class,
+    classes,
+    ignore_index,
+    logit_scale,
+    smoothing,
+    lse_square_scale,
+    HAS_SMOOTHING: tl.constexpr,
+    LSE_GIVEN: tl.constexpr,
+    PARTIAL: tl.constexpr,
+    BLOCK: tl.constexpr,
+    VECTOR: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     """One row: its log-sum-exp and its loss. PARTIAL: the logits are a part of the vocabulary, and the loss is instead
     what the row's logits here subtract from the LSE of all parts. Ignored rows are not read."""
     row = tl.program_id(0).to(tl.int64)
@@ -79,10 +94,23 @@ def cross_entropy_forward_kernel(
 
 @triton.jit
 def cross_entropy_backward_kernel(
-    dlogits_ptr, dlosses_ptr, logits_ptr, lse_ptr, labels_ptr,
-    dlogits_row_stride, dlosses_stride, row_stride, columns, first_class, classes, ignore_index,
-    logit_scale, smoothing, lse_square_scale, BLOCK: tl.constexpr,
-):  # fmt: skip
+    dlogits_ptr,
+    dlosses_ptr,
+    logits_ptr,
+    lse_ptr,
+    labels_ptr,
+    dlogits_row_stride,
+    dlosses_stride,
+    row_stride,
+    columns,
+    first_class,
+    classes,
+    ignore_index,
+    logit_scale,
+    smoothing,
+    lse_square_scale,
+    BLOCK: tl.constexpr,
+):
     """BLOCK columns of one row of the gradient. dlogits may be logits. Ignored rows are not read."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

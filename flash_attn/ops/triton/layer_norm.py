@@ -99,10 +99,16 @@ def layer_norm_fn(
     sum_dtype = sum_dtype or (torch.float32 if arguments.flag("residual_in_fp32", residual_in_fp32) else x.dtype)
     altered = any(t is not None for t in (residual_out, residual, x1, rowscale)) or dropout_p > 0.0
     options = NormOptions(
-        eps, dropout_p, prenorm, arguments.flag("zero_centered_weight", zero_centered_weight),
-        arguments.flag("is_rms_norm", is_rms_norm), return_dropout_mask, out_dtype, sum_dtype,
+        eps,
+        dropout_p,
+        prenorm,
+        arguments.flag("zero_centered_weight", zero_centered_weight),
+        arguments.flag("is_rms_norm", is_rms_norm),
+        return_dropout_mask,
+        out_dtype,
+        sum_dtype,
         altered or sum_dtype != x.dtype,
-    )  # fmt: skip
+    )
     tensors = (x, weight, bias, residual, x1, weight1, bias1, rowscale)
     compute = _fused if kernel_serves(x) and x.shape[-1] <= MAX_COLUMNS else _compose
     results = compute(*tensors, (out, residual_out), options)
@@ -132,9 +138,25 @@ def rms_norm_fn(
 ) -> TensorOrTuple:
     """`layer_norm_fn` with is_rms_norm=True."""
     return layer_norm_fn(
-        x, weight, bias, residual, x1, weight1, bias1, eps, dropout_p, rowscale, prenorm, residual_in_fp32,
-        zero_centered_weight, True, return_dropout_mask, out_dtype, out, residual_out,
-    )  # fmt: skip
+        x,
+        weight,
+        bias,
+        residual,
+        x1,
+        weight1,
+        bias1,
+        eps,
+        dropout_p,
+        rowscale,
+        prenorm,
+        residual_in_fp32,
+        zero_centered_weight,
+        True,
+        return_dropout_mask,
+        out_dtype,
+        out,
+        residual_out,
+    )
 
 
 def layer_norm_linear_fn(
@@ -169,9 +191,15 @@ def layer_norm_linear_fn(
     _check_linear(x, linear_weight, linear_bias)
     try:
         normed = layer_norm_fn(
-            x, norm_weight, norm_bias, residual, eps=eps, prenorm=True, residual_in_fp32=residual_in_fp32,
+            x,
+            norm_weight,
+            norm_bias,
+            residual,
+            eps=eps,
+            prenorm=True,
+            residual_in_fp32=residual_in_fp32,
             is_rms_norm=is_rms_norm,
-        )  # fmt: skip
+        )
     except (RuntimeError, TypeError) as error:
         arguments.rename(error, {"weight": "norm_weight", "bias": "norm_bias"})
         raise

@@ -46,12 +46,36 @@ def _normalise(total, inside, columns, eps, IS_RMS: tl.constexpr):
 
 @triton.jit
 def norm_forward_kernel(
-    x_ptr, residual_ptr, x1_ptr, weight_ptr, bias_ptr, weight1_ptr, bias1_ptr, rowscale_ptr, seed_ptr,
-    out_ptr, out1_ptr, sum_ptr, mask_ptr, mask1_ptr,
-    rows, columns, x_stride, residual_stride, x1_stride, out_stride, out1_stride, sum_stride,
-    eps, dropout_p, keep_scale,
-    IS_RMS: tl.constexpr, ZERO_CENTERED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    residual_ptr,
+    x1_ptr,
+    weight_ptr,
+    bias_ptr,
+    weight1_ptr,
+    bias1_ptr,
+    rowscale_ptr,
+    seed_ptr,
+    out_ptr,
+    out1_ptr,
+    sum_ptr,
+    mask_ptr,
+    mask1_ptr,
+    rows,
+    columns,
+    x_stride,
+    residual_stride,
+    x1_stride,
+    out_stride,
+    out1_stride,
+    sum_stride,
+    eps,
+    dropout_p,
+    keep_scale,
+    IS_RMS: tl.constexpr,
+    ZERO_CENTERED: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     """sum = dropout(rowscale * x) + dropout(x1) + residual; out = norm(sum) * weight + bias, out1 likewise."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)
@@ -93,13 +117,37 @@ def norm_forward_kernel(
 
 @triton.jit
 def norm_backward_kernel(
-    dout_ptr, dout1_ptr, dsum_ptr, sum_ptr, weight_ptr, weight1_ptr, rowscale_ptr, seed_ptr,
-    dx_ptr, dresidual_ptr, dx1_ptr, dweight_ptr, dbias_ptr, dweight1_ptr, dbias1_ptr,
-    rows, columns, dout_stride, dout1_stride, dsum_stride, sum_stride, rows_per_program,
-    eps, dropout_p, keep_scale,
-    IS_RMS: tl.constexpr, ZERO_CENTERED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    dout_ptr,
+    dout1_ptr,
+    dsum_ptr,
+    sum_ptr,
+    weight_ptr,
+    weight1_ptr,
+    rowscale_ptr,
+    seed_ptr,
+    dx_ptr,
+    dresidual_ptr,
+    dx1_ptr,
+    dweight_ptr,
+    dbias_ptr,
+    dweight1_ptr,
+    dbias1_ptr,
+    rows,
+    columns,
+    dout_stride,
+    dout1_stride,
+    dsum_stride,
+    sum_stride,
+    rows_per_program,
+    eps,
+    dropout_p,
+    keep_scale,
+    IS_RMS: tl.constexpr,
+    ZERO_CENTERED: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
     STAGES: tl.constexpr,
-):  # fmt: skip
+):
     """The gradients of a run of rows, and what these rows add to the gradients of the weights and biases.
 
     Row p of dweight (programs, columns) belongs to program p alone, so that the sum over rows has one order.

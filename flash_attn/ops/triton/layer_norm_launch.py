@@ -145,11 +145,34 @@ def launch_forward(
     if rows > 0:
         with device_of(x):
             norm_forward_kernel[(-(-rows // tile["ROWS"]),)](
-                x, residual, x1, weight, bias, weight1, bias1, rowscale, seed, out, out1, total, *masks,
-                rows, columns, _stride(x), _stride(residual), _stride(x1), _stride(out), _stride(out1), _stride(total),
-                options.eps, options.dropout_p, 1.0 / (1.0 - options.dropout_p), IS_RMS=options.is_rms_norm,
-                ZERO_CENTERED=options.zero_centered_weight, **tile,
-            )  # fmt: skip
+                x,
+                residual,
+                x1,
+                weight,
+                bias,
+                weight1,
+                bias1,
+                rowscale,
+                seed,
+                out,
+                out1,
+                total,
+                *masks,
+                rows,
+                columns,
+                _stride(x),
+                _stride(residual),
+                _stride(x1),
+                _stride(out),
+                _stride(out1),
+                _stride(total),
+                options.eps,
+                options.dropout_p,
+                1.0 / (1.0 - options.dropout_p),
+                IS_RMS=options.is_rms_norm,
+                ZERO_CENTERED=options.zero_centered_weight,
+                **tile,
+            )
 
 
 def launch_backward(
@@ -183,13 +206,32 @@ def launch_backward(
     if rows > 0:
         with device_of(total):
             norm_backward_kernel[(programs,)](
-                dout, dout1, dsum, total, weight, weight1, rowscale, seed, dx,
-                None if dresidual is dx else dresidual, None if dx1 is dx else dx1,
-                *[next(parts) if want else None for want in wanted], rows, columns, _stride(dout), _stride(dout1),
-                _stride(dsum), _stride(total), -(-tiles // programs) * tile["ROWS"], options.eps, options.dropout_p,
-                1.0 / (1.0 - options.dropout_p), IS_RMS=options.is_rms_norm,
-                ZERO_CENTERED=options.zero_centered_weight, **tile,
-            )  # fmt: skip
+                dout,
+                dout1,
+                dsum,
+                total,
+                weight,
+                weight1,
+                rowscale,
+                seed,
+                dx,
+                None if dresidual is dx else dresidual,
+                None if dx1 is dx else dx1,
+                *[next(parts) if want else None for want in wanted],
+                rows,
+                columns,
+                _stride(dout),
+                _stride(dout1),
+                _stride(dsum),
+                _stride(total),
+                -(-tiles // programs) * tile["ROWS"],
+                options.eps,
+                options.dropout_p,
+                1.0 / (1.0 - options.dropout_p),
+                IS_RMS=options.is_rms_norm,
+                ZERO_CENTERED=options.zero_centered_weight,
+                **tile,
+            )
     sums = iter(partial.sum(1).unbind(0))
     return (dx, dresidual, dx1), [next(sums).to(d) if want else None for d, want in zip(parameter_dtypes, wanted)]
 

@@ -198,9 +198,27 @@ def _launch(
     grid = (-(-batches * seqlen // block_rows), -(-heads // block_heads))
     with device_of(x):
         rotary_kernel[grid](
-            out4, x4, cos.contiguous(), sin.contiguous(), None if cu_seqlens is None else cu_seqlens.contiguous(),
-            None if offsets is None else offsets.contiguous(), batches * seqlen, seqlen, heads, half, batch,
-            cos.shape[0], offset, *out4.stride()[:3], *x4.stride()[:3], IS_VARLEN=varlen,
-            HAS_OFFSETS=offsets is not None, SEARCH_STEPS=batch.bit_length(), INTERLEAVED=interleaved,
-            CONJUGATE=conjugate, BLOCK_ROWS=block_rows, BLOCK_HEADS=block_heads, BLOCK_HALF=block_half,
-        )  # fmt: skip
+            out4,
+            x4,
+            cos.contiguous(),
+            sin.contiguous(),
+            None if cu_seqlens is None else cu_seqlens.contiguous(),
+            None if offsets is None else offsets.contiguous(),
+            batches * seqlen,
+            seqlen,
+            heads,
+            half,
+            batch,
+            cos.shape[0],
+            offset,
+            *out4.stride()[:3],
+            *x4.stride()[:3],
+            IS_VARLEN=varlen,
+            HAS_OFFSETS=offsets is not None,
+            SEARCH_STEPS=batch.bit_length(),
+            INTERLEAVED=interleaved,
+            CONJUGATE=conjugate,
+            BLOCK_ROWS=block_rows,
+            BLOCK_HEADS=block_heads,
+            BLOCK_HALF=block_half,
+        )

@@ -6,12 +6,34 @@ import triton.language as tl
 
 @triton.jit
 def rotary_kernel(
-    out_ptr, x_ptr, cos_ptr, sin_ptr, cu_seqlens_ptr, offsets_ptr,
-    rows, seqlen, heads, half_dim, batch, seqlen_rotary, offset,
-    out_stride_batch, out_stride_row, out_stride_head, x_stride_batch, x_stride_row, x_stride_head,
-    IS_VARLEN: tl.constexpr, HAS_OFFSETS: tl.constexpr, SEARCH_STEPS: tl.constexpr, INTERLEAVED: tl.constexpr,
-    CONJUGATE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr,
-):  # fmt: skip
+    out_ptr,
+    x_ptr,
+    cos_ptr,
+    sin_ptr,
+    cu_seqlens_ptr,
+    offsets_ptr,
+    rows,
+    seqlen,
+    heads,
+    half_dim,
+    batch,
+    seqlen_rotary,
+    offset,
+    out_stride_batch,
+    out_stride_row,
+    out_stride_head,
+    x_stride_batch,
+    x_stride_row,
+    x_stride_head,
+    IS_VARLEN: tl.constexpr,
+    HAS_OFFSETS: tl.constexpr,
+    SEARCH_STEPS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    CONJUGATE: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+):
     """Rotate BLOCK_ROWS rows of BLOCK_HEADS heads. Rows count through the batch; varlen is one batch of all rows."""
     row = (tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)).to(tl.int64)
     head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)

@@ -1,0 +1,71 @@
+"""`qv`: queries that meet the values, in calls whose scores are softmax_scale * (q k^T + qv v^T).
+
+So multi-head latent attention decodes: K is the rotated part of a cached row, V its latent part, and both are keys.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from flash_attn.ops import arguments
+from flash_attn.ops.attention_args import AttentionArgs, KvCacheArgs, KvCachePlanArgs
+
+KERNEL_DIMS = (64, 512)  # head dims of q and of qv that CUDA kernels have
+_NOT_OVER_A_CACHE = ("k", "v", "rotary_cos", "rotary_sin", "cache_batch_idx", "k_token_descale", "v_token_descale")
+
+
+def is_computed(device_type: str, head_dim: int, head_dim_v: int) -> bool:
+    """Whether plain calls over pages with a qv of these sizes are computed on the device."""
+    return device_type != "cuda" or (head_dim, head_dim_v) == KERNEL_DIMS
+
+
+def check_packed(args: AttentionArgs) -> None:
+    """Raise NotImplementedError for a call of packed queries with a qv that no kernel computes."""
+    if args.cu_seqlens_q is None:
+        raise RuntimeError("qv: expected None without cu_seqlens_q, got a tensor")
+    more = {"dropout_p": args.dropout_p > 0, "max_logit": args.return_max_logit, "mask": args.has_score_tensors()}
+    _check(args, args.k, args.v, more)
+
+
+def check_cached(args: KvCacheArgs) -> None:
+    """Raise NotImplementedError for a call over a cache with a qv that no kernel computes."""
+    _check(args, args.k_cache, args.v_cache, {name: getattr(args, name) for name in _NOT_OVER_A_CACHE})
+
+
+def check_plan(args: KvCachePlanArgs) -> None:
+    """Raise NotImplementedError for a plan of calls with a qv where no kernel reads one."""
+    device = args.cache_seqlens.device.type
+    if args.head_dim_v and not is_computed(device, args.head_dim, args.head_dim_v):
+        raise NotImplementedError(f"head_dim_v: expected 0 on {device}, got {args.head_dim_v}")
+
+
+def _check(args: AttentionArgs | KvCacheArgs, k: Tensor | None, v: Tensor | None, more: dict[str, Any]) -> None:
+    reason = _reason(args, k, v, more) if args.q.device.type == "cuda" else None
+    if reason is not None:
+        raise NotImplementedError(f"qv: expected None on cuda, got a tensor: {reason}")
+
+
+def _reason(args: AttentionArgs | KvCacheArgs, k: Tensor | None, v: Tensor | None, more: dict[str, Any]) -> str | None:
+    """Why no CUDA kernel computes the call. Tensors of other ranks and shapes are the backend's matter."""
+    if k is None or v is None or args.block_table is None:
+        return "kernels read pages, by block_table"
+    dims = args.q.shape[-1], v.shape[-1]
+    if dims != KERNEL_DIMS:
+        return f"kernels have head dims of q and v of {KERNEL_DIMS}, got {dims}"
+    if k.dim() == 4 and k.shape[2] != 1:
+        return f"kernels have one K/V head, got {k.shape[2]}"
+    if args.window_left >= 0 or (args.window_right > 0 and not args.causal):
+        return "kernels have no window"
+    if args.softcap > 0 or args.alibi_slopes is not None or args.softmax_scale <= 0:
+        return "kernels have no softcap, ALiBi and scales of at most 0"
+    if args.is_scaled():
+        return "kernels have no 8-bit tensors, descales and out_dtype"
+    name = next((name for name, value in more.items() if value is not None and value is not False), None)
+    return None if name is None else f"kernels have no {name}"
+
+
+def score_dim(q: Tensor, qv: Tensor) -> int:
+    """How many products a score adds up: the head dim of q, which may be 0, and that of qv."""
+    return (q.shape[-1] if q.dim() else 1) + arguments.head_dim("qv", qv)

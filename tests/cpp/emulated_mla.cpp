@@ -1,0 +1,221 @@
+// Runs the mma.sync MLA decode kernel thread by thread on the CPU (emulated_cuda.h) against attention in double: pages
+// of any size, causal tokens, splits with their combine in double, left padding, invalid requests, missing pages,
+// sinks, packed queries. Rows that are no keys are NaN.
+#include "emulated_cuda.h"
+
+#include <random>
+
+#include "check.h"
+
+#define __forceinline__ inline
+#define __grid_constant__
+#define __align__(bytes) __attribute__((aligned(bytes)))
+#undef __shared__
+#define __shared__
+
+struct float2 {
+  float x, y;
+};
+struct float4 {
+  float x, y, z, w;
+};
+using std::max;
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
+inline float __frcp_rn(float a) { return 1.0f / a; }
+
+#include "kernels/mla/kernel.h"
+
+namespace {
+
+using flash::Dtype;
+using flash::Flash_mla_params;
+using flash::mla::MlaConfig;
+using flash::mla::MlaStorage;
+using flash::mla::MlaTile;
+
+constexpr int kLatent = flash::kMlaLatentDim, kRope = flash::kMlaRopeDim, kDim = kLatent + kRope;
+std::mt19937 generator(7);
+
+struct Case {
+  std::vector<int> lengths, tokens;  // tokens: of the queries of each request, -n for n rows of no sequence
+  int heads, page_size, splits;
+  bool causal;
+  std::vector<int> leftpad;
+  bool sinks, packed = false;
+  int missing = -1;  // the request without its first page
+};
+
+struct Queries {
+  int first, count;
+};
+
+std::vector<bf16> normal(size_t count) {
+  std::normal_distribution<float> distribution;
+  std::vector<bf16> values(count);
+  for (bf16& value : values) value.bits = to_bf16(distribution(generator));
+  return values;
+}
+
+struct Expected {
+  std::vector<double> out;
+  double lse = INFINITY;
+};
+
+Expected attention(const bf16* q, const std::vector<const bf16*>& keys, double scale, double sink) {
+  std::vector<double> scores;
+  double top = sink;
+  for (const bf16* key : keys) {
+    double score = 0.0;
+    for (int i = 0; i < kDim; ++i) score += static_cast<double>(to_float(q[i])) * to_float(key[i]);
+    scores.push_back(score * scale);
+    top = std::max(top, scores.back());
+  }
+  Expected result{std::vector<double>(kLatent), INFINITY};
+  if (top == -INFINITY) return result;
+  double sum = std::exp(sink - top);
+  for (const double score : scores) sum += std::exp(score - top);
+  for (size_t j = 0; j < keys.size(); ++j) {
+    for (int i = 0; i < kLatent; ++i) result.out[i] += std::exp(scores[j] - top) / sum * to_float(keys[j][i]);
+  }
+  result.lse = top + std::log(sum);
+  return result;
+}
+
+// Output and LSE of a row, whose splits are merged in double.
+Expected result_of(const Flash_mla_params& params, const std::vector<bf16>& out, int64_t row, int64_t at) {
+  const int64_t results = static_cast<int64_t>(out.size()) / kLatent;
+  Expected ours{std::vector<double>(kLatent), params.softmax_lse_ptr[at]};
+  if (params.splits == 1) {
+    for (int col = 0; col < kLatent; ++col) ours.out[col] = to_float(out[row * kLatent + col]);
+    return ours;
+  }
+  double sum = 0.0;
+  for (int split = 0; split < params.splits; ++split) {
+    const double part = params.partial_lse[split * results + at], weight = std::isinf(part) ? 0.0 : std::exp(part);
+    sum += weight;
+    for (int col = 0; col < kLatent; ++col)
+      ours.out[col] += weight * params.partial_o[(split * results + row) * kLatent + col];
+  }
+  for (double& value : ours.out) value /= sum == 0.0 ? 1.0 : sum;
+  ours.lse = sum == 0.0 ? INFINITY : std::log(sum);
+  return ours;
+}
+
+void compare(const Expected& ours, const Expected& expected, int request, int token, int head) {
+  double worst = 0.0, largest = 0.0;
+  for (int col = 0; col < kLatent; ++col) {
+    worst = std::max(worst, std::isnan(ours.out[col]) ? INFINITY : std::abs(ours.out[col] - expected.out[col]));
+    largest = std::max(largest, std::abs(expected.out[col]));
+  }
+  check::that(worst <= 0.01 * largest, "out: request", request, "token", token, "head", head, worst);
+  const bool same = expected.lse == ours.lse || std::abs(expected.lse - ours.lse) < 1e-3;
+  check::that(same, "lse: request", request, "token", token, "head", head, ours.lse, expected.lse);
+}
+
+template <int kRows, int kStages>
+void run(const Case& c) {
+  using Config = MlaConfig<Dtype::kBf16, kRows, kStages>;
+  static MlaStorage<Config> storage;
+  const int batch = static_cast<int>(c.lengths.size()), h = c.heads;
+  std::vector<Queries> queries;
+  std::vector<int> segments{0}, key_ranges;
+  int total = 0;
+  for (const int count : c.tokens) {
+    if (count >= 0) queries.push_back({total, count}), segments.push_back(total);
+    total += std::abs(count);
+  }
+  segments.push_back(queries.back().first + queries.back().count), segments.push_back(total);
+  const int slots = (128 + c.page_size - 1) / c.page_size, pages = batch * slots + 2, capacity = slots * c.page_size;
+  std::vector<bf16> rows(static_cast<size_t>(pages) * c.page_size * kDim, bf16{0x7fff}), q = normal(total * h * kDim);
+  std::vector<int> table(batch * slots), order(pages);
+  for (int i = 0; i < pages; ++i) order[i] = i;
+  std::shuffle(order.begin(), order.end(), generator);
+  const auto row_of = [&](int request, int key) {
+    const int page = order[request * slots + key / c.page_size];
+    return rows.data() + (static_cast<size_t>(page) * c.page_size + key % c.page_size) * kDim;
+  };
+  for (int i = 0; i < batch; ++i) {
+    const int first = c.leftpad.empty() ? 0 : c.leftpad[i], end = std::min(c.lengths[i], capacity);
+    key_ranges.insert(key_ranges.end(), {first, std::max(end - first, 0)});
+    for (int key = first; key < end; ++key) {
+      const std::vector<bf16> row = normal(kDim);
+      std::copy(row.begin(), row.end(), row_of(i, key));
+    }
+    for (int slot = 0; slot < slots; ++slot) {
+      const bool used = slot * c.page_size < c.lengths[i] && (slot + 1) * c.page_size > first;
+      table[i * slots + slot] = used ? order[i * slots + slot] : slot % 2 ? -1 : 1 << 20;
+    }
+    if (i == c.missing) table[i * slots + first / c.page_size] = pages;
+  }
+  const int64_t results = static_cast<int64_t>(total) * h, seqlen_q = c.packed ? total : queries[0].count;
+  std::vector<bf16> out(results * kLatent, bf16{0x7fff});
+  std::vector<float> lse(results, NAN), partial_o(c.splits * results * kLatent, NAN),
+      partial_lse(c.splits * results, NAN);
+  std::vector<float> sinks(h);
+  for (float& sink : sinks) sink = c.sinks ? std::normal_distribution<float>(2.0f)(generator) : -INFINITY;
+  Flash_mla_params params;
+  params.qv_ptr = q.data(), params.q_ptr = q.data() + kLatent;
+  params.latent_ptr = rows.data(), params.rope_ptr = rows.data() + kLatent;
+  params.q_strides = params.qv_strides = {seqlen_q * h * kDim, int64_t{h} * kDim, kDim};
+  params.latent_strides = params.rope_strides = {int64_t{c.page_size} * kDim, kDim, 0};
+  params.o_ptr = out.data(), params.o_strides = {seqlen_q * h * kLatent, int64_t{h} * kLatent, kLatent};
+  params.softmax_lse_ptr = lse.data(), params.partial_o = partial_o.data(), params.partial_lse = partial_lse.data();
+  params.paged.block_table = table.data(), params.paged.block_table_stride = slots;
+  params.paged.pages_per_sequence = slots, params.paged.num_pages = pages;
+  params.paged.page_size = flash::FastDiv(c.page_size), params.heads = flash::FastDiv(h);
+  params.seqlens_k = c.lengths.data(), params.leftpad_k = c.leftpad.empty() ? nullptr : c.leftpad.data();
+  params.sinks_ptr = c.sinks ? sinks.data() : nullptr;
+  params.b = batch, params.h = h, params.seqlen_q = static_cast<int>(seqlen_q);
+  params.splits = c.splits, params.is_causal = c.causal;
+  params.row_tiles = (params.seqlen_q * h + kRows - 1) / kRows;
+  if (c.packed) {
+    params.segments_q = segments.data(), params.key_ranges = key_ranges.data();
+    params.row_tiles = flash::varlen_slot_count(total * h, batch, kRows);
+  }
+  params.softmax_scale_log2 = 1.44269504f / std::sqrt(static_cast<float>(kDim));
+  for (blockIdx.x = 0; blockIdx.x < (c.packed ? 1 : batch) * params.row_tiles * c.splits; ++blockIdx.x) {
+    emulation::run_block(Config::kThreads, [&] { MlaTile<Config>(params, storage).run(); });
+  }
+  std::vector<bool> in_sequence(total);
+  const auto compare_row = [&](int request, int first, int token, int head, const Expected& expected) {
+    const int64_t row = (int64_t{first} + token) * h + head;
+    const int64_t at =
+        c.packed ? int64_t{head} * total + first + token : (int64_t{request} * h + head) * seqlen_q + token;
+    compare(result_of(params, out, row, at), expected, request, token, head);
+  };
+  for (int i = 0; i < batch; ++i) {
+    const bool takes_part = c.packed || (c.lengths[i] >= 0 && c.lengths[i] <= capacity && i != c.missing);
+    const int begin = key_ranges[2 * i], all = takes_part ? begin + key_ranges[2 * i + 1] : begin;
+    for (int token = 0; token < queries[i].count; ++token) {
+      in_sequence[queries[i].first + token] = true;
+      std::vector<const bf16*> keys;
+      for (int key = begin; key < (c.causal ? all - queries[i].count + token + 1 : all); ++key)
+        keys.push_back(row_of(i, key));
+      for (int head = 0; head < h; ++head) {
+        const bf16* const query = q.data() + ((int64_t{queries[i].first} + token) * h + head) * kDim;
+        const double sink = c.sinks && takes_part ? sinks[head] : -INFINITY;
+        compare_row(i, queries[i].first, token, head, attention(query, keys, 1.0 / std::sqrt(kDim), sink));
+      }
+    }
+  }
+  for (int row = 0; row < total; ++row) {
+    for (int head = 0; head < h && !in_sequence[row]; ++head)
+      compare_row(-1, row, 0, head, {std::vector<double>(kLatent), INFINITY});
+  }
+}
+
+}  // namespace
+
+int main() {
+  run<16, 3>({{70, 0, -1, 128}, {1, 1, 1, 1}, 16, 1, 1, false, {}, false});
+  run<16, 2>({{33, 200}, {3, 3}, 12, 16, 1, true, {}, true});
+  run<32, 3>({{90, 31}, {4, 4}, 8, 7, 1, true, {20, 31}, true});
+  run<32, 3>({{100, 5}, {2, 2}, 20, 64, 3, true, {}, false});
+  run<16, 3>({{70, 60}, {1, 1}, 4, 16, 2, false, {3, 17}, false, false, 1});
+  run<16, 3>({{70, 9, 0, 200}, {-2, 1, 0, 3, 5, -1}, 12, 16, 1, true, {}, true, true});
+  run<32, 3>({{40, 100, 33}, {4, 1, 2}, 16, 1, 3, true, {4, 0, 33}, false, true});
+  check::that(emulation::bank_conflicts == 0, "bank conflicts", emulation::bank_conflicts);
+  return check::report();
+}
