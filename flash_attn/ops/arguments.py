@@ -120,13 +120,17 @@ def check_cu_seqlens(name: str, value: Any, device: torch.device) -> int:
     return cast(int, value.shape[0] - 1)
 
 
+def check_shape(name: str, x: Tensor, expected: Sequence[int]) -> None:
+    if list(x.shape) != list(expected):
+        raise RuntimeError(f"{name}: expected shape {list(expected)}, got {list(x.shape)}")
+
+
 def check_lengths(name: str, value: Any, batch: int, device: torch.device) -> None:
     """Integers, one a sequence, that the backends do not see."""
     check_tensors((name,), (value,))
     if value.dtype not in (torch.int32, torch.int64):
         raise RuntimeError(f"{name}: expected dtype int32 or int64, got {str(value.dtype).replace('torch.', '')}")
-    if value.shape != (batch,):
-        raise RuntimeError(f"{name}: expected shape [{batch}], got {list(value.shape)}")
+    check_shape(name, value, (batch,))
     if value.device != device:
         raise RuntimeError(f"{name}: expected a tensor on {device}, got one on {value.device}")
 

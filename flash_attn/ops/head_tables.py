@@ -51,13 +51,13 @@ def attend(
         raise RuntimeError(f"block_table: expected shape [{batch}, {heads_k}, max_blocks], got {got}")
     if heads_k == 0 or q.shape[2] % heads_k:
         raise RuntimeError(f"q: expected a head count divisible by the K/V head count {heads_k}, got {q.shape[2]}")
-    _check_shape("k_cache", k_cache, [*k_cache.shape[:3], q.shape[3]])
-    _check_shape("v_cache", v_cache, [*k_cache.shape[:3], q.shape[3] if qv is None else v_cache.shape[3]])
+    arguments.check_shape("k_cache", k_cache, [*k_cache.shape[:3], q.shape[3]])
+    arguments.check_shape("v_cache", v_cache, [*k_cache.shape[:3], q.shape[3] if qv is None else v_cache.shape[3]])
     if qv is not None:
-        _check_shape("qv", qv, [*q.shape[:3], v_cache.shape[3]])
+        arguments.check_shape("qv", qv, [*q.shape[:3], v_cache.shape[3]])
     if alibi_slopes is not None:
         if alibi_slopes.dim() != 1 or alibi_slopes.shape[0] != q.shape[2]:
-            _check_shape("alibi_slopes", alibi_slopes, [batch, q.shape[2]])
+            arguments.check_shape("alibi_slopes", alibi_slopes, [batch, q.shape[2]])
         alibi_slopes = alibi_slopes.expand(batch, -1).reshape(batch * heads_k, q.shape[2] // heads_k)
     if out is not None:
         outputs.reject_gradients(out, q, qv)
@@ -101,11 +101,6 @@ def attend(
     result = result.unflatten(0, (batch, heads_k)).transpose(1, 2).flatten(2, 3)
     result = result if out is None else out.copy_(result)
     return (result, lse.view(batch, q.shape[2], q.shape[1])) if return_softmax_lse else result
-
-
-def _check_shape(name: str, tensor: Tensor, expected: list[int]) -> None:
-    if list(tensor.shape) != expected:
-        raise RuntimeError(f"{name}: expected shape {expected}, got {list(tensor.shape)}")
 
 
 def _by_head(x: Tensor, heads_k: int) -> Tensor:

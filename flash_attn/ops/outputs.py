@@ -35,8 +35,7 @@ def check(name: str, given: Tensor, shape: Sequence[int], q: Tensor, dtype: torc
     if given.dtype != dtype:
         expected = f"the dtype of q ({named(dtype)})" if dtype == q.dtype else f"dtype {named(dtype)}"
         raise RuntimeError(f"{name}: expected {expected}, got {named(given.dtype)}")
-    if list(given.shape) != list(shape):
-        raise RuntimeError(f"{name}: expected shape {list(shape)}, got {list(given.shape)}")
+    arguments.check_shape(name, given, shape)
 
 
 def check_apart_from_copied(written: Iterable[tuple[str, Tensor | None]], read: Mapping[str, Any]) -> None:

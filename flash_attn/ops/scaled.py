@@ -97,8 +97,7 @@ def _check_shapes(args: AttentionArgs, q: Tensor, k: Tensor, v: Tensor) -> None:
         rank = axes.count(",") + 1
         if x.dim() != rank:
             raise RuntimeError(f"{name}: expected {rank} dimensions ({axes}), got {x.dim()}")
-    if v.shape[:-1] != k.shape[:-1]:
-        raise RuntimeError(f"v: expected shape {[*k.shape[:-1], v.shape[-1]]}, got {list(v.shape)}")
+    arguments.check_shape("v", v, (*k.shape[:-1], v.shape[-1]))
     heads, heads_k = q.shape[-2], k.shape[-2]
     if heads % heads_k != 0 if heads_k > 0 else heads != 0:
         raise RuntimeError(f"q: expected a head count divisible by the K/V head count {heads_k}, got {heads}")

@@ -91,7 +91,7 @@ def test_dense_decoding(device, nheads, seqlen_q, page_size, head_dim, causal):
 
 def fp8_cache(numbers, row_bytes):
     """(pages of FP8 rows of these numbers (pages, page_size, d), the numbers that they hold): bytes by FlashMLA's
-    layouts; scales are powers of two, pages have a gap behind them."""
+    layouts. Scales are powers of two; a gap follows each page."""
     pages, size, _ = numbers.shape
     columns, group = (512, 128) if row_bytes == 656 else (448, 64)
     parts = numbers[..., :columns].float().unflatten(-1, (-1, group))

@@ -12,7 +12,7 @@ from flash_attn.ops import latent
 
 
 class HeadTables:
-    """A call whose K/V heads have pages and lengths of their own; all rows that are no key are NaN."""
+    """A call in which each K/V head has separate pages and lengths. Rows that hold no key are NaN."""
 
     def __init__(self, device, page_size=16, layout="contiguous", seqlen_q=1, heads=(6, 3), dims=(64, 0)):
         (nheads, nheads_k), (head_dim, head_dim_v) = heads, dims

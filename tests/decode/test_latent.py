@@ -66,7 +66,7 @@ def test_all_rows_of_the_pages(device):
 
 @pytest.mark.parametrize("num_splits", (1, 0))
 def test_a_page_that_does_not_exist(device, num_splits):
-    """A request that needs one takes no part on CUDA, and is an error on the CPU."""
+    """CUDA treats a request that needs one as inactive; the CPU raises an error."""
     case = KvCase((2000, 900), page_size=16, capacity=2048, layout="latent", **LATENT)
     problem = make_problem(case, device)
     problem.table[0, 70] = 1 << 20

@@ -137,7 +137,7 @@ constexpr FwdVariant score_mod_variant(const FwdProblem& problem) {
 constexpr bool runs_direct(const FwdProblem& problem, const Device& device, const FamilyChoice& choice) {
   const bool is_dense = !problem.is_varlen && !problem.has_key_ranges && !problem.is_paged;
   return has_direct_kernel(problem) && choice.num_splits == 1 && is_dense &&
-         problem.blocks(128) <= device.multiprocessors;
+         problem.blocks(kDirectBlockM) <= device.multiprocessors;
 }
 
 inline FwdVariant sm90_variant(const FwdProblem& problem, const Device& device, const FamilyChoice& choice,

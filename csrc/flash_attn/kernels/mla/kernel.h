@@ -152,7 +152,7 @@ struct MlaTile {
     }
   }
 
-  // The table is read a step before the rows: two dependent reads would not fit behind one step.
+  // The table is read one step before the rows: one step is too short to hide two dependent reads.
   __device__ __forceinline__ void find_pages(int step) {
 #pragma unroll
     for (int i = 0; i < kRowsPerThread; ++i) {
