@@ -10,10 +10,12 @@
 #include <utility>
 #include <vector>
 
+#include "api/autograd_node.h"
 #include "api/backward.h"
 #include "api/checks.h"
 #include "api/combine.h"
 #include "api/decode.h"
+#include "api/dense.h"
 #include "api/environment.h"
 #include "api/forward.h"
 #include "api/mla.h"
@@ -108,23 +110,6 @@ namespace {
 
 // ---- entry points ----
 
-// S_dmask is padded to multiples of 128, as in FlashAttention-2. The caller's maximum length may be loose: no sequence
-// is longer than kMaxLength.
-int probability_rows(int64_t max_seqlen) {
-  constexpr int64_t kProbabilityTile = 128;
-  const int64_t rows = std::min<int64_t>(max_seqlen, kMaxLength);
-  return static_cast<int>((rows + kProbabilityTile - 1) / kProbabilityTile * kProbabilityTile);
-}
-
-// Dense or packed: the sequences of a call, in the forward and the backward.
-template <class Params>
-Params dense_sequences(int64_t batch, bool batch_invariant) {
-  Params params;
-  params.b = static_cast<int>(batch);
-  params.batch_invariant = batch_invariant;
-  return params;
-}
-
 template <class Params>
 Params packed_sequences(int64_t batch, bool batch_invariant, const at::Tensor& cu_seqlens_q,
                         const at::Tensor& cu_seqlens_k) {
@@ -133,33 +118,6 @@ Params packed_sequences(int64_t batch, bool batch_invariant, const at::Tensor& c
   params.varlen.cu_seqlens_k = cu_seqlens_k.const_data_ptr<int>();
   return params;
 }
-
-// An entry point returns its results, or its plan for explain().
-using Tensors = std::vector<at::Tensor>;
-
-template <class Result>
-Result run_or_explain(const FwdCall& call) {
-  if constexpr (std::is_same_v<Result, plan::Explanation>) {
-    return explain(call);
-  } else {
-    return forward(call);
-  }
-}
-
-template <class Result>
-Result run_or_explain(const BwdCall& call) {
-  if constexpr (std::is_same_v<Result, plan::Explanation>) {
-    return explain(call);
-  } else {
-    return backward(call);
-  }
-}
-
-// Of every entry point: reads the environment under the GIL, then releases it.
-struct CallGuard {
-  CallEnvironment environment;
-  py::gil_scoped_release release;
-};
 
 // Sets each keyword argument in the record that has it. Under the GIL.
 template <class... Options>
@@ -188,49 +146,14 @@ Result mha_fwd(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, co
                const OptionalTensor& alibi_slopes, double p_dropout, double softmax_scale, bool is_causal,
                int64_t window_left, int64_t window_right, double softcap, bool return_softmax,
                const OptionalGenerator& gen, bool return_max_logit, bool batch_invariant, const py::kwargs& named) {
-  const char* axes = "batch, seqlen, heads, head_dim";
   ScoreOptions scores{softmax_scale, is_causal, window_left, window_right, softcap, alibi_slopes, {}, {}};
   FwdOptions options;
   QuantArgs quant;
   LaunchOptions launch;
   set_named(named, scores, options, quant, launch);
   const CallGuard guard;
-  checks::query(q, 4, axes, true);
-  checks::whole_vectors(q);
-  const int64_t batch = q.size(0), seqlen_q = q.size(1), heads = q.size(2);
-  checks::key_value(k, v, q, {batch, -1, -1, q.size(3)}, axes, true);
-  checks::quant_args(quant, q, k, v, batch, p_dropout);
-  checks::output(out, q, checks::output_shape(q, v), quant.result_type(q));
-  check_dense_scores(scores, q, k, p_dropout, {{"out", out}});
-  checks::generator(gen);
-  if (options.rng_state.has_value()) checks::rng_state(options.rng_state, p_dropout, q);
-  overlap::check({{"out", out}}, {{"q", q},
-                                  {"k", k},
-                                  {"v", v},
-                                  {"alibi_slopes", alibi_slopes},
-                                  {"sinks", scores.sinks},
-                                  {"origins", scores.origins},
-                                  {"rng_state", options.rng_state},
-                                  {"q_descale", quant.q},
-                                  {"k_descale", quant.k},
-                                  {"v_descale", quant.v}});
-  auto sequences = dense_sequences<Flash_fwd_params>(batch, batch_invariant);
-  sequences.p_rows = probability_rows(seqlen_q);
-  sequences.p_cols = probability_rows(k.size(1));
-  return run_or_explain<Result>(FwdCall{sequences,
-                                        q,
-                                        k,
-                                        v,
-                                        out,
-                                        {batch, heads, seqlen_q},
-                                        scores,
-                                        p_dropout,
-                                        return_softmax,
-                                        gen,
-                                        return_max_logit,
-                                        options,
-                                        quant,
-                                        launch.sm_margin});
+  return dense_forward<Result>(q, k, v, out, scores, p_dropout, return_softmax, gen, return_max_logit, batch_invariant,
+                               options, quant, launch.sm_margin);
 }
 
 template <class Result>
@@ -322,23 +245,13 @@ Result mha_bwd(const at::Tensor& dout, const at::Tensor& q, const at::Tensor& k,
                bool is_causal, int64_t window_left, int64_t window_right, double softcap, bool deterministic,
                const OptionalGenerator& /*gen*/, const OptionalTensor& rng_state, const OptionalTensor& dlse,
                bool batch_invariant, const py::kwargs& named) {
-  const char* axes = "batch, seqlen, heads, head_dim";
   Gradients gradients{dout, dlse, dq, dk, dv};
   ScoreOptions scores{softmax_scale, is_causal, window_left, window_right, softcap, alibi_slopes, {}, {}};
   LaunchOptions launch;
   set_named(named, scores, gradients, launch);
   const CallGuard guard;
-  checks::query(q, 4, axes);
-  checks::whole_vectors(q);
-  const int64_t batch = q.size(0);
-  checks::key_value(k, v, q, {batch, -1, -1, q.size(3)}, axes);
-  check_gradients(gradients, q, k, v, out, softmax_lse, {batch, q.size(2), q.size(1)});
-  check_dense_scores(scores, q, k, p_dropout);
-  checks::rng_state(rng_state, p_dropout, q);
-  check_written(gradients, q, k, v, out, softmax_lse, scores);
-  const auto sequences = dense_sequences<Flash_bwd_params>(batch, batch_invariant);
-  return run_or_explain<Result>(BwdCall{sequences, gradients, q, k, v, out, softmax_lse, scores, p_dropout,
-                                        deterministic, rng_state, launch.sm_margin});
+  return dense_backward<Result>(gradients, q, k, v, out, softmax_lse, scores, p_dropout, deterministic, rng_state,
+                                batch_invariant, launch.sm_margin);
 }
 
 template <class Result>
@@ -446,5 +359,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         py::arg("head_dim_v") = 0, py::call_guard<CallGuard>());
   m.def("combine", &combine, "Merge of attention over disjoint sets of keys: [out, lse]", py::arg("out_partial"),
         py::arg("lse_partial"), py::arg("out"), py::call_guard<CallGuard>());
+  define_attention(m);
   m.def("build_info", &build_info, "Identity of this build as JSON text");
 }

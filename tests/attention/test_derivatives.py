@@ -29,6 +29,8 @@ from flash_attn.fp8 import flash_attn_straight_through_func
 from flash_attn.ops import library, normalize
 from flash_attn.ops.attention_args import AttentionArgs, Tangents, backward_args, saved_for_backward
 
+pytestmark = pytest.mark.by_both_paths
+
 DTYPE = {"cpu": torch.float64, "cuda": torch.float16}
 SEED = 3
 FEATURES = {

@@ -2,6 +2,8 @@
 // themselves run without it.
 #pragma once
 
+#include <torch/csrc/utils/pybind.h>
+
 #include <cstdio>
 #include <cstdlib>
 #include <optional>
@@ -54,6 +56,12 @@ class CallEnvironment {
   int smem_limit_ = kNoLimit;
   bool is_traced_ = false;
   static inline thread_local const CallEnvironment* current_ = nullptr;
+};
+
+// Of every entry point: reads the environment under the GIL, then releases it.
+struct CallGuard {
+  CallEnvironment environment;
+  py::gil_scoped_release release;
 };
 
 inline std::string one_line(const MatrixStrides& strides) {
