@@ -110,6 +110,7 @@ inline plan::FwdProblem make_problem(const FwdCall& call, Flash_fwd_params& para
       call.has_8bit_kv() ? quantized_problem(call, params) : fwd_problem(params, dtype_of(call.q));
   problem.mask_matrices = mask_matrix_count(call.scores.mask, params);
   problem.returns_max_logit = call.return_max_logit;
+  problem.exact_row_max = call.return_max_logit || CallEnvironment::exact_row_max();
   problem.returns_probabilities = call.return_softmax && params.b > 0 && params.p_rows > 0 && params.p_cols > 0;
   const int64_t keys = call.has_8bit_kv() ? fwd_problem(params, problem.out_dtype).keys() : problem.keys();
   problem.decode = decode_problem(params, dtype_of(call.k), keys);
@@ -164,11 +165,9 @@ struct DropoutOutputs {
   }
 };
 
-// A rescale threshold of 0 keeps the row max exact, at the price of more rescaling.
 inline at::Tensor allocate_max_logit(Flash_fwd_params& params, const at::TensorOptions& options) {
   at::Tensor max_logit = at::full({params.h}, -std::numeric_limits<float>::infinity(), options);
   params.max_logit_ptr = max_logit.mutable_data_ptr<float>();
-  params.rescale_threshold_log2 = 0.0f;
   return max_logit;
 }
 

@@ -91,6 +91,7 @@ inline void add_decode_stages(const FwdProblem& problem, FwdPlan& plan) {
 // `forced`: the value of FLASH_ATTN_FAMILY, or null.
 inline FwdPlan plan_fwd(const FwdProblem& problem, const Device& device, const char* forced) {
   FwdPlan plan = plan_kernel(problem, device, forced);
+  plan.exact_row_max = problem.exact_row_max;
   if (problem.is_cached) {
     add_cached_stages(problem, plan);
   } else if (problem.has_queries()) {

@@ -100,11 +100,12 @@ struct FwdPlan {
   int short_tiles = 0;     // of each head that see few keys, at most
   int num_tail_tiles = 0;  // of each head, handed out last
   bool sort_varlen_tiles = false;
-  int unmasked_blocks = 1;  // max_unmasked_blocks()
-  bool is_dynamic = false;  // work tiles are handed out by a semaphore
-  bool pdl = false;         // programmatic dependent launch
-  int page_box_rows = 0;    // rows of a TMA box within a page; 0: rows are copied one by one
-  MaskPlan mask;            // of kListed
+  int unmasked_blocks = 1;     // max_unmasked_blocks()
+  bool is_dynamic = false;     // work tiles are handed out by a semaphore
+  bool pdl = false;            // programmatic dependent launch
+  bool exact_row_max = false;  // the row max follows every score, at the price of more rescaling
+  int page_box_rows = 0;       // rows of a TMA box within a page; 0: rows are copied one by one
+  MaskPlan mask;               // of kListed
   int64_t workspace_bytes = 0;
 
   // ---- the whole call (plan/call_plan.h) ----

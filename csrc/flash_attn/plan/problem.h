@@ -85,6 +85,7 @@ struct DecodeProblem {
 // problem, and take kernels with the same bits.
 struct FwdProblem : Problem {
   bool returns_max_logit = false;
+  bool exact_row_max = false;  // the row max of the softmax must not lag
 
   bool has_key_ranges = false;  // a dense batch of queries over packed or paged keys of device-side lengths
   bool is_paged = false;
