@@ -168,8 +168,6 @@ constexpr Sm90FwdTile kSm90OneWaveTiles[kNumHeadDims - kSm90FirstHeadDim] = {
 // take the kernels of the greater one.
 constexpr Sm90FwdTile kSm90ValueDimTile = {192, 192, 64, 2, 2, false, 1, 128};
 
-constexpr int kDirectBlockM = 128;  // of every kDirect tile, for calls whose kernel is still to be chosen
-
 constexpr Sm90FwdTile sm90_fwd_tile(int head_dim, FwdVariant variant) {
   if (variant == FwdVariant::kMasked) {
     if (head_dim_index(head_dim) == head_dim_index(kSm90MaskedTile.head_dim)) return kSm90MaskedTile;
