@@ -139,10 +139,10 @@ constexpr FwdVariant score_mod_variant(const FwdProblem& problem) {
 }
 
 // Whether a call of one wave needs no schedule: each CTA finds its m_block and its keys from blockIdx.
-constexpr bool runs_direct(const FwdProblem& problem, const Device& device, const FamilyChoice& choice) {
+constexpr bool runs_direct(const FwdProblem& problem, const Device& device, const FamilyChoice& choice, int head_dim) {
   const bool is_dense = !problem.is_varlen && !problem.has_key_ranges && !problem.is_paged;
   return has_direct_kernel(problem) && choice.num_splits == 1 && is_dense &&
-         problem.blocks(kDirectBlockM) <= device.multiprocessors;
+         problem.blocks(sm90_fwd_tile(head_dim, FwdVariant::kDirect).block_m) <= device.multiprocessors;
 }
 
 inline FwdVariant sm90_variant(const FwdProblem& problem, const Device& device, const FamilyChoice& choice,
@@ -151,7 +151,7 @@ inline FwdVariant sm90_variant(const FwdProblem& problem, const Device& device, 
   if (problem.has_score_mod()) return score_mod_variant(problem);
   if (problem.has_dropout) return FwdVariant::kDropout;
   if (choice.num_splits > 1 || choice.is_one_wave) {
-    return runs_direct(problem, device, choice) ? FwdVariant::kDirect : FwdVariant::kOneWave;
+    return runs_direct(problem, device, choice, head_dim) ? FwdVariant::kDirect : FwdVariant::kOneWave;
   }
   if (sm90_has_variant(head_dim, FwdVariant::kShort)) {
     const Sm90FwdTile plain = sm90_fwd_tile(head_dim, FwdVariant::kPlain);

@@ -194,8 +194,6 @@ constexpr Sm90FwdTile sm90_listed_tile(int head_dim) {
   return kSm90ListedTiles[index];
 }
 
-constexpr int kDirectBlockM = 128;  // of every kDirect tile, for calls whose kernel is still to be chosen
-
 constexpr Sm90FwdTile sm90_fwd_tile(int head_dim, FwdVariant variant) {
   if (variant == FwdVariant::kMasked) {
     if (head_dim_index(head_dim) == head_dim_index(kSm90MaskedTile.head_dim)) return kSm90MaskedTile;
