@@ -5,6 +5,7 @@
 #include <torch/version.h>
 
 #include <algorithm>
+#include <optional>
 #include <string>
 #include <type_traits>
 #include <utility>
@@ -16,6 +17,7 @@
 #include "api/decode.h"
 #include "api/environment.h"
 #include "api/forward.h"
+#include "api/jvp.h"
 #include "api/mla.h"
 #include "api/overlap.h"
 #include "api/quantized.h"
@@ -25,6 +27,7 @@
 #include "core/static_switch.h"
 #include "params/flash.h"
 #include "params/fp8.h"
+#include "params/jvp.h"
 #include "params/kvcache.h"
 #include "plan/bwd_plan.h"
 #include "plan/explain.h"
@@ -65,6 +68,13 @@ cudaError_t run_mha_fwd_fp8(const Flash_fwd_fp8_params& params, const plan::FwdP
   return FP16_SWITCH(plan.dtype, [&] {
     return HEADDIM_8BIT_SWITCH(plan.head_dim,
                                [&] { return run_mha_fwd_fp8_wgmma_<kDtype, kHeadDim>(params, plan, stream); });
+  });
+}
+
+cudaError_t run_mha_fwd_jvp(const Flash_fwd_jvp_params& params, const plan::FwdPlan& plan, cudaStream_t stream) {
+  return FP16_SWITCH(plan.dtype, [&] {
+    return plan.head_dim == 64 ? run_mha_fwd_jvp_wgmma_<kDtype, 64>(params, plan, stream)
+                               : run_mha_fwd_jvp_wgmma_<kDtype, 128>(params, plan, stream);
   });
 }
 
@@ -315,6 +325,34 @@ Result mha_varlen_fwd(const at::Tensor& q, const at::Tensor& k, const at::Tensor
                                         launch.sm_margin});
 }
 
+// Dense batches, and packed ones where both cu_seqlens are given.
+std::optional<Tensors> mha_jvp_fwd(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                                   const OptionalTensor& tq, const OptionalTensor& tk, const OptionalTensor& tv,
+                                   const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k,
+                                   double softmax_scale, bool is_causal, int64_t window_left, int64_t window_right,
+                                   int64_t sm_margin) {
+  const bool is_packed = cu_seqlens_q.has_value() && cu_seqlens_k.has_value();
+  const char* axes = is_packed ? "total, heads, head_dim" : "batch, seqlen, heads, head_dim";
+  checks::query(q, is_packed ? 3 : 4, axes);
+  checks::whole_vectors(q);
+  const int64_t heads = q.size(-2), rows = q.size(-3);
+  const int64_t batch = is_packed ? checks::cu_seqlens(*cu_seqlens_q, *cu_seqlens_k, q) : q.size(0);
+  if (is_packed) {
+    checks::key_value(k, v, q, {-1, -1, q.size(2)}, axes);
+  } else {
+    checks::key_value(k, v, q, {batch, -1, -1, q.size(3)}, axes);
+  }
+  checks::tangents(tq, tk, tv, q, k, v);
+  const OptionalTensor no_slopes;
+  const ScoreOptions scores{softmax_scale, is_causal, window_left, window_right, 0.0, no_slopes, {}, {}};
+  check_scores(scores, q, batch, 0.0);
+  const auto sequences = is_packed
+                             ? packed_sequences<Flash_fwd_params>(batch, false, *cu_seqlens_q, *cu_seqlens_k)
+                             : dense_sequences<Flash_fwd_params>(batch, false);
+  const at::DimVector lse_shape = is_packed ? at::DimVector{heads, rows} : at::DimVector{batch, heads, rows};
+  return jvp_forward(JvpCall{sequences, q, k, v, tq, tk, tv, lse_shape, scores, sm_margin});
+}
+
 template <class Result>
 Result mha_bwd(const at::Tensor& dout, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                const at::Tensor& out, const at::Tensor& softmax_lse, const OptionalTensor& dq, const OptionalTensor& dk,
@@ -428,6 +466,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
                     "Forward of packed batches: [out, softmax_lse, S_dmask, rng_state(, max_logit)]");
   define_varlen_fwd(m, "explain_varlen_fwd", &mha_varlen_fwd<plan::Explanation>,
                     "The plan of varlen_fwd, as a dict; nothing is launched");
+  m.def("jvp_fwd", &mha_jvp_fwd,
+        "Forward with its derivative along tangents: [out, softmax_lse, t_out, t_lse, rng_state], or None: this build "
+        "and GPU have no kernel for the call",
+        py::arg("q"), py::arg("k"), py::arg("v"), py::arg("tq"), py::arg("tk"), py::arg("tv"), py::arg("cu_seqlens_q"),
+        py::arg("cu_seqlens_k"), py::arg("softmax_scale"), py::arg("is_causal"), py::arg("window_size_left"),
+        py::arg("window_size_right"), py::kw_only(), py::arg("sm_margin") = 0, py::call_guard<CallGuard>());
   define_bwd(m, "bwd", &mha_bwd<Tensors>, "Backward of dense batches: [dq, dk, dv, softmax_d(, dsinks)]");
   define_bwd(m, "explain_bwd", &mha_bwd<plan::Explanation>, "The plan of bwd, as a dict; nothing is launched");
   define_varlen_bwd(m, "varlen_bwd", &mha_varlen_bwd<Tensors>,
