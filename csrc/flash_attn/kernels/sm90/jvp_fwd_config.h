@@ -52,12 +52,12 @@ struct JvpFwdConfig {
 
   template <int kN>
   using Shape = cute::Shape<cute::_64, cute::Int<kN>, cute::_16>;
-  using MmaQk = decltype(cute::make_tiled_mma(
-      cute::GMMA::ss_op_selector<Element, Element, float, Shape<kBlockN>, cute::GMMA::Major::K,
-                                 cute::GMMA::Major::K>()));
-  using MmaPv = decltype(cute::make_tiled_mma(
-      cute::GMMA::rs_op_selector<Element, Element, float, Shape<kHeadDimV>, cute::GMMA::Major::K,
-                                 cute::GMMA::Major::MN>()));
+  using MmaQk =
+      decltype(cute::make_tiled_mma(cute::GMMA::ss_op_selector<Element, Element, float, Shape<kBlockN>,
+                                                               cute::GMMA::Major::K, cute::GMMA::Major::K>()));
+  using MmaPv =
+      decltype(cute::make_tiled_mma(cute::GMMA::rs_op_selector<Element, Element, float, Shape<kHeadDimV>,
+                                                               cute::GMMA::Major::K, cute::GMMA::Major::MN>()));
   static_assert(decltype(cute::tile_size<1>(MmaQk{}))::value == kBlockN);
   static_assert(decltype(cute::tile_size<1>(MmaPv{}))::value == kHeadDimV);
 
@@ -65,17 +65,16 @@ struct JvpFwdConfig {
   static constexpr int kAtoms = kHeadDim / kAtomCols, kAtomsV = kAtoms;
   // A buffer of Q, K or V is two tiles, the second that of the tangent: (rows, columns, 2 * buffer + is_tangent).
   template <int kRows, int kTiles>
-  using Tiles = decltype(cute::tile_to_shape(
-      cute::GMMA::Layout_K_SW128_Atom<Element>{},
-      cute::Shape<cute::Int<kRows>, cute::Int<kHeadDim>, cute::Int<kTiles>>{}));
+  using Tiles = decltype(cute::tile_to_shape(cute::GMMA::Layout_K_SW128_Atom<Element>{},
+                                             cute::Shape<cute::Int<kRows>, cute::Int<kHeadDim>, cute::Int<kTiles>>{}));
   static_assert(kAtomCols == 64, "of rows of 128 bytes");
   using SmemLayoutQ = Tiles<64, 2 * kQStages * kWarpGroups>;
   using SmemLayoutK = Tiles<kBlockN, 2 * kKvStages>;
   // The same bytes of V as (D, N).
-  using SmemLayoutVt = decltype(cute::tile_to_shape(
-      cute::GMMA::Layout_MN_SW128_Atom<Element>{},
-      cute::Shape<cute::Int<kHeadDimV>, cute::Int<kBlockN>, cute::Int<2 * kKvStages>>{},
-      cute::Step<cute::_2, cute::_1, cute::_3>{}));
+  using SmemLayoutVt =
+      decltype(cute::tile_to_shape(cute::GMMA::Layout_MN_SW128_Atom<Element>{},
+                                   cute::Shape<cute::Int<kHeadDimV>, cute::Int<kBlockN>, cute::Int<2 * kKvStages>>{},
+                                   cute::Step<cute::_2, cute::_1, cute::_3>{}));
   static constexpr int kTileQ = 64 * kHeadDim, kTileKv = kBlockN * kHeadDim;  // elements
   static constexpr int kSmemQ = 2 * kTileQ, kSmemK = 2 * kTileKv, kSmemV = 2 * kTileKv;
 

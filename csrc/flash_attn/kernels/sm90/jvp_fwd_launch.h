@@ -29,8 +29,8 @@ inline cudaError_t make_jvp_tensor_maps(JvpFwdLaunch& launch, const Flash_fwd_jv
                         int head_dim) {
     if (status != cudaSuccess || data == nullptr) return;
     const tma::TensorMapBox box{plan::swizzle_atom_cols(plan.head_dim), rows};
-    status = tma::make_tensor_map(map, tma::tensor_map_source(params, data, strides, is_query, head_dim), plan.dtype,
-                                  box);
+    status =
+        tma::make_tensor_map(map, tma::tensor_map_source(params, data, strides, is_query, head_dim), plan.dtype, box);
   };
   make(launch.q_map, params.q_ptr, params.q_strides, true, 64, params.d);
   make(launch.tq_map, params.tq_ptr, params.tq_strides, true, 64, params.d);

@@ -31,8 +31,8 @@ struct JvpFwdMainloop {
   enum Operand { kPrimal, kTangent };
   using AccS = decltype(cute::partition_fragment_C(MmaQk{}, cute::Shape<cute::_64, cute::Int<Config::kBlockN>>{}));
   using AccO = decltype(cute::partition_fragment_C(MmaPv{}, cute::Shape<cute::_64, cute::Int<Config::kHeadDimV>>{}));
-  using LayoutP = cute::Layout<
-      cute::Shape<cute::Shape<cute::_2, cute::_2, cute::_2>, cute::_1, cute::Int<Config::kBlockN / 16>>>;
+  using LayoutP =
+      cute::Layout<cute::Shape<cute::Shape<cute::_2, cute::_2, cute::_2>, cute::_1, cute::Int<Config::kBlockN / 16>>>;
   using FragmentP = decltype(cute::make_tensor<Element>(LayoutP{}));
 
   const JvpFwdLaunch& launch;
