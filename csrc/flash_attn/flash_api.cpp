@@ -126,24 +126,6 @@ int probability_rows(int64_t max_seqlen) {
   return static_cast<int>((rows + kProbabilityTile - 1) / kProbabilityTile * kProbabilityTile);
 }
 
-// Dense or packed: the sequences of a call, in the forward and the backward.
-template <class Params>
-Params dense_sequences(int64_t batch, bool batch_invariant) {
-  Params params;
-  params.b = static_cast<int>(batch);
-  params.batch_invariant = batch_invariant;
-  return params;
-}
-
-template <class Params>
-Params packed_sequences(int64_t batch, bool batch_invariant, const at::Tensor& cu_seqlens_q,
-                        const at::Tensor& cu_seqlens_k) {
-  Params params = dense_sequences<Params>(batch, batch_invariant);
-  params.varlen.cu_seqlens_q = cu_seqlens_q.const_data_ptr<int>();
-  params.varlen.cu_seqlens_k = cu_seqlens_k.const_data_ptr<int>();
-  return params;
-}
-
 // An entry point returns its results, or its plan for explain().
 using Tensors = std::vector<at::Tensor>;
 
@@ -325,33 +307,6 @@ Result mha_varlen_fwd(const at::Tensor& q, const at::Tensor& k, const at::Tensor
                                         launch.sm_margin});
 }
 
-// Dense batches, and packed ones where both cu_seqlens are given.
-std::optional<Tensors> mha_jvp_fwd(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                                   const OptionalTensor& tq, const OptionalTensor& tk, const OptionalTensor& tv,
-                                   const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k,
-                                   double softmax_scale, bool is_causal, int64_t window_left, int64_t window_right,
-                                   int64_t sm_margin) {
-  const bool is_packed = cu_seqlens_q.has_value() && cu_seqlens_k.has_value();
-  const char* axes = is_packed ? "total, heads, head_dim" : "batch, seqlen, heads, head_dim";
-  checks::query(q, is_packed ? 3 : 4, axes);
-  checks::whole_vectors(q);
-  const int64_t heads = q.size(-2), rows = q.size(-3);
-  const int64_t batch = is_packed ? checks::cu_seqlens(*cu_seqlens_q, *cu_seqlens_k, q) : q.size(0);
-  if (is_packed) {
-    checks::key_value(k, v, q, {-1, -1, q.size(2)}, axes);
-  } else {
-    checks::key_value(k, v, q, {batch, -1, -1, q.size(3)}, axes);
-  }
-  checks::tangents(tq, tk, tv, q, k, v);
-  const OptionalTensor no_slopes;
-  const ScoreOptions scores{softmax_scale, is_causal, window_left, window_right, 0.0, no_slopes, {}, {}};
-  check_scores(scores, q, batch, 0.0);
-  const auto sequences = is_packed ? packed_sequences<Flash_fwd_params>(batch, false, *cu_seqlens_q, *cu_seqlens_k)
-                                   : dense_sequences<Flash_fwd_params>(batch, false);
-  const at::DimVector lse_shape = is_packed ? at::DimVector{heads, rows} : at::DimVector{batch, heads, rows};
-  return jvp_forward(JvpCall{sequences, q, k, v, tq, tk, tv, lse_shape, scores, sm_margin});
-}
-
 template <class Result>
 Result mha_bwd(const at::Tensor& dout, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                const at::Tensor& out, const at::Tensor& softmax_lse, const OptionalTensor& dq, const OptionalTensor& dk,
@@ -466,8 +421,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   define_varlen_fwd(m, "explain_varlen_fwd", &mha_varlen_fwd<plan::Explanation>,
                     "The plan of varlen_fwd, as a dict; nothing is launched");
   m.def("jvp_fwd", &mha_jvp_fwd,
-        "Forward with its derivative along tangents: [out, softmax_lse, t_out, t_lse, rng_state], or None: this build "
-        "and GPU have no kernel for the call",
+        "Forward with its derivative along tangents: [out, softmax_lse, t_out, t_lse, rng_state]; None: this build and "
+        "GPU have no kernel for the call",
         py::arg("q"), py::arg("k"), py::arg("v"), py::arg("tq"), py::arg("tk"), py::arg("tv"), py::arg("cu_seqlens_q"),
         py::arg("cu_seqlens_k"), py::arg("softmax_scale"), py::arg("is_causal"), py::arg("window_size_left"),
         py::arg("window_size_right"), py::kw_only(), py::arg("sm_margin") = 0, py::call_guard<CallGuard>());

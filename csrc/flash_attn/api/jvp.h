@@ -113,4 +113,32 @@ inline std::optional<std::vector<at::Tensor>> jvp_forward(const JvpCall& call) {
   return std::vector<at::Tensor>{out, lse, t_out, t_lse, rng_state};
 }
 
+// Dense batches, and packed ones where both cu_seqlens are given.
+inline std::optional<std::vector<at::Tensor>> mha_jvp_fwd(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                                                          const OptionalTensor& tq, const OptionalTensor& tk,
+                                                          const OptionalTensor& tv, const OptionalTensor& cu_seqlens_q,
+                                                          const OptionalTensor& cu_seqlens_k, double softmax_scale,
+                                                          bool is_causal, int64_t window_left, int64_t window_right,
+                                                          int64_t sm_margin) {
+  const bool is_packed = cu_seqlens_q.has_value() && cu_seqlens_k.has_value();
+  const char* axes = is_packed ? "total, heads, head_dim" : "batch, seqlen, heads, head_dim";
+  checks::query(q, is_packed ? 3 : 4, axes);
+  checks::whole_vectors(q);
+  const int64_t heads = q.size(-2), rows = q.size(-3);
+  const int64_t batch = is_packed ? checks::cu_seqlens(*cu_seqlens_q, *cu_seqlens_k, q) : q.size(0);
+  if (is_packed) {
+    checks::key_value(k, v, q, {-1, -1, q.size(2)}, axes);
+  } else {
+    checks::key_value(k, v, q, {batch, -1, -1, q.size(3)}, axes);
+  }
+  checks::tangents(tq, tk, tv, q, k, v);
+  const OptionalTensor no_slopes;
+  const ScoreOptions scores{softmax_scale, is_causal, window_left, window_right, 0.0, no_slopes, {}, {}};
+  check_scores(scores, q, batch, 0.0);
+  const auto sequences = is_packed ? packed_sequences<Flash_fwd_params>(batch, false, *cu_seqlens_q, *cu_seqlens_k)
+                                   : dense_sequences<Flash_fwd_params>(batch, false);
+  const at::DimVector lse_shape = is_packed ? at::DimVector{heads, rows} : at::DimVector{batch, heads, rows};
+  return jvp_forward(JvpCall{sequences, q, k, v, tq, tk, tv, lse_shape, scores, sm_margin});
+}
+
 }  // namespace flash
