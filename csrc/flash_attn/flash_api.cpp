@@ -5,6 +5,7 @@
 #include <torch/version.h>
 
 #include <algorithm>
+#include <optional>
 #include <string>
 #include <type_traits>
 #include <utility>
@@ -18,6 +19,7 @@
 #include "api/dense.h"
 #include "api/environment.h"
 #include "api/forward.h"
+#include "api/jvp.h"
 #include "api/mla.h"
 #include "api/overlap.h"
 #include "api/quantized.h"
@@ -27,6 +29,7 @@
 #include "core/static_switch.h"
 #include "params/flash.h"
 #include "params/fp8.h"
+#include "params/jvp.h"
 #include "params/kvcache.h"
 #include "plan/bwd_plan.h"
 #include "plan/explain.h"
@@ -70,6 +73,13 @@ cudaError_t run_mha_fwd_fp8(const Flash_fwd_fp8_params& params, const plan::FwdP
   });
 }
 
+cudaError_t run_mha_fwd_jvp(const Flash_fwd_jvp_params& params, const plan::FwdPlan& plan, cudaStream_t stream) {
+  return FP16_SWITCH(plan.dtype, [&] {
+    return plan.head_dim == 64 ? run_mha_fwd_jvp_wgmma_<kDtype, 64>(params, plan, stream)
+                               : run_mha_fwd_jvp_wgmma_<kDtype, 128>(params, plan, stream);
+  });
+}
+
 cudaError_t run_mha_fwd_split(const Flash_kvcache_params& params, Dtype q_dtype, cudaStream_t stream) {
   if (is_eight_bit(params.kv_dtype)) {
     return E4M3_SWITCH(params.kv_dtype, [&] {
@@ -109,15 +119,6 @@ cudaError_t run_mha_bwd(const Flash_bwd_mask_params& params, const plan::BwdPlan
 namespace {
 
 // ---- entry points ----
-
-template <class Params>
-Params packed_sequences(int64_t batch, bool batch_invariant, const at::Tensor& cu_seqlens_q,
-                        const at::Tensor& cu_seqlens_k) {
-  Params params = dense_sequences<Params>(batch, batch_invariant);
-  params.varlen.cu_seqlens_q = cu_seqlens_q.const_data_ptr<int>();
-  params.varlen.cu_seqlens_k = cu_seqlens_k.const_data_ptr<int>();
-  return params;
-}
 
 // Sets each keyword argument in the record that has it. Under the GIL.
 template <class... Options>
@@ -341,6 +342,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
                     "Forward of packed batches: [out, softmax_lse, S_dmask, rng_state(, max_logit)]");
   define_varlen_fwd(m, "explain_varlen_fwd", &mha_varlen_fwd<plan::Explanation>,
                     "The plan of varlen_fwd, as a dict; nothing is launched");
+  m.def("jvp_fwd", &mha_jvp_fwd,
+        "Forward with its derivative along tangents: [out, softmax_lse, t_out, t_lse, rng_state]; None: this build and "
+        "GPU have no kernel for the call",
+        py::arg("q"), py::arg("k"), py::arg("v"), py::arg("tq"), py::arg("tk"), py::arg("tv"), py::arg("cu_seqlens_q"),
+        py::arg("cu_seqlens_k"), py::arg("softmax_scale"), py::arg("is_causal"), py::arg("window_size_left"),
+        py::arg("window_size_right"), py::kw_only(), py::arg("sm_margin") = 0, py::call_guard<CallGuard>());
   define_bwd(m, "bwd", &mha_bwd<Tensors>, "Backward of dense batches: [dq, dk, dv, softmax_d(, dsinks)]");
   define_bwd(m, "explain_bwd", &mha_bwd<plan::Explanation>, "The plan of bwd, as a dict; nothing is launched");
   define_varlen_bwd(m, "varlen_bwd", &mha_varlen_bwd<Tensors>,

@@ -8,6 +8,7 @@
 #include "check.h"
 #include "plan/call_plan.h"
 #include "plan/explain.h"
+#include "plan/jvp_fwd_plan.h"
 
 namespace {
 
@@ -308,6 +309,30 @@ void check_e4m3() {
   check::that(!supports([](FwdProblem& p) { p.kv_dtype = Dtype::kInt8; }), "int8");
 }
 
+// Which calls with tangents have a kernel, and its plan.
+void check_tangents() {
+  const auto supports = [](auto change, const Device& device = kH100, const char* forced = nullptr) {
+    return flash::plan::jvp_fwd_supports(changed(dense(2, 2048, 16, 128, kCausal), change), device, forced);
+  };
+  check::that(supports([](FwdProblem& p) { p.heads_k = 4, p.is_varlen = true; }), "packed");
+  check::that(supports([](FwdProblem& p) { p.head_dim = 32, p.head_dim_v = 72; }), "head dims up to 128");
+  check::that(!supports([](FwdProblem& p) { p.head_dim_v = 136; }), "head dims above 128");
+  check::that(!supports([](FwdProblem&) {}, kA100) && !supports([](FwdProblem&) {}, kB200), "other GPUs");
+  check::that(!supports([](FwdProblem&) {}, kH100, "mma_sync") && supports([](FwdProblem&) {}, kH100, "wgmma"),
+              "forced");
+  check::that(!supports([](FwdProblem& p) { p.seqlen_k = 0; }), "no keys");
+  check::that(!supports([](FwdProblem& p) { p.batch = p.heads = int64_t{1} << 30; }), "too many work tiles");
+  for (const int head_dim : {8, 64, 96, 128}) {
+    for (const FwdProblem& problem : {dense(1, 8192, 32, head_dim), packed(8, 2048, 16, head_dim, kCausal)}) {
+      const FwdPlan plan = flash::plan::plan_jvp_fwd(problem, kH100);
+      check::that(plan.head_dim == (head_dim > 64 ? 128 : 64) && plan.block_m == 128, "tile", head_dim);
+      check::that(plan.smem_bytes <= kH100.smem_per_block, "shared memory", head_dim, plan.smem_bytes);
+      check::that(plan.stages.has(flash::plan::Stage::kPrepare) >= problem.is_varlen, "segments", head_dim);
+      check::that(plan.is_dynamic <= plan.stages.has(flash::plan::Stage::kPrepare), "a cleared semaphore", head_dim);
+    }
+  }
+}
+
 // K and V in pages are gathered; if max_seqlen_k may be too small, the decode kernels follow.
 void check_gathered() {
   FwdProblem problem = packed(8, 2048, 16, 128, kCausal);
@@ -384,6 +409,7 @@ void check_masks() {
 
 int main() {
   check_table();
+  check_tangents();
   check_splits();
   check_other_families();
   check_tile_order();

@@ -10,6 +10,7 @@
 #include "api/forward.h"
 #include "api/overlap.h"
 #include "api/scores.h"
+#include "api/set_params.h"
 
 namespace flash {
 
@@ -21,15 +22,6 @@ inline int probability_rows(int64_t max_seqlen) {
   constexpr int64_t kProbabilityTile = 128;
   const int64_t rows = std::min<int64_t>(max_seqlen, kMaxLength);
   return static_cast<int>((rows + kProbabilityTile - 1) / kProbabilityTile * kProbabilityTile);
-}
-
-// Dense or packed: the sequences of a call, in the forward and the backward.
-template <class Params>
-Params dense_sequences(int64_t batch, bool batch_invariant) {
-  Params params;
-  params.b = static_cast<int>(batch);
-  params.batch_invariant = batch_invariant;
-  return params;
 }
 
 // An entry point returns its results, or its plan for explain().

@@ -123,10 +123,10 @@ __device__ __forceinline__ void store_fully_masked(const FwdLaunch& launch, cons
 
 // Scheduler warp; it finishes fully masked tiles itself. It chooses the first tile while another warp initialises the
 // mbarriers and, if it reads no lengths for that, while the previous kernel still runs. So it calls begin_together()
-// itself.
-template <class Config>
+// itself. Launch: FwdLaunch, or one of more results with its own store_fully_masked().
+template <class Config, class Launch = FwdLaunch>
 struct SchedulerWarp {
-  const FwdLaunch& launch;
+  const Launch& launch;
   FwdStorage<Config>& storage;
   const int consumer_group;
 
