@@ -83,8 +83,9 @@ def pytest_configure(config):
             config.attn_seed = int(os.environ.get(SEED_VARIABLE) or random.SystemRandom().randrange(2**31))
         config.pluginmanager.register(FailureNames(config))  # workers have a terminal reporter, and no terminal
     # A dead CUDA graph of an earlier test, collected while another is captured, would end the capture.
-    if hasattr(torch.compiler.config, "force_cudagraph_gc"):  # before it existed torch collected always
-        torch.compiler.config.force_cudagraph_gc = True
+    compiler_config = getattr(torch.compiler, "config", None)  # torch 2.4 has none
+    if hasattr(compiler_config, "force_cudagraph_gc"):  # before it existed torch collected always
+        compiler_config.force_cudagraph_gc = True
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or (1 if workerinput is not None else 2)))
 
 

@@ -260,7 +260,7 @@ def _versions_in_one_call() -> bool:
     """Whether torch (2.6 and newer) takes several tensors at once."""
     try:
         increment_version([])
-    except TypeError:
+    except (TypeError, RuntimeError):  # the latter from torch 2.4
         return False
     return True
 
