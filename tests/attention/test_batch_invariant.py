@@ -6,11 +6,11 @@ import asyncio
 import functools
 import os
 import runpy
-import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
+import fresh_process
 import pytest
 import torch
 import torch.utils.checkpoint
@@ -609,5 +609,5 @@ def test_the_environment_turns_it_on(device, monkeypatch, value, enabled):
 def test_the_environment_of_a_process_turns_it_on(device):
     environment = {**os.environ, "FLASH_ATTN_BATCH_INVARIANT": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     program = "import flash_attn; print(flash_attn.is_batch_invariant())"
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    done = fresh_process.run(program, env=environment, check=True)
     assert done.stdout.strip() == "True"

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import ast
-import subprocess
-import sys
 from contextlib import contextmanager
 from pathlib import Path
 
+import fresh_process
 import pytest
 import torch
 from public_calls import CALLS, Inputs
@@ -50,7 +49,7 @@ def test_results_do_not_depend_on_defaults(device, name):
 
 def test_import_under_another_default_device():
     command = "import torch; torch.set_default_device('meta'); import flash_attn.modules.mha"
-    subprocess.run([sys.executable, "-c", command], check=True)
+    fresh_process.run(command, check=True)
 
 
 def factories(tree):

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
+import fresh_process
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -128,5 +126,5 @@ def test_without_values_every_sequence_has_the_most_that_it_can(device):
 @pytest.mark.parametrize("modules", ["torch.utils.flop_counter, flash_attn", "flash_attn, torch.utils.flop_counter"])
 def test_formulas_are_there_in_either_order_of_imports(modules):
     program = f"import {modules}; print(torch.ops.flash_attn_core.fwd in torch.utils.flop_counter.flop_registry)"
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    result = fresh_process.run(program, check=True)
     assert result.stdout.strip() == "True"

@@ -6,10 +6,10 @@ import importlib
 import inspect
 import math
 import re
-import subprocess
 import sys
 
 import flash_attn_3_harness  # noqa: F401  # has flash_attn_interface
+import fresh_process
 import pytest
 import torch
 from signatures import plain_signature
@@ -140,7 +140,7 @@ def test_import_leaves_triton_and_compilers_alone():
         "flash_attn.modules.mha; new = {m.split('.')[0] for m in set(sys.modules) - before}; "
         "print(sorted(new & {'triton', 'einops', 'numpy', 'scipy'}), 'torch._dynamo' in set(sys.modules) - before)"
     )
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    result = fresh_process.run(program, check=True)
     assert result.stdout.strip() == "[] False"
 
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 import os
-import subprocess
-import sys
 import warnings
 
+import fresh_process
 import pytest
 import torch
 
@@ -213,5 +212,5 @@ def test_the_environment_variable():
     )
     for value, expected in (("1", "q: expected finite values, got nan at [0, 0, 0, 0]"), ("0", "")):
         environment = {**os.environ, "FLASH_ATTN_DEBUG": value}
-        result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+        result = fresh_process.run(code, env=environment)
         assert result.returncode == 0 and result.stdout.strip() == expected, result.stderr

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import inspect
-import subprocess
 import sys
 
+import fresh_process
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -229,7 +229,7 @@ def test_public_operators_are_not_used_by_the_functions(device):
     """Clients register flash_attn::_flash_attn_forward anew; the public functions must not notice. In a process of its
     own: torch frees the operator that was there before, which other tests of this process still hold."""
     script = REREGISTERING_CLIENT.format(path=sys.path, device=device)
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    done = fresh_process.run(script)
     assert done.returncode == 0 and done.stdout.strip() == "not noticed", done.stderr
 
 

@@ -1,6 +1,6 @@
 """The distribution flash_attn_3 as installed, and the look-ups by which clients find it.
 
-Each look-up runs in a new interpreter, with the distribution in a separate folder on the path.
+Each look-up runs in a new process, with the distribution in a separate folder on the path.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+import fresh_process
 import pytest
 
 import flash_attn
@@ -34,11 +35,10 @@ def installed(tmp_path_factory):
 
 
 def python(installed, code, check=True):
-    """stdout of a new interpreter that finds the installed distribution and this flash_attn."""
+    """Runs code in a process that finds the installed distribution and this flash_attn."""
     path = [str(installed), str(Path(flash_attn.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))}
-    command = [sys.executable, "-c", code]
-    result = subprocess.run(command, cwd=installed, env=environment, capture_output=True, text=True, check=False)
+    result = fresh_process.run(code, cwd=installed, env=environment)
     assert not check or result.returncode == 0, result.stderr
     return result
 

@@ -11,7 +11,10 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = sorted((ROOT / "tests" / "cpp").glob("test_*.cpp"))
-FLAGS = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-fsanitize=undefined", "-fno-sanitize-recover=all"]
+FLAGS = ["-std=c++17", "-Wall", "-Wextra", "-Werror", "-fsanitize=undefined", "-fno-sanitize-recover=all"]
+# Programs that run longer than the optimiser does: they compare with brute force, or run every thread of a block.
+LONG = {"test_arithmetic", "test_block_lists", "test_block_range", "test_bwd_schedule", "test_equal_choice",
+        "test_mask_factors", "test_mask_types", "test_plan_limits", "test_row_order", "test_varlen_slots"}  # fmt: skip
 INCLUDES = [f"-I{ROOT / 'csrc' / 'flash_attn'}"]
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
@@ -19,7 +22,8 @@ pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not 
 
 def compile_program(source: Path, folder: Path) -> Path:
     program = folder / source.stem
-    command = ["g++", *FLAGS, *INCLUDES, str(source), "-o", str(program)]
+    optimised = ["-O1"] if source.stem in LONG else []
+    command = ["g++", *FLAGS, *optimised, *INCLUDES, str(source), "-o", str(program)]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr[-4000:]
     return program
@@ -34,7 +38,7 @@ def test_host_program(source, tmp_path):
 
 def test_emulated_mla_decode(tmp_path):
     program, stand_ins = tmp_path / "emulated_mla", ROOT / "tests" / "cpp" / "stand_ins"
-    flags = [*FLAGS, "-O2", "-Wno-unknown-pragmas", f"-I{stand_ins}", *INCLUDES]
+    flags = [*FLAGS, "-O1", "-Wno-unknown-pragmas", f"-I{stand_ins}", *INCLUDES]
     source = ROOT / "tests" / "cpp" / "emulated_mla.cpp"
     built = subprocess.run(["g++", *flags, str(source), "-o", str(program)], capture_output=True, text=True)
     assert built.returncode == 0, built.stderr[-4000:]
@@ -43,7 +47,7 @@ def test_emulated_mla_decode(tmp_path):
 
 
 def test_host_programs_exist():
-    assert len(SOURCES) >= 4
+    assert len(SOURCES) >= 4 and {source.stem for source in SOURCES} > LONG
 
 
 def test_dropout_mask_is_the_same_in_cpp_and_python(tmp_path):

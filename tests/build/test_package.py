@@ -11,6 +11,7 @@ import sys
 import typing
 from pathlib import Path
 
+import fresh_process
 import pytest
 
 import flash_attn
@@ -151,9 +152,7 @@ def import_beside(other, program, first=False):
     folders = [str(other), str(PACKAGE.parent)] if first else [str(PACKAGE.parent), str(other)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(folders)}
     elsewhere = Path(sys.executable).parent  # the working directory comes first on sys.path
-    return subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, env=environment, cwd=elsewhere, check=True
-    ).stdout.split()
+    return fresh_process.run(program, env=environment, cwd=elsewhere, check=True).stdout.split()
 
 
 @pytest.mark.parametrize("first", (False, True))

@@ -3,6 +3,9 @@
 // for. Counts the bank conflicts of ldmatrix.
 #pragma once
 
+#undef _FORTIFY_SOURCE  // its longjmp() rejects jumps from one stack to another
+
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <algorithm>
@@ -65,9 +68,12 @@ struct Slot {
   const bf16* row = nullptr;
 };
 
+constexpr size_t kStackBytes = 256 * 1024;
+
 struct Fiber {
-  ucontext_t context;
-  std::unique_ptr<char[]> stack;
+  ucontext_t start;  // of the thread in each block; swapcontext() for every switch would call the kernel
+  jmp_buf place;     // where the thread waits
+  std::unique_ptr<char[]> stack{new char[kStackBytes]};
   Slot slots[2];  // alternate: a lane may reach the next operation before another has read this one
   int count = 0;  // of operations so far
   bool done = false;
@@ -77,7 +83,7 @@ struct Fiber {
 
 static std::vector<Fiber> fibers;
 static int current = 0;
-static ucontext_t scheduler;
+static jmp_buf scheduler;
 static std::function<void()> body;
 static long bank_conflicts = 0, votes = 0, yes_votes = 0;  // votes of warps
 
@@ -89,7 +95,17 @@ inline void fail(const char* what) {
 inline void enter() {
   body();
   fibers[current].done = true;
-  swapcontext(&fibers[current].context, &scheduler);
+  _longjmp(scheduler, 1);
+}
+
+inline void pause() {
+  if (_setjmp(fibers[current].place) == 0) _longjmp(scheduler, 1);
+}
+
+inline void resume(Fiber& fiber, bool is_first) {
+  if (_setjmp(scheduler) != 0) return;
+  if (is_first) setcontext(&fiber.start);
+  _longjmp(fiber.place, 1);
 }
 
 // Publishes a slot and returns when every thread of the block has published one for the same operation.
@@ -97,7 +113,7 @@ inline int meet(const Slot& slot) {
   Fiber& fiber = fibers[current];
   const int parity = fiber.count++ % 2;
   fiber.slots[parity] = slot;
-  swapcontext(&fiber.context, &scheduler);
+  pause();
   return parity;
 }
 
@@ -119,22 +135,21 @@ inline void check_lockstep() {
 }
 
 inline void run_block(int threads, const std::function<void()>& work) {
-  constexpr size_t kStackBytes = 256 * 1024;
   body = work;
   blockDim.x = threads;
-  fibers.clear();
   fibers.resize(threads);
   for (Fiber& fiber : fibers) {
-    fiber.stack = std::make_unique<char[]>(kStackBytes);
-    getcontext(&fiber.context);
-    fiber.context.uc_stack.ss_sp = fiber.stack.get();
-    fiber.context.uc_stack.ss_size = kStackBytes;
-    makecontext(&fiber.context, enter, 0);
+    fiber.count = 0, fiber.done = false, fiber.slots[0] = fiber.slots[1] = {};
+    fiber.open_copies.clear(), fiber.groups.clear();
+    getcontext(&fiber.start);
+    fiber.start.uc_stack.ss_sp = fiber.stack.get();
+    fiber.start.uc_stack.ss_size = kStackBytes;
+    makecontext(&fiber.start, enter, 0);
   }
-  while (!fibers[0].done) {
+  for (bool is_first = true; !fibers[0].done; is_first = false) {
     for (current = 0; current < threads; ++current) {
       threadIdx.x = current;
-      swapcontext(&scheduler, &fibers[current].context);
+      resume(fibers[current], is_first);
     }
     check_lockstep();
   }
@@ -173,9 +188,15 @@ inline void mma(float (&acc)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b
   std::copy(a, a + 4, slot.a);
   slot.b[0] = b0, slot.b[1] = b1;
   const int parity = emulation::meet(slot), lane = threadIdx.x % 32;
+  float rows[2][16], columns[2][16];
+  for (int i = 0; i < 2; ++i) {
+    for (int k = 0; k < 16; ++k) {
+      rows[i][k] = emulation::a_element(lane / 4 + 8 * i, k, parity);
+      columns[i][k] = emulation::b_element(k, lane % 4 * 2 + i, parity);
+    }
+  }
   for (int i = 0; i < 4; ++i) {
-    const int row = lane / 4 + i / 2 * 8, col = lane % 4 * 2 + i % 2;
-    for (int k = 0; k < 16; ++k) acc[i] += emulation::a_element(row, k, parity) * emulation::b_element(k, col, parity);
+    for (int k = 0; k < 16; ++k) acc[i] += rows[i / 2][k] * columns[i % 2][k];
   }
 }
 
