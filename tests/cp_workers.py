@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from cases import Case
 from cp_harness import check_result, make_plan, run_rank, self_attention
-from torch.multiprocessing import get_context
+from torch.multiprocessing import get_context, start_processes
 
 from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
 from flash_attn.context_parallel import CpCache, CpPlan, flash_attn_cp_func, flash_attn_cp_kvcache
@@ -19,10 +19,27 @@ from flash_attn.context_parallel import CpCache, CpPlan, flash_attn_cp_func, fla
 SECONDS = 120  # for all processes of one test
 
 
-def run_processes(function, size: int, backend: str, *arguments) -> None:
-    """function(*arguments) in `size` processes with an initialised group; raises the errors of processes."""
+def _forkserver():
     context = get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed", "cp_workers"])
+    return context
+
+
+def spawn(function, args=(), nprocs=1) -> None:
+    """torch.multiprocessing.spawn() without an import of torch in each process."""
+    _forkserver()
+    start_processes(_spawned, (function, *args), nprocs, start_method="forkserver")
+
+
+def _spawned(rank, function, *args):
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    function(rank, *args)
+
+
+def run_processes(function, size: int, backend: str, *arguments) -> None:
+    """function(*arguments) in `size` processes with an initialised group; raises the errors of processes."""
+    context = _forkserver()
     with tempfile.TemporaryDirectory() as folder:
         errors = context.SimpleQueue()
         processes = [

@@ -112,6 +112,7 @@ def test_lengths_and_masks(device, lengths, mask, exp, d, size):
     check(flash_attn_func(q, k, v, return_attn_probs=True, exp=exp, **descales, **options), expected, exp)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("d", HEAD_DIMS)
 @pytest.mark.parametrize("exp", ("exact", "fast"))
 @pytest.mark.parametrize("causal", (False, True))
@@ -284,6 +285,7 @@ BOUNDS = {
 }
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("exp", ("exact", "fast"))
 @pytest.mark.parametrize("d", HEAD_DIMS)
 @pytest.mark.parametrize("kind", BOUNDS)

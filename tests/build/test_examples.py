@@ -13,6 +13,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import cp_workers
 import pytest
 import torch
 
@@ -48,7 +49,7 @@ def test_loss_curves_agree(device, dtype, tmp_path, capsys):
 def test_context_parallel_training_has_the_loss_of_one_process(device, capsys, monkeypatch):
     if not (torch.distributed.is_available() and torch.distributed.is_gloo_available()):
         pytest.skip("torch.distributed has no gloo")
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    monkeypatch.setattr(torch.multiprocessing, "spawn", cp_workers.spawn)
     options = "--ranks 2 --steps 3 --context 67 --method ring --layout balanced".split()
     assert train_context_parallel.main(options) == 0
     assert "2 processes" in capsys.readouterr().out
@@ -88,7 +89,7 @@ def test_fsdp2(device, capsys, monkeypatch):
         pytest.skip("torch.distributed has no gloo")
     if not hasattr(pytest.importorskip("torch.distributed.fsdp"), "fully_shard"):
         pytest.skip("this torch has no FSDP2")
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    monkeypatch.setattr(torch.multiprocessing, "spawn", cp_workers.spawn)
     import fsdp2
 
     assert fsdp2.main(["--steps", "3"]) == 0
