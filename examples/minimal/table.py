@@ -31,7 +31,7 @@ RUNGS = {
 }
 SIDE_STEPS = {
     "two_stages": "rung 3 with two buffers",
-    "two_bands": "rung 3 with 32 rows a warp: each fragment of K and V serves two products",
+    "two_bands": "rung 3 with 32 rows a warp: each fragment of K and V is used for two products",
     "wide_tile": "rung 3 with 128 keys a tile: half the barriers and maxima per key",
 }
 # families of the library that FLASH_ATTN_FAMILY forces
