@@ -82,6 +82,8 @@ def pytest_configure(config):
         if config.attn_seed is None:
             config.attn_seed = int(os.environ.get(SEED_VARIABLE) or random.SystemRandom().randrange(2**31))
         config.pluginmanager.register(FailureNames(config))  # workers have a terminal reporter, and no terminal
+    # Inductor's C++ without SIMD: it asks in each process, by programs of seconds, what the compiler and the CPU know.
+    os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
     # A dead CUDA graph of an earlier test, collected while another is captured, would end the capture.
     compiler_config = getattr(torch.compiler, "config", None)  # torch 2.4 has none
     if hasattr(compiler_config, "force_cudagraph_gc"):  # before it existed torch collected always

@@ -52,10 +52,10 @@ def triton_inputs(case, dtype, device, strided):
     return [x.requires_grad_() for x in tensors], dout
 
 
-def check_triton(triton_attention, device, dtype, variant, cases=TRITON_CASES):
+def check_triton(triton_attention, device, dtype, variant, cases=TRITON_CASES, layouts=(False, True)):
     """A variant of the comparator against float64 at small cases, by the error criterion: output, log-sum-exp and
-    gradients."""
-    for case, strided in itertools.product(cases, (False, True)):
+    gradients. layouts: for triton_inputs."""
+    for case, strided in itertools.product(cases, layouts):
         tensors, dout = triton_inputs(case, dtype, device, strided)
         causal = case[-1]
         out, lse = triton_attention.triton_attention(*tensors, causal=causal, variant=variant)
@@ -87,8 +87,10 @@ def interpret_triton():
 
     patch_interpreter()
     torch.manual_seed(0)
-    for use_tma in (True, False):
-        check_triton(triton_attention, "cpu", torch.float16, triton_attention.Variant(use_tma))
+    for use_tma in (True, False):  # each case strided by one of them
+        for i, case in enumerate(TRITON_CASES):
+            layouts, variant = ((i % 2 == 0) == use_tma,), triton_attention.Variant(use_tma)
+            check_triton(triton_attention, "cpu", torch.float16, variant, (case,), layouts)
 
 
 def run_interpreted(code):
