@@ -54,7 +54,7 @@ def ratios(result, baseline, peer, mode, group="cells", name="ours"):
 
 
 def best_ratios(rows, peers=tuple(PEERS)):
-    """[(label, time of the fastest of `peers` ÷ time of ours, that peer)] of the rows that have ours and any of them."""
+    """[(label, time of the fastest of `peers` ÷ time of ours, that peer)] of the rows that have ours and a peer."""
     found = []
     for row in rows:
         times = {peer: row["results"][peer]["ms"] for peer in peers if peer in row["results"]}
