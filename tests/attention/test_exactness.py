@@ -158,10 +158,10 @@ def test_gradients(device, dtype, std, causal):
 @pytest.mark.devices("cuda")
 def test_the_plan_tells_it_and_other_words_are_refused(device, monkeypatch):
     q, k, v = tensors(device, torch.bfloat16, 128, 512, 512)
-    assert explain(flash_attn_func, q, k, v)["row_max"] == "exact"
+    assert explain(flash_attn_func, q, k, v)["forward"]["row_max"] == "exact"
     monkeypatch.setenv("FLASH_ATTN_ROW_MAX", "lagging")
-    assert explain(flash_attn_func, q, k, v)["row_max"] == "lagging"
-    assert explain(flash_attn_func, q, k, v, return_max_logit=True)["row_max"] == "exact"
+    assert explain(flash_attn_func, q, k, v)["forward"]["row_max"] == "lagging"
+    assert explain(flash_attn_func, q, k, v, return_max_logit=True)["forward"]["row_max"] == "exact"
     monkeypatch.setenv("FLASH_ATTN_ROW_MAX", "late")
     with pytest.raises(RuntimeError, match='^FLASH_ATTN_ROW_MAX: expected "exact" or "lagging", got "late"'):
         flash_attn_func(q, k, v)
