@@ -18,6 +18,7 @@ struct Softmax {
   // Bound of a thread's sum over a block. Equal scores of 192 keys sum to 48; what is larger is raised at once, since
   // the rounding of a row's largest P is most of the error (docs/how_it_works.md).
   static constexpr float kMaxSpeculativeSum = 64.0f;
+  static constexpr float kMostRaised = 0x1p100f;  // has a reciprocal among the normal floats
   // How far capped scores may exceed row_max when only a bound of their magnitude is known: fp16 holds 2^15.
   static constexpr float kSoftcapThresholdLog2 = 15.0f;
   static constexpr float kLargeLog2 = 1024.0f;  // beyond it exponents round by more than half a ulp of an fp16 1
@@ -317,7 +318,7 @@ struct Softmax {
   }
 
   // After a speculation that failed, with P of the row max so far: raises row_max to the true maximum, which the
-  // largest P tells. False if that is infinite: S has to be computed again, other state is unchanged.
+  // largest P tells. False if it is beyond kMostRaised: S has to be computed again, other state is unchanged.
   template <class Scores>
   __device__ __forceinline__ bool raise_row_max(Scores& scores, float scale, float (&correction)[kRows]) {
     using namespace cute;
@@ -326,8 +327,9 @@ struct Softmax {
     bool overflows = false, large = false;
 #pragma unroll
     for (int mi = 0; mi < kRows; ++mi) {
+      overflows |= !(new_max[mi] <= kMostRaised);
       new_max[mi] = row_max[mi] + log2f(fmaxf(new_max[mi], 1.0f)) / scale;
-      overflows |= !(new_max[mi] < INFINITY);
+      overflows |= !(new_max[mi] < INFINITY);  // by the division
       large |= !(fabsf(new_max[mi] * scale) <= kLargeLog2);
     }
     if (__any_sync(0xffffffffu, overflows)) return false;
