@@ -223,7 +223,10 @@ def cache_groups(dtype: str = "bfloat16") -> dict[str, list[Case]]:
             case((64, 2048), softcap=30.0),
             case((64, 2048), alibi="heads"),
         ],
-        "decode_mla": [case(n, (h, 1), 64, head_dim=64, head_dim_v=512) for h in (16, 128) for n in CACHE_SIZES],
+        "decode_mla": [
+            case(n, (h, 1), 64, head_dim=64, head_dim_v=512)
+            for h in (16, 64, 128) for n in (*CACHE_SIZES, (64, 4096), (128, 4096))
+        ],
         "prefill_cache": [
             case(n, page_size=p, queries=s)
             for n, s in (((1, 8192), 512), ((1, 32768), 2048), ((8, 4096), 128))
