@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 
-HEAD_DIMS = (8, 16, 32, 40, 64, 72, 80, 96, 104, 128, 136, 160, 192, 200, 224, 256)
+HEAD_DIMS = (8, 16, 32, 40, 64, 72, 80, 96, 104, 128, 136, 160, 192, 200, 224, 256, 320, 384, 512)
 GQA_RATIOS = (1, 3, 4, 5, 7, 8, 12)
 PAGE_SIZES = (1, 7, 16, 48, 256, 1000)
 SEQLENS_Q = (0, 1, 63, 64, 65, 127, 128, 129, 1000)

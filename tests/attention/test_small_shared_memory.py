@@ -19,7 +19,7 @@ pytestmark = pytest.mark.devices("cuda")
 
 DTYPE = "bfloat16"
 LIMIT = 99 * 1024
-HEAD_DIMS = (32, 136, 160, 192, 224, 256)
+HEAD_DIMS = (32, 136, 160, 192, 224, 256, 512)
 
 
 @pytest.fixture(autouse=True)

@@ -63,7 +63,6 @@ struct FwdPolicy {
 };
 
 constexpr int kNumFwdVariants = 9;
-constexpr int kNumSm90FwdHeadDims = kNumHeadDims - kSm90FirstHeadDim;
 
 namespace fwd_policy_table {
 
