@@ -1,4 +1,4 @@
-# pip install .
+# pip install . tqdm
 """Attention on real text: a small character-level transformer, every attention layer of it checked.
 
 python examples/demo.py [--device cpu|cuda] [--seqlen N] [--steps N]

@@ -1,4 +1,4 @@
-# pip install .
+# pip install . tqdm
 """Generates text with a paged KV cache: a small server loop around flash_attn_with_kvcache.
 
 python examples/generate_paged.py [--device cpu|cuda] [--steps N] [--new-tokens N] [--page-size N] [--no-graph]

@@ -1,3 +1,4 @@
+# pip install .
 """MeanFlow: a network learns the average velocity of a flow, whose loss has its derivative along the flow.
 
 u(z, r, t) is to be v - (t - r) du/dt with v = noise - x at z = (1 - t) x + t noise; one step z - u(z, 0, 1)

@@ -1,4 +1,4 @@
-# pip install .
+# pip install . tqdm
 """Trains a character-level GPT with flash_attn and with plain attention, and compares the loss curves.
 
 python examples/train_char_lm.py [--device cpu|cuda] [--dtype float32|bfloat16] [--steps N] [--out DIR]

@@ -1,4 +1,4 @@
-# pip install .
+# pip install . tqdm
 """Trains the character model of train_char_lm.py with each sequence divided among several processes, and with one.
 
 python examples/train_context_parallel.py [--ranks N] [--device cpu|cuda] [--method ring] [--layout zigzag] [--steps N]

@@ -44,7 +44,7 @@ from flash_attn._docstrings import documented
 from flash_attn._types import Descale, TensorOrTuple, WindowSize
 from flash_attn.inference import flash_attn_combine, flash_attn_with_kvcache  # noqa: F401
 from flash_attn.masks import AttentionMask
-from flash_attn.ops import arguments, calls, context, library, normalize, outputs
+from flash_attn.ops import arguments, calls, context, eager, library, normalize, outputs
 from flash_attn.ops.attention_args import ATTENTION_INPUTS, DENSE, PLAIN, AttentionArgs, Options, Sequences
 from flash_attn.ops.lse import check_convention, converted
 from flash_attn.ops.public import (
@@ -542,7 +542,9 @@ def flash_attn_func(
     if _is_compiling():
         result = _attention(None, (q, k, v), DENSE, *score, *more)
     else:
-        result = FlashAttnFunc.apply(q, k, v, *score, *more)
+        result = NotImplemented if more else eager.attention(q, k, v, *score)
+        if result is NotImplemented:
+            result = FlashAttnFunc.apply(q, k, v, *score, *more)
     return result if lse_convention == "fa2" else _in_convention(result, lse_convention, return_attn_probs)
 
 

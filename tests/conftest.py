@@ -16,6 +16,7 @@ import torch
 from cases import full_cases, pairwise_cases, training_cases
 
 SEED_VARIABLE = "FLASH_ATTN_TEST_SEED"
+BY_FUNCTION = "cuda_by_function"  # a value of the fixture `device` too: CUDA tensors without the autograd node in C++
 CLIENTS = ("accelerate", "diffusers", "peft", "sentence_transformers", "transformers")
 # Of the extras "test" and "docs": where CI=true, a test that misses one of these fails instead of being skipped.
 REQUIRED_IN_CI = (*CLIENTS, "mkdocs")
@@ -69,6 +70,7 @@ class FailureNames:
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "big: needs tens of GiB of GPU memory")
+    config.addinivalue_line("markers", "by_both_paths: on cuda also with every call by FlashAttnFunc")
     config.addinivalue_line("markers", "pairs: on the CPU every pair of two parameters' values, not every combination")
     config.addinivalue_line("markers", "devices(*names): the devices a test runs on, when it is not all of them")
     workerinput = getattr(config, "workerinput", None)
@@ -81,8 +83,9 @@ def pytest_configure(config):
             config.attn_seed = int(os.environ.get(SEED_VARIABLE) or random.SystemRandom().randrange(2**31))
         config.pluginmanager.register(FailureNames(config))  # workers have a terminal reporter, and no terminal
     # A dead CUDA graph of an earlier test, collected while another is captured, would end the capture.
-    if hasattr(torch.compiler.config, "force_cudagraph_gc"):  # before it existed torch collected always
-        torch.compiler.config.force_cudagraph_gc = True
+    compiler_config = getattr(torch.compiler, "config", None)  # torch 2.4 has none
+    if hasattr(compiler_config, "force_cudagraph_gc"):  # before it existed torch collected always
+        compiler_config.force_cudagraph_gc = True
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or (1 if workerinput is not None else 2)))
 
 
@@ -137,6 +140,8 @@ def pytest_generate_tests(metafunc):
     marker = metafunc.definition.get_closest_marker("devices")
     if marker is not None:
         devices = [device for device in devices if device in marker.args]
+    if metafunc.definition.get_closest_marker("by_both_paths") is not None and "cuda" in devices:
+        devices = [*devices, BY_FUNCTION]
     if "case" in metafunc.fixturenames:
         full = metafunc.config.getoption("--full")
         pairs = [(d, c) for d in devices for c in pairwise_cases(d) + (full_cases() if full else [])]
@@ -149,15 +154,22 @@ def pytest_generate_tests(metafunc):
 
 
 @pytest.fixture
-def device(request) -> str:
+def device(request):
     """``cpu`` or ``cuda``; skips where the GPU or the CUDA extension is missing."""
-    if request.param == "cuda":
+    if request.param != "cpu":
         if not torch.cuda.is_available():
             pytest.skip("torch.cuda is not available")
         spec = importlib.util.find_spec("flash_attn_2_cuda")
         if spec is None or str(spec.origin).endswith(".py"):  # the stand-in of a CPU-only install
             pytest.skip("the extension flash_attn_2_cuda is not installed")
-    return request.param
+    if request.param != BY_FUNCTION:
+        yield request.param
+        return
+    from flash_attn.ops import eager
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(eager, "attention", lambda *args: NotImplemented)
+        yield "cuda"
 
 
 @pytest.fixture

@@ -13,14 +13,15 @@ from errors import BuildError
 SUPPORTED_ARCHS = ("80", "90", "100", "120")
 DEFAULT_ARCHS = ("80", "90")  # of a build that asks for none; the others are built on request
 # Of a direction: Flash_<...>_params, the header of its functions in params/.
-PARAMETERS = {"fwd": "fwd", "bwd": "bwd", "fwd_split": "kvcache", "fwd_fp8": "fwd_fp8"}
-HEADERS = {"fwd": "flash.h", "bwd": "flash.h", "fwd_split": "kvcache.h", "fwd_fp8": "fp8.h"}
-PLANS = {"fwd": "FwdPlan", "bwd": "BwdPlan", "fwd_fp8": "FwdPlan"}
+PARAMETERS = {"fwd": "fwd", "bwd": "bwd", "fwd_split": "kvcache", "fwd_fp8": "fwd_fp8", "fwd_jvp": "fwd_jvp"}
+SM90_PARAMETERS = {"fwd": "fwd_split", "bwd": "bwd_mask"}  # where they are others
+HEADERS = {"fwd": "flash.h", "bwd": "flash.h", "fwd_split": "kvcache.h", "fwd_fp8": "fp8.h", "fwd_jvp": "jvp.h"}
+PLANS = {"fwd": "FwdPlan", "bwd": "BwdPlan", "fwd_fp8": "FwdPlan", "fwd_jvp": "FwdPlan"}
 DTYPES = {"fp16": "kFp16", "bf16": "kBf16"}
 CACHE_DTYPES = {"e4m3": "kE4m3", "int8": "kInt8"}  # of a KV cache alone
 ALL_DTYPES = {**DTYPES, **CACHE_DTYPES}
 INSTANTIATION = re.compile(
-    r"flash_(?P<direction>fwd|bwd|fwd_split|fwd_fp8)_hdim(?P<head_dim>\d+)(_(?P<head_dim_v>\d+))?"
+    r"flash_(?P<direction>fwd|bwd|fwd_split|fwd_fp8|fwd_jvp)_hdim(?P<head_dim>\d+)(_(?P<head_dim_v>\d+))?"
     rf"_(?P<dtype>{'|'.join(ALL_DTYPES)})_(?P<family>sm80|sm90)"
 )
 INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*["<]([^">]+)[">]', re.MULTILINE)
@@ -31,7 +32,7 @@ FAMILIES = {"sm80": ("", None), "sm90": ("wgmma_", "90")}
 @dataclass(frozen=True)
 class KernelFile:
     path: Path
-    direction: str  # fwd, bwd, fwd_split (against a KV cache) or fwd_fp8 (e4m3; dtype is that of the output)
+    direction: str  # fwd, bwd, fwd_split (over a KV cache), fwd_fp8 (e4m3; dtype: of the output), fwd_jvp
     head_dim: int
     dtype: str  # of fwd_split: of the cache
     family: str = "sm80"
@@ -45,8 +46,8 @@ class KernelFile:
     @property
     def parameters(self) -> str:
         """The parameters of the function before the stream."""
-        shares = self.direction == "fwd" and self.family == "sm90"
-        params = "Flash_fwd_split_params" if shares else f"Flash_{PARAMETERS[self.direction]}_params"
+        params = SM90_PARAMETERS.get(self.direction) if self.family == "sm90" else None
+        params = f"Flash_{params or PARAMETERS[self.direction]}_params"
         plan = f", const plan::{PLANS[self.direction]}&" if self.direction in PLANS else ""
         return f"const {params}&{plan}"
 

@@ -5,17 +5,21 @@
 #include <torch/version.h>
 
 #include <algorithm>
+#include <optional>
 #include <string>
 #include <type_traits>
 #include <utility>
 #include <vector>
 
+#include "api/autograd_node.h"
 #include "api/backward.h"
 #include "api/checks.h"
 #include "api/combine.h"
 #include "api/decode.h"
+#include "api/dense.h"
 #include "api/environment.h"
 #include "api/forward.h"
+#include "api/jvp.h"
 #include "api/mla.h"
 #include "api/overlap.h"
 #include "api/quantized.h"
@@ -25,6 +29,7 @@
 #include "core/static_switch.h"
 #include "params/flash.h"
 #include "params/fp8.h"
+#include "params/jvp.h"
 #include "params/kvcache.h"
 #include "plan/bwd_plan.h"
 #include "plan/explain.h"
@@ -68,6 +73,13 @@ cudaError_t run_mha_fwd_fp8(const Flash_fwd_fp8_params& params, const plan::FwdP
   });
 }
 
+cudaError_t run_mha_fwd_jvp(const Flash_fwd_jvp_params& params, const plan::FwdPlan& plan, cudaStream_t stream) {
+  return FP16_SWITCH(plan.dtype, [&] {
+    return plan.head_dim == 64 ? run_mha_fwd_jvp_wgmma_<kDtype, 64>(params, plan, stream)
+                               : run_mha_fwd_jvp_wgmma_<kDtype, 128>(params, plan, stream);
+  });
+}
+
 cudaError_t run_mha_fwd_split(const Flash_kvcache_params& params, Dtype q_dtype, cudaStream_t stream) {
   if (is_eight_bit(params.kv_dtype)) {
     return E4M3_SWITCH(params.kv_dtype, [&] {
@@ -80,7 +92,7 @@ cudaError_t run_mha_fwd_split(const Flash_kvcache_params& params, Dtype q_dtype,
 }
 
 template <Dtype kDtype, int kHeadDim, bool kHasValueDim>
-cudaError_t run_mha_bwd_family(const Flash_bwd_params& params, const plan::BwdPlan& plan, cudaStream_t stream) {
+cudaError_t run_mha_bwd_family(const Flash_bwd_mask_params& params, const plan::BwdPlan& plan, cudaStream_t stream) {
   constexpr plan::Sm90BwdTile kPair = plan::kSm90BwdValueDimTile;
   if constexpr (kHasValueDim) {
     if constexpr (kHeadDim == kPair.head_dim) {
@@ -95,7 +107,7 @@ cudaError_t run_mha_bwd_family(const Flash_bwd_params& params, const plan::BwdPl
   }
 }
 
-cudaError_t run_mha_bwd(const Flash_bwd_params& params, const plan::BwdPlan& plan, cudaStream_t stream) {
+cudaError_t run_mha_bwd(const Flash_bwd_mask_params& params, const plan::BwdPlan& plan, cudaStream_t stream) {
   return FP16_SWITCH(plan.dtype, [&] {
     return HEADDIM_SWITCH(plan.head_dim, [&] {
       return BOOL_SWITCH(plan.has_value_dim(), kHasValueDim,
@@ -107,59 +119,6 @@ cudaError_t run_mha_bwd(const Flash_bwd_params& params, const plan::BwdPlan& pla
 namespace {
 
 // ---- entry points ----
-
-// S_dmask is padded to multiples of 128, as in FlashAttention-2. The caller's maximum length may be loose: no sequence
-// is longer than kMaxLength.
-int probability_rows(int64_t max_seqlen) {
-  constexpr int64_t kProbabilityTile = 128;
-  const int64_t rows = std::min<int64_t>(max_seqlen, kMaxLength);
-  return static_cast<int>((rows + kProbabilityTile - 1) / kProbabilityTile * kProbabilityTile);
-}
-
-// Dense or packed: the sequences of a call, in the forward and the backward.
-template <class Params>
-Params dense_sequences(int64_t batch, bool batch_invariant) {
-  Params params;
-  params.b = static_cast<int>(batch);
-  params.batch_invariant = batch_invariant;
-  return params;
-}
-
-template <class Params>
-Params packed_sequences(int64_t batch, bool batch_invariant, const at::Tensor& cu_seqlens_q,
-                        const at::Tensor& cu_seqlens_k) {
-  Params params = dense_sequences<Params>(batch, batch_invariant);
-  params.varlen.cu_seqlens_q = cu_seqlens_q.const_data_ptr<int>();
-  params.varlen.cu_seqlens_k = cu_seqlens_k.const_data_ptr<int>();
-  return params;
-}
-
-// An entry point returns its results, or its plan for explain().
-using Tensors = std::vector<at::Tensor>;
-
-template <class Result>
-Result run_or_explain(const FwdCall& call) {
-  if constexpr (std::is_same_v<Result, plan::Explanation>) {
-    return explain(call);
-  } else {
-    return forward(call);
-  }
-}
-
-template <class Result>
-Result run_or_explain(const BwdCall& call) {
-  if constexpr (std::is_same_v<Result, plan::Explanation>) {
-    return explain(call);
-  } else {
-    return backward(call);
-  }
-}
-
-// Of every entry point: reads the environment under the GIL, then releases it.
-struct CallGuard {
-  CallEnvironment environment;
-  py::gil_scoped_release release;
-};
 
 // Sets each keyword argument in the record that has it. Under the GIL.
 template <class... Options>
@@ -188,49 +147,14 @@ Result mha_fwd(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, co
                const OptionalTensor& alibi_slopes, double p_dropout, double softmax_scale, bool is_causal,
                int64_t window_left, int64_t window_right, double softcap, bool return_softmax,
                const OptionalGenerator& gen, bool return_max_logit, bool batch_invariant, const py::kwargs& named) {
-  const char* axes = "batch, seqlen, heads, head_dim";
   ScoreOptions scores{softmax_scale, is_causal, window_left, window_right, softcap, alibi_slopes, {}, {}};
   FwdOptions options;
   QuantArgs quant;
   LaunchOptions launch;
   set_named(named, scores, options, quant, launch);
   const CallGuard guard;
-  checks::query(q, 4, axes, true);
-  checks::whole_vectors(q);
-  const int64_t batch = q.size(0), seqlen_q = q.size(1), heads = q.size(2);
-  checks::key_value(k, v, q, {batch, -1, -1, q.size(3)}, axes, true);
-  checks::quant_args(quant, q, k, v, batch, p_dropout);
-  checks::output(out, q, checks::output_shape(q, v), quant.result_type(q));
-  check_scores(scores, q, batch, p_dropout);
-  checks::generator(gen);
-  if (options.rng_state.has_value()) checks::rng_state(options.rng_state, p_dropout, q);
-  overlap::check({{"out", out}}, {{"q", q},
-                                  {"k", k},
-                                  {"v", v},
-                                  {"alibi_slopes", alibi_slopes},
-                                  {"sinks", scores.sinks},
-                                  {"origins", scores.origins},
-                                  {"rng_state", options.rng_state},
-                                  {"q_descale", quant.q},
-                                  {"k_descale", quant.k},
-                                  {"v_descale", quant.v}});
-  auto sequences = dense_sequences<Flash_fwd_params>(batch, batch_invariant);
-  sequences.p_rows = probability_rows(seqlen_q);
-  sequences.p_cols = probability_rows(k.size(1));
-  return run_or_explain<Result>(FwdCall{sequences,
-                                        q,
-                                        k,
-                                        v,
-                                        out,
-                                        {batch, heads, seqlen_q},
-                                        scores,
-                                        p_dropout,
-                                        return_softmax,
-                                        gen,
-                                        return_max_logit,
-                                        options,
-                                        quant,
-                                        launch.sm_margin});
+  return dense_forward<Result>(q, k, v, out, scores, p_dropout, return_softmax, gen, return_max_logit, batch_invariant,
+                               options, quant, launch.sm_margin);
 }
 
 template <class Result>
@@ -274,7 +198,7 @@ Result mha_varlen_fwd(const at::Tensor& q, const at::Tensor& k, const at::Tensor
   checks::block_table(block_table, q, batch);
   checks::max_seqlen("max_seqlen_q", max_seqlen_q);
   checks::max_seqlen("max_seqlen_k", max_seqlen_k);
-  check_scores(scores, q, batch, p_dropout);
+  check_packed_scores(scores, q, k, batch, p_dropout, max_seqlen_k, block_table.has_value(), {{"out", out}});
   checks::generator(gen);
   if (options.rng_state.has_value()) checks::rng_state(options.rng_state, p_dropout, q);
   const overlap::Operands read = {{"q", q},
@@ -322,23 +246,13 @@ Result mha_bwd(const at::Tensor& dout, const at::Tensor& q, const at::Tensor& k,
                bool is_causal, int64_t window_left, int64_t window_right, double softcap, bool deterministic,
                const OptionalGenerator& /*gen*/, const OptionalTensor& rng_state, const OptionalTensor& dlse,
                bool batch_invariant, const py::kwargs& named) {
-  const char* axes = "batch, seqlen, heads, head_dim";
   Gradients gradients{dout, dlse, dq, dk, dv};
   ScoreOptions scores{softmax_scale, is_causal, window_left, window_right, softcap, alibi_slopes, {}, {}};
   LaunchOptions launch;
   set_named(named, scores, gradients, launch);
   const CallGuard guard;
-  checks::query(q, 4, axes);
-  checks::whole_vectors(q);
-  const int64_t batch = q.size(0);
-  checks::key_value(k, v, q, {batch, -1, -1, q.size(3)}, axes);
-  check_gradients(gradients, q, k, v, out, softmax_lse, {batch, q.size(2), q.size(1)});
-  check_scores(scores, q, batch, p_dropout);
-  checks::rng_state(rng_state, p_dropout, q);
-  check_written(gradients, q, k, v, out, softmax_lse, scores);
-  const auto sequences = dense_sequences<Flash_bwd_params>(batch, batch_invariant);
-  return run_or_explain<Result>(BwdCall{sequences, gradients, q, k, v, out, softmax_lse, scores, p_dropout,
-                                        deterministic, rng_state, launch.sm_margin});
+  return dense_backward<Result>(gradients, q, k, v, out, softmax_lse, scores, p_dropout, deterministic, rng_state,
+                                batch_invariant, launch.sm_margin);
 }
 
 template <class Result>
@@ -363,7 +277,7 @@ Result mha_varlen_bwd(const at::Tensor& dout, const at::Tensor& q, const at::Ten
   check_gradients(gradients, q, k, v, out, softmax_lse, {q.size(1), q.size(0)});
   checks::max_seqlen("max_seqlen_q", max_seqlen_q);
   checks::max_seqlen("max_seqlen_k", max_seqlen_k);
-  check_scores(scores, q, batch, p_dropout);
+  check_packed_scores(scores, q, k, batch, p_dropout, max_seqlen_k);
   checks::rng_state(rng_state, p_dropout, q);
   check_written(gradients, q, k, v, out, softmax_lse, scores);
   const auto sequences = packed_sequences<Flash_bwd_params>(batch, batch_invariant, cu_seqlens_q, cu_seqlens_k);
@@ -428,6 +342,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
                     "Forward of packed batches: [out, softmax_lse, S_dmask, rng_state(, max_logit)]");
   define_varlen_fwd(m, "explain_varlen_fwd", &mha_varlen_fwd<plan::Explanation>,
                     "The plan of varlen_fwd, as a dict; nothing is launched");
+  m.def("jvp_fwd", &mha_jvp_fwd,
+        "Forward with its derivative along tangents: [out, softmax_lse, t_out, t_lse, rng_state]; None: this build and "
+        "GPU have no kernel for the call",
+        py::arg("q"), py::arg("k"), py::arg("v"), py::arg("tq"), py::arg("tk"), py::arg("tv"), py::arg("cu_seqlens_q"),
+        py::arg("cu_seqlens_k"), py::arg("softmax_scale"), py::arg("is_causal"), py::arg("window_size_left"),
+        py::arg("window_size_right"), py::kw_only(), py::arg("sm_margin") = 0, py::call_guard<CallGuard>());
   define_bwd(m, "bwd", &mha_bwd<Tensors>, "Backward of dense batches: [dq, dk, dv, softmax_d(, dsinks)]");
   define_bwd(m, "explain_bwd", &mha_bwd<plan::Explanation>, "The plan of bwd, as a dict; nothing is launched");
   define_varlen_bwd(m, "varlen_bwd", &mha_varlen_bwd<Tensors>,
@@ -446,5 +366,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         py::arg("head_dim_v") = 0, py::call_guard<CallGuard>());
   m.def("combine", &combine, "Merge of attention over disjoint sets of keys: [out, lse]", py::arg("out_partial"),
         py::arg("lse_partial"), py::arg("out"), py::call_guard<CallGuard>());
+  define_attention(m);
   m.def("build_info", &build_info, "Identity of this build as JSON text");
 }

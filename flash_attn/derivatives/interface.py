@@ -44,7 +44,7 @@ def flash_attn_jvp(
             (total_q, nheads, head_dim).
         k: (batch, seqlen_k, nheads_k, head_dim) of q's dtype; packed (total_k, nheads_k, head_dim).
         v: (batch, seqlen_k, nheads_k, head_dim_v) of q's dtype; packed (total_k, nheads_k, head_dim_v).
-        tq, tk, tv: tangents of the shape and dtype of q, k and v, any strides; None is zero and costs no products.
+        tq, tk, tv: tangents of the shape and dtype of q, k and v, any strides; None is zero.
 
     Keyword arguments:
         cu_seqlens_q, cu_seqlens_k: int32 or int64 (batch + 1,), of packed sequences; None: a batch. They are read on

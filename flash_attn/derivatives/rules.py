@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flash_attn.derivatives import blocks
+from flash_attn.derivatives import blocks, kernel
 from flash_attn.ops import calls, context, library
 from flash_attn.ops.attention_args import (
     ATTENTION_INPUTS,
@@ -35,15 +35,19 @@ _record: Any = NamedTuple  # type checkers want a literal list of fields
 JvpArgs = _record("JvpArgs", [*Tangents.__annotations__.items(), *AttentionArgs.__annotations__.items()])
 HvpArgs = _record("HvpArgs", [*Tangents.__annotations__.items(), *AttentionBackwardArgs.__annotations__.items()])
 _COUNT = len(Tangents._fields)
+computed_of_duals = kernel.computed_of_duals
 
 
 def forward_with_tangents(
     args: AttentionArgs, directions: Tangents, known: Sequence[Tensor] | None = None
 ) -> tuple[Tensor, ...]:
-    """(out, lse, t_out, t_lse, rng_state) of a call: all tangents are computed here, for a kernel to take over.
+    """(out, lse, t_out, t_lse, rng_state) of a call, by one kernel where there is one.
 
     known: (out, lse, rng_state) where the forward has run.
     """
+    results = kernel.forward(args, directions)
+    if results is not None:
+        return results
     if known is None:
         out, lse, _, rng_state, *_ = calls.forward(args)
     else:
@@ -60,13 +64,16 @@ def attention_with_tangents(args: AttentionArgs, directions: Tangents) -> tuple[
     if not (differentiating or context.transforms()):
         return forward_with_tangents(args, directions)[:4]
     # Two nodes: gradients of out keep no tangents.
-    out, lse, _, rng_state, *_ = library.attention(args)
-    return out, lse, *tangents(directions, backward_args(out, None, *saved_for_backward(args, out, lse, rng_state)))
+    computed = None if context.transforms() else kernel.computed(args, directions)
+    results = library.attention(args) if computed is None else library.computed_attention(args, computed)
+    out, lse, _, rng_state, *_ = results
+    call = backward_args(out, None, *saved_for_backward(args, out, lse, rng_state))
+    return out, lse, *tangents(directions, call, computed)
 
 
-def tangents(directions: Tangents, args: AttentionBackwardArgs) -> Any:
-    """(t_out, t_lse) of a forward that has run; dout and dlse are not read."""
-    return _Tangents.apply(*directions, *args)
+def tangents(directions: Tangents, args: AttentionBackwardArgs, computed: kernel.Computed | None = None) -> Any:
+    """(t_out, t_lse) of a forward that has run; dout and dlse are not read. computed: has them."""
+    return _Tangents.apply(*directions, *args, computed)
 
 
 def second_derivatives(directions: Tangents, args: AttentionBackwardArgs) -> Any:
@@ -115,16 +122,19 @@ def _split(values: Sequence[Any]) -> tuple[Tangents, AttentionBackwardArgs]:
 
 
 class _Tangents(torch.autograd.Function):
-    """`tangents`, of the fields of HvpArgs."""
+    """`tangents`, of the fields of HvpArgs and what is computed already."""
 
     @staticmethod
     def forward(*values: Any) -> Any:
+        *values, computed = values  # type: ignore[assignment]
+        if computed is not None:
+            return computed.take_tangents()
         directions, args = _split(values)
         return forward_with_tangents(args.forward_args(), directions, (args.out, args.lse, args.rng_state))[2:4]
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        library.save_values(ctx, inputs)
+        library.save_values(ctx, inputs[:-1])
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
@@ -133,7 +143,7 @@ class _Tangents(torch.autograd.Function):
         if dout is not None or dlse is not None:
             grads = _gradients(_with_gradients(args, dout, dlse), directions, ctx.needs_input_grad)
         rest = attention_gradients(grads[_COUNT:], AttentionBackwardArgs)
-        return *grads[:_COUNT], *rest
+        return *grads[:_COUNT], *rest, None
 
     @staticmethod
     def jvp(ctx: Any, *_: Any) -> Any:

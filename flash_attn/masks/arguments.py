@@ -10,6 +10,8 @@ from .checks import dtype_name, require
 from .factors import MaskFactors
 
 DEVICES = ("cpu",)  # whose backends take all three
+MASK_DEVICES = ("cpu", "cuda")  # whose backends take a mask
+SDPA_MASK_DEVICES = ("cpu",)  # those of them to which a bool attn_mask of SDPA goes
 
 
 def mask_factors(

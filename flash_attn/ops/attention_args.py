@@ -105,7 +105,8 @@ class AttentionArgs(NamedTuple):
         is False: reading one costs the extension as much as a check."""
         given: dict[str, Any] = {}
         optional, defaults = _OPTIONAL[type(self)]
-        if self.sinks is None and self[optional] == defaults:
+        # tensors would be compared by ==, which takes longer than the rest of the call
+        if self.sinks is None and not self.has_score_tensors() and self[optional] == defaults:
             return given
         for name in NAMED_OPTIONS:
             value = getattr(self, name)
@@ -135,10 +136,10 @@ class AttentionArgs(NamedTuple):
         )
 
     def mask(self) -> Optional[MaskFactors]:
-        tensors = self.mask_query_ranges, self.mask_key_hidden, self.mask_bits, self.mask_block_map
-        if all(x is None for x in tensors):
+        ranges, hidden, bits, blocks = self.mask_query_ranges, self.mask_key_hidden, self.mask_bits, self.mask_block_map
+        if ranges is hidden is bits is blocks is None:
             return None
-        return MaskFactors(*tensors, (self.mask_block_q, self.mask_block_k))
+        return MaskFactors(ranges, hidden, bits, blocks, (self.mask_block_q, self.mask_block_k))
 
     def differentiable(self) -> tuple[Optional[Tensor], ...]:
         """The values of ATTENTION_INPUTS."""

@@ -43,7 +43,7 @@ def has_contiguous_rows(x: torch.Tensor) -> bool:
     return x.is_contiguous() or x.stride(-1) == 1 or x.shape[-1] <= 1
 
 
-def _index(name: str, x: torch.Tensor | None) -> torch.Tensor | None:
+def as_index(name: str, x: torch.Tensor | None) -> torch.Tensor | None:
     """An index tensor as the backends want it: contiguous, int64 converted to int32. None passes."""
     if x is None or (x.dtype is torch.int32 and x.is_contiguous()):
         return x
@@ -233,11 +233,11 @@ def _flash_attn_varlen_forward(
         k,
         v,
         out,
-        _index("cu_seqlens_q", cu_seqlens_q),
-        _index("cu_seqlens_k", cu_seqlens_k),
-        _index("seqused_k", seqused_k),
-        _index("leftpad_k", leftpad_k),
-        _index("block_table", block_table),
+        as_index("cu_seqlens_q", cu_seqlens_q),
+        as_index("cu_seqlens_k", cu_seqlens_k),
+        as_index("seqused_k", seqused_k),
+        as_index("leftpad_k", leftpad_k),
+        as_index("block_table", block_table),
         alibi_slopes,
         max_seqlen_q,
         max_seqlen_k,
@@ -428,8 +428,8 @@ def _backward_into(
             out,
             args.lse.contiguous(),
             *written,
-            _index("cu_seqlens_q", args.cu_seqlens_q),
-            _index("cu_seqlens_k", args.cu_seqlens_k),
+            as_index("cu_seqlens_q", args.cu_seqlens_q),
+            as_index("cu_seqlens_k", args.cu_seqlens_k),
             args.alibi_slopes,
             args.max_seqlen_q,
             args.max_seqlen_k,
@@ -467,7 +467,7 @@ def _pages(block_table: torch.Tensor | None) -> torch.Tensor | None:
     """A block table as the backends want it: rows of contiguous int32, at any distance. None passes."""
     if block_table is None or (block_table.dtype == torch.int32 and block_table.stride(-1) == 1):
         return block_table
-    return _index("block_table", block_table)
+    return as_index("block_table", block_table)
 
 
 def kvcache_forward(args: KvCacheArgs, backend: Any = None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -499,11 +499,11 @@ def kvcache_forward(args: KvCacheArgs, backend: Any = None) -> tuple[torch.Tenso
         args.v_cache,
         k,
         v,
-        _index("cache_seqlens", args.cache_seqlens),
+        as_index("cache_seqlens", args.cache_seqlens),
         rotary_cos,
         rotary_sin,
-        _index("cache_batch_idx", args.cache_batch_idx),
-        _index("cache_leftpad", args.cache_leftpad),
+        as_index("cache_batch_idx", args.cache_batch_idx),
+        as_index("cache_leftpad", args.cache_leftpad),
         _pages(args.block_table),
         args.alibi_slopes,
         args.out,
@@ -543,7 +543,7 @@ def kvcache_operator_fake(args: KvCacheArgs) -> tuple[torch.Tensor, torch.Tensor
 
 def kvcache_plan(args: KvCachePlanArgs) -> torch.Tensor:
     """Fill the plan of calls of `kvcache_forward`, or make one where it is None -> plan."""
-    lengths, leftpad = _index("cache_seqlens", args.cache_seqlens), _index("cache_leftpad", args.cache_leftpad)
+    lengths, leftpad = as_index("cache_seqlens", args.cache_seqlens), as_index("cache_leftpad", args.cache_leftpad)
     latent.check_plan(args)
     backend = backends.of(args.cache_seqlens, "cache_seqlens")
     # On the CPU nothing is scheduled.

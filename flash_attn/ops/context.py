@@ -68,6 +68,14 @@ def transforms() -> bool:
     return transformed() or forward_ad._current_level >= 0
 
 
+def is_forward_mode_alone() -> bool:
+    """Whether forward mode is on, by torch.autograd.forward_ad or as the only torch.func transform."""
+    if forward_ad._current_level < 0:
+        return False
+    stack = torch._C._functorch.get_interpreter_stack() if transformed() else ()
+    return not stack or [x.key() for x in stack] == [torch._C._functorch.TransformType.Jvp]
+
+
 def records_gradients(*tensors: Tensor | None) -> bool:
     """Whether gradients are recorded of one of these (some None)."""
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
@@ -252,7 +260,7 @@ def _versions_in_one_call() -> bool:
     """Whether torch (2.6 and newer) takes several tensors at once."""
     try:
         increment_version([])
-    except TypeError:
+    except (TypeError, RuntimeError):  # the latter from torch 2.4
         return False
     return True
 

@@ -48,8 +48,13 @@ def attention(args: AttentionArgs) -> Any:
     if needs_dispatch:
         return _forward_op(*args)
     if context.transforms():
-        return _TransformedAttention.apply(*args)
+        return _TransformedAttention.apply(*args, derived().computed_of_duals(args))
     return _forward_op(*args) if differentiating else calls.forward(args)
+
+
+def computed_attention(args: AttentionArgs, computed: Any) -> Any:
+    """`attention` of a call whose results are known, a `derivatives.kernel.Computed`: for autograd alone."""
+    return _TransformedAttention.apply(*args, computed)
 
 
 def attention_into(args: AttentionArgs, out: Tensor, inputs: Any) -> Any:
@@ -152,18 +157,25 @@ def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: Any) -> An
 
 
 class _TransformedAttention(torch.autograd.Function):
-    """For torch.func and forward mode: they need setup_context, which costs eager calls 15 us of argument binding."""
+    """For torch.func and forward mode: they need setup_context, which costs eager calls 15 us of argument binding.
+
+    Its arguments are those of the operator, and what a kernel has computed already (`derivatives.kernel.Computed`).
+    """
 
     @staticmethod
-    def forward(*args: Any) -> Any:
-        return calls.forward(AttentionArgs(*args))
+    def forward(*values: Any) -> Any:
+        *args, computed = values
+        return calls.forward(AttentionArgs(*args)) if computed is None else computed.take_results()
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.save_for_forward(*_setup_context(ctx, inputs, output))
+        *args, ctx.computed = inputs
+        ctx.save_for_forward(*_setup_context(ctx, args, output))
         ctx.constants = len(output) - 2
 
-    backward = staticmethod(_backward)
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return *_backward(ctx, *grads), None
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
@@ -173,17 +185,17 @@ class _TransformedAttention(torch.autograd.Function):
             _reject_forward_only(ctx.forward_only, "forward mode", "tangent")
         _, _, _, out, *_ = saved = ctx.saved_tensors
         args = backward_args(out, None, saved, ctx.options)
-        return *derived().tangents(directions, args), *[None] * ctx.constants
+        return *derived().tangents(directions, args, ctx.computed), *[None] * ctx.constants
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
-        dropout_p = AttentionArgs(*args).dropout_p
+    def vmap(info: Any, in_dims: Any, *values: Any) -> Any:
+        dropout_p = AttentionArgs(*values[:-1]).dropout_p
         if dropout_p > 0 and info.randomness != "different":
             raise RuntimeError(
                 f"dropout_p: expected 0 under torch.vmap(randomness={info.randomness!r}), got {dropout_p} "
                 "(randomness='different' draws a mask for each sample)"
             )
-        return context.by_sample(_TransformedAttention, info, in_dims, args)
+        return context.by_sample(_TransformedAttention, info, in_dims, values)
 
 
 class _AttentionBackward(torch.autograd.Function):

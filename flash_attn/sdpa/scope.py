@@ -15,9 +15,10 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
+import flash_attn
 from flash_attn.flash_attn_interface import flash_attn_func
 from flash_attn.limits import MAX_HEAD_DIM
-from flash_attn.masks.arguments import DEVICES
+from flash_attn.masks.arguments import DEVICES, SDPA_MASK_DEVICES
 from flash_attn.ops import arguments, context
 from flash_attn.scoped import Scoped
 
@@ -174,12 +175,25 @@ def _mask_fits(attn_mask: Any, query: Tensor, seqlen_k: int) -> bool:
     sizes = (seqlen_k, *query.shape[2::-1])
     fits: bool = (
         attn_mask.device == query.device
-        and query.device.type in DEVICES
         and attn_mask.dtype in (torch.bool, torch.float32, query.dtype)
+        and _takes_mask(query.device, attn_mask.dtype)
         and 2 <= attn_mask.dim() <= 4
         and all(n in (1, full) for n, full in zip(attn_mask.shape[::-1], sizes))
     )
     return fits
+
+
+def _takes_mask(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the kernels of a device take an attn_mask of this dtype; otherwise the call is PyTorch's."""
+    if dtype != torch.bool:
+        return device.type in DEVICES
+    return device.type in SDPA_MASK_DEVICES and (device.type == "cpu" or _has_list_kernels(device.index or 0))
+
+
+@cache
+def _has_list_kernels(index: int) -> bool:
+    """Whether the wgmma family, which alone visits blocks by list, runs on a GPU."""
+    return torch.cuda.get_device_capability(index) == (9, 0) and "90" in flash_attn.__build__["archs"]
 
 
 def _plain_execution() -> bool:

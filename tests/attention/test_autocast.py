@@ -15,6 +15,8 @@ from flash_attn import (
     flash_attn_with_kvcache,
 )
 
+pytestmark = pytest.mark.by_both_paths
+
 HALF = (torch.float16, torch.bfloat16)
 OPTIONS = {"causal": True, "softcap": 5.0, "deterministic": True}
 

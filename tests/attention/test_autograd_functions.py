@@ -8,6 +8,8 @@ import torch
 from flash_attn import flash_attn_interface as interface
 from flash_attn.ops import normalize
 
+pytestmark = pytest.mark.by_both_paths
+
 BATCH, SEQLEN, HEADS, HEAD_DIM = 2, 9, 4, 16
 LENGTHS = (5, 0, 13)
 TOTAL, LONGEST = sum(LENGTHS), max(LENGTHS)

@@ -29,6 +29,8 @@ from flash_attn.ops.triton.cross_entropy import cross_entropy_loss
 from flash_attn.ops.triton.layer_norm import layer_norm_fn, layer_norm_linear_fn
 from flash_attn.ops.triton.rotary import apply_rotary
 
+pytestmark = pytest.mark.by_both_paths
+
 BATCH, ROWS, HEADS, HEAD_DIM, CAPACITY = 2, 5, 2, 16, 24
 BIG = 2**32 + 3
 

@@ -29,6 +29,8 @@ from flash_attn.fp8 import flash_attn_straight_through_func
 from flash_attn.ops import library, normalize
 from flash_attn.ops.attention_args import AttentionArgs, Tangents, backward_args, saved_for_backward
 
+pytestmark = pytest.mark.by_both_paths
+
 DTYPE = {"cpu": torch.float64, "cuda": torch.float16}
 SEED = 3
 FEATURES = {
@@ -120,7 +122,7 @@ def small_blocks(monkeypatch):
 
 def check(ours, expected, plain):
     for name, x, y, z in zip(("first", "second", "third", "fourth"), ours, expected, plain):
-        assert x.dtype in (torch.float64, torch.float32, torch.float16)
+        assert x.dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)
         assert_accurate(x, y, z.to(x.dtype), name=name, factor=3.0, slack=1e-9 if x.dtype == torch.float64 else 1e-3)
 
 
@@ -144,6 +146,53 @@ def test_tangents(device, feature, packed, small_blocks):
         duals = problem.ours(*map(forward_ad.make_dual, inputs, directions))
         for dual, *pair in zip(duals, results, tangents):
             assert all(map(torch.equal, forward_ad.unpack_dual(dual), pair))
+
+
+TILES = {
+    "full": {},
+    "causal": {"causal": True},
+    "window": {"window_size": (70, 33)},
+    "one key a row": {"window_size": (0, 0)},
+    "rows without keys": {"window_size": (-1, -150)},
+    "large scores": {"softmax_scale": 6.0},
+}
+
+
+@pytest.mark.parametrize("lengths", (((300, 429),), ((0, 130), (257, 64), (129, 300), (1, 1))), ids=("dense", "packed"))
+@pytest.mark.parametrize("head_dim, dtype", ((64, torch.float16), (96, torch.float16), (128, torch.bfloat16)))
+@pytest.mark.parametrize("feature", TILES)
+def test_tangents_across_tiles(device, feature, head_dim, dtype, lengths):
+    """Several blocks of keys, and on a GPU more work tiles than multiprocessors; grouped queries, padded rows."""
+    batch, heads, heads_k = (2, 72, 24) if device == "cuda" else (1, 3, 1)
+    dtype = dtype if device == "cuda" else torch.float64
+    packed = len(lengths) > 1
+    (total_q, total_k), lead = map(sum, zip(*lengths)), () if packed else (batch,)
+    shapes = [(*lead, n, h, head_dim + 8) for n, h in ((total_q, heads), (total_k, heads_k), (total_k, heads_k))]
+    inputs, directions = (
+        [torch.randn(shape, device=device, dtype=dtype)[..., :head_dim] for shape in shapes] for _ in range(2)
+    )
+    options, cu = dict(TILES[feature]), {}
+    if packed:
+        starts = [[sum(x[i] for x in lengths[:n]) for n in range(len(lengths) + 1)] for i in (0, 1)]
+        cu = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), (ints(device, *x) for x in starts)))
+    ours = flash_attn_jvp(*inputs, *directions, **options, **cu)
+    scores = {"window": options.pop("window_size", (-1, -1)), "scale": options.pop("softmax_scale", None), **options}
+
+    def plain(dtype):
+        def call(q, k, v):
+            if packed:
+                lens_q, lens_k = zip(*lengths)
+                layout = Varlen(starts[0][:-1], list(lens_q), starts[1][:-1], list(lens_k), total_q)
+                result = attention_varlen(q, k, v, layout, dtype=dtype, **scores)
+            else:
+                result = attention(q, k, v, dtype=dtype, **scores)
+            return result.out, result.lse
+
+        return call
+
+    results, tangents = torch.func.jvp(plain(torch.float64), upcast(inputs), upcast(directions))
+    rough = torch.func.jvp(plain(dtype), tuple(inputs), tuple(directions))
+    check(ours, (*results, *tangents), (*rough[0], *rough[1]))
 
 
 @pytest.mark.parametrize("packed", (False, True), ids=("dense", "packed"))
@@ -253,6 +302,17 @@ def test_one_key_passes_its_tangent_on(device):
     tq, tk, tv = (8 * torch.randn_like(x) for x in (q, k, v))
     t_out = flash_attn_jvp(q, k, v, tq, tk, tv)[2]
     torch.testing.assert_close(t_out, tv.expand_as(t_out), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.devices("cuda")
+def test_a_kernel_computes_plain_calls(device, monkeypatch):
+    """Of head dims up to 128 on a GPU of compute capability 9.0, in every mode."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("there are kernels for compute capability 9.0")
+    monkeypatch.setattr(blocks, "tangents", None)
+    q, k, v = qkv(device)
+    t_out = flash_attn_jvp(q, k, v, q, causal=True)[2]
+    assert torch.equal(torch.func.jvp(lambda q: flash_attn_func(q, k, v, causal=True), (q,), (q,))[1], t_out)
 
 
 @pytest.mark.parametrize("with_sinks", (False, True))

@@ -12,6 +12,8 @@ from harness import backend_forward, backend_varlen_forward, make_problem
 from flash_attn import backends, dropout_mask, flash_attn_func, flash_attn_varlen_func
 from flash_attn.limits import MAX_HEAD_DIM
 
+pytestmark = pytest.mark.by_both_paths
+
 HALF = torch.bfloat16
 B, SQ, SK, H, HK, D = 2, 5, 7, 4, 2, 16
 TOTAL_Q, TOTAL_K = 13, 17

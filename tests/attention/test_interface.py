@@ -27,6 +27,8 @@ from flash_attn import (
     flash_attn_varlen_qkvpacked_func,
 )
 
+pytestmark = pytest.mark.by_both_paths
+
 TAIL = (
     "dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None, "
     "deterministic=False, return_attn_probs=False"

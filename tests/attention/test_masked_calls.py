@@ -388,12 +388,11 @@ def test_errors_name_the_argument(masked_device, given, message):
 
 @pytest.mark.skipif("cuda" in DEVICES, reason="its backend takes them")
 def test_cuda_refuses_by_name():
-    """Until its kernels take them, before anything is launched."""
+    """Biases, until its kernels take them, before anything is launched."""
     with FakeTensorMode():
         q = torch.empty(1, 8, 2, 20, device="cuda", dtype=torch.float16)
-        for name in ("mask", "attn_bias", "rel_bias"):
+        for name in ("attn_bias", "rel_bias"):
             x = torch.empty(2, 3 if name == "rel_bias" else 1, 8, device="cuda", dtype=torch.float32)
-            x = x.bool() if name == "mask" else x
             cu, used = torch.zeros(2, 1, dtype=torch.int32, device="cuda")
             with pytest.raises(NotImplementedError, match=f"^{name}: expected None on cuda, got one"):
                 flash_attn_func(q, q, q, **{name: x})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -14,7 +15,7 @@ from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 import flash_attn.sdpa
 from flash_attn.dropout import dropout_mask
-from flash_attn.masks.arguments import DEVICES
+from flash_attn.masks.arguments import DEVICES, SDPA_MASK_DEVICES
 
 BOTH = ("cuda", "cpu")
 ORIGINAL = F.scaled_dot_product_attention
@@ -85,6 +86,27 @@ MASKS = {  # heads, rows and columns of a mask in the first batch entry
     "of rows": (2, 1, 31, 1),
     "of one number": (1, 1),
 }
+
+
+HOPPER, BOTH_FAMILIES = (9, 0), ["80", "90"]
+
+
+@pytest.mark.parametrize(
+    "capability, archs, taken",
+    ((HOPPER, BOTH_FAMILIES, True), (HOPPER, ["80"], False), ((8, 0), BOTH_FAMILIES, False), ((12, 0), ["90"], False)),
+)
+def test_gpus_that_take_a_mask(monkeypatch, capability, archs, taken):
+    """Of the GPUs, those for which there are kernels with block lists; calls on others are PyTorch's as before."""
+    scope = sys.modules["flash_attn.sdpa.scope"]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
+    monkeypatch.setitem(flash_attn.__build__, "archs", archs)
+    scope._has_list_kernels.cache_clear()
+    gpu = torch.device("cuda", 0)
+    for devices in (("cpu",), ("cpu", "cuda")):
+        monkeypatch.setattr(scope, "SDPA_MASK_DEVICES", devices)
+        assert scope._takes_mask(gpu, torch.bool) == (taken and "cuda" in devices)
+        assert not scope._takes_mask(gpu, torch.float16) and scope._takes_mask(torch.device("cpu"), torch.bool)
+    scope._has_list_kernels.cache_clear()
 
 
 @pytest.mark.parametrize("kind", ("bool", "numbers", "float32", "expanded"))
@@ -171,10 +193,10 @@ def not_served(device):
     mask = torch.rand(40, 40, device=device) > 0.2
     single = [x.float() for x in (q, k, v)]
     bias = torch.randn(40, 40, device=device, dtype=q.dtype)
-    half, takes_no_mask = (q, k, v), device not in DEVICES
+    half = (q, k, v)
     return {
-        "mask": (half if takes_no_mask else single, {"attn_mask": mask}),
-        "bias": ((*half, bias) if takes_no_mask else (*single, bias.float()), {}),
+        "mask": (single if device in SDPA_MASK_DEVICES else half, {"attn_mask": mask}),
+        "bias": ((*single, bias.float()) if device in DEVICES else (*half, bias), {}),
         "bias of three dimensions": (single, {"attn_mask": bias.float()[None]}),
         "float32": (single, {"is_causal": True}),
         "float64": ([x.double() for x in single], {}),

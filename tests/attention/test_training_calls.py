@@ -16,6 +16,8 @@ from flash_attn.flash_attn_interface import (
     _flash_attn_varlen_forward,
 )
 
+pytestmark = pytest.mark.by_both_paths
+
 DTYPE = {"cpu": "float32", "cuda": "bfloat16"}
 SCALE = 0.125
 

@@ -25,6 +25,8 @@ from flash_attn.ops import library
 from flash_attn.ops.triton.cross_entropy import cross_entropy_loss
 from flash_attn.ops.triton.layer_norm import layer_norm_fn
 
+pytestmark = pytest.mark.by_both_paths
+
 HEADS, HEAD_DIM, CAPACITY = 2, 16, 24
 
 

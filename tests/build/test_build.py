@@ -222,13 +222,14 @@ def test_the_wgmma_family_is_compiled_for_its_architecture_only():
         for direction, head_dims in (
             ("fwd", (64, 96, 128, 192, 256)),
             ("fwd_fp8", (64, 128, 256)),
+            ("fwd_jvp", (64, 128)),
             ("bwd", (64, 128, 192, 256)),
         )
         for d in head_dims
         for t in ("fp16", "bf16")
     }
     assert {(f.only_arch, f.direction, f.function) for f in hopper} == {
-        ("90", direction, f"run_mha_{direction}_wgmma_") for direction in ("fwd", "fwd_fp8", "bwd")
+        ("90", direction, f"run_mha_{direction}_wgmma_") for direction in ("fwd", "fwd_fp8", "fwd_jvp", "bwd")
     }
     assert {f.only_arch for f in files if f.family == "sm80"} == {None}
     assert kernel_build.gencode_flags(["80", "90"], only_arch="90") == ["-gencode=arch=compute_90a,code=sm_90a"]

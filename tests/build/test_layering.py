@@ -144,11 +144,14 @@ def test_environment_is_read_under_the_gil():
     assert {name: count for name, count in readers.items() if count} == {"api/environment.h": 3}
     binding = (CSRC / "flash_api.cpp").read_text(encoding="utf-8")
     assert not re.search(r"call_guard<\s*py::gil_scoped_release", binding)
-    guard = re.search(r"struct CallGuard \{(.*?)\};", binding, re.DOTALL).group(1)
+    environment = (CSRC / "api" / "environment.h").read_text(encoding="utf-8")
+    guard = re.search(r"struct CallGuard \{(.*?)\};", environment, re.DOTALL).group(1)
     assert guard.index("CallEnvironment") < guard.index("py::gil_scoped_release")
     binding += (CSRC / "api" / "signatures.h").read_text(encoding="utf-8")
     guarded = binding.count("py::call_guard<CallGuard>()") + binding.count("const CallGuard guard;")
     assert guarded == binding.count("m.def(") - 1  # build_info needs none
+    node = (CSRC / "api" / "autograd_node.h").read_text(encoding="utf-8")
+    assert node.count("const CallGuard guard;") == len(re.findall(r"\bdense_\w+<", node)) == 2
 
 
 def imported_modules(path):

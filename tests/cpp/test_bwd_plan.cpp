@@ -286,6 +286,49 @@ void check_rules() {
   }
 }
 
+// Masks as data: lists of m_blocks for tiles of keys, and of n_blocks for a separate kernel of dQ, which deterministic
+// calls always have.
+void check_masks() {
+  using flash::plan::MaskPlan;
+  for (int head_dim : {8, 32, 64, 96, 128, 160, 192, 256}) {
+    for (int head_dim_v : {head_dim, 128}) {
+      for (int64_t seqlen : {1, 100, 1000, 100000}) {
+        for (int options = 0; options < 16; ++options) {
+          BwdProblem problem = dense(3, seqlen, 8, head_dim);
+          problem.head_dim_v = head_dim_v;
+          problem.is_varlen = options & 1;
+          problem.mask_matrices = options & 2 ? 6 : 1;
+          problem.has_dropout = options & 4;
+          problem.deterministic = options & 8;
+          for (const char* forced : {static_cast<const char*>(nullptr), "mma_sync"}) {
+            const BwdPlan plan = plan_of(problem, kH100, forced);
+            check::that(plan.family == Family::kWgmma && !plan.dq_in_smem, "kernel", head_dim, seqlen, options);
+            check::that(plan.variant == BwdVariant::kListed, "variant", head_dim,
+                        flash::plan::variant_name(plan.variant));
+            const bool has_pass = problem.deterministic || problem.max_head_dim() > 128;
+            check::that(plan.dq_pass == has_pass && plan.has_dq_semaphores() == false, "dQ", head_dim, options);
+            check::that(plan.head_dim == plan.head_dim_v && flash::plan::has_listed_bwd(plan.head_dim, plan.head_dim) &&
+                            plan.head_dim >= problem.max_head_dim(),
+                        "head dim of the kernels", head_dim, plan.head_dim);
+            check::that(plan.mask.matrices == problem.mask_matrices && plan.mask.of_keys &&
+                            plan.mask.tile == plan.block_n && plan.mask.block == plan.block_m,
+                        "lists of keys", plan.mask.tile, plan.mask.block);
+            check::that(plan.mask.tiles * plan.mask.tile >= seqlen && plan.mask.capacity * plan.mask.block >= seqlen,
+                        "room for all tiles and blocks", plan.mask.tiles, plan.mask.capacity);
+            const MaskPlan& rows = plan.dq_mask;
+            check::that((rows.matrices > 0) == has_pass && !rows.of_keys, "lists of rows", rows.matrices);
+            if (has_pass) check::that(rows.tile == 128 && rows.block == 64, "tiles of dQ", rows.tile, rows.block);
+            check::that(plan.workspace_bytes >= 4 * (plan.mask.words() + rows.words()), "workspace", options);
+          }
+          for (const Device& device : {kA100, kL40, kB200, kRtx5090}) {
+            check::that(plan_of(problem, device).mask.matrices == 0, "no kernel", device.capability, head_dim);
+          }
+        }
+      }
+    }
+  }
+}
+
 void check_explained() {
   const std::string line = one_line(flash::plan::explain(plan_of(dense(32, 512, 32, 64), kH100)));
   check::that(line.find("direction=backward kernel=wgmma variant=plain") == 0, "line", line);
@@ -303,6 +346,7 @@ int main() {
   check_other_families();
   check_limit();
   check_rules();
+  check_masks();
   check_explained();
   return check::report();
 }

@@ -8,6 +8,7 @@
 #include "check.h"
 #include "plan/call_plan.h"
 #include "plan/explain.h"
+#include "plan/jvp_fwd_plan.h"
 
 namespace {
 
@@ -310,6 +311,30 @@ void check_e4m3() {
   check::that(!supports([](FwdProblem& p) { p.kv_dtype = Dtype::kInt8; }), "int8");
 }
 
+// Which calls with tangents have a kernel, and its plan.
+void check_tangents() {
+  const auto supports = [](auto change, const Device& device = kH100, const char* forced = nullptr) {
+    return flash::plan::jvp_fwd_supports(changed(dense(2, 2048, 16, 128, kCausal), change), device, forced);
+  };
+  check::that(supports([](FwdProblem& p) { p.heads_k = 4, p.is_varlen = true; }), "packed");
+  check::that(supports([](FwdProblem& p) { p.head_dim = 32, p.head_dim_v = 72; }), "head dims up to 128");
+  check::that(!supports([](FwdProblem& p) { p.head_dim_v = 136; }), "head dims above 128");
+  check::that(!supports([](FwdProblem&) {}, kA100) && !supports([](FwdProblem&) {}, kB200), "other GPUs");
+  check::that(!supports([](FwdProblem&) {}, kH100, "mma_sync") && supports([](FwdProblem&) {}, kH100, "wgmma"),
+              "forced");
+  check::that(!supports([](FwdProblem& p) { p.seqlen_k = 0; }), "no keys");
+  check::that(!supports([](FwdProblem& p) { p.batch = p.heads = int64_t{1} << 30; }), "too many work tiles");
+  for (const int head_dim : {8, 64, 96, 128}) {
+    for (const FwdProblem& problem : {dense(1, 8192, 32, head_dim), packed(8, 2048, 16, head_dim, kCausal)}) {
+      const FwdPlan plan = flash::plan::plan_jvp_fwd(problem, kH100);
+      check::that(plan.head_dim == (head_dim > 64 ? 128 : 64) && plan.block_m == 128, "tile", head_dim);
+      check::that(plan.smem_bytes <= kH100.smem_per_block, "shared memory", head_dim, plan.smem_bytes);
+      check::that(plan.stages.has(flash::plan::Stage::kPrepare) >= problem.is_varlen, "segments", head_dim);
+      check::that(plan.is_dynamic <= plan.stages.has(flash::plan::Stage::kPrepare), "a cleared semaphore", head_dim);
+    }
+  }
+}
+
 // K and V in pages are gathered; if max_seqlen_k may be too small, the decode kernels follow.
 void check_gathered() {
   FwdProblem problem = packed(8, 2048, 16, 128, kCausal);
@@ -327,14 +352,71 @@ void check_gathered() {
   check::that(stages() == "prepare,dequantize,attention", "none is longer", stages());
 }
 
+// Masks as data: lists that hold every block, made after the segments of a packed batch and before the one kernel that
+// reads them, whatever the sizes; no plan where no kernel does.
+void check_masks() {
+  using flash::plan::Stage;
+  for (int head_dim : {8, 32, 64, 96, 128, 160, 192, 256}) {
+    for (int head_dim_v : {head_dim, 128}) {
+      for (int64_t seqlen : {1, 100, 1000, 100000}) {
+        for (int options = 0; options < 32; ++options) {
+          FwdProblem problem = options & 1 ? packed(3, seqlen, 8, head_dim) : dense(3, seqlen, 8, head_dim);
+          problem.head_dim_v = head_dim_v;
+          problem.mask_matrices = options & 2 ? 6 : 1;
+          if (options & 4) problem.window = kCausal;
+          problem.has_dropout = options & 8;
+          problem.batch_invariant = options & 16;
+          for (const char* forced : {static_cast<const char*>(nullptr), "mma_sync", "split_kv", "wgmma:8"}) {
+            const FwdPlan plan = plan_of(problem, kH100, forced);
+            check::that(plan.family == Family::kWgmma && plan.num_splits == 1 && !plan.pdl, "kernel", head_dim, seqlen,
+                        options, flash::plan::family_name(plan.family));
+            check::that(plan.variant == FwdVariant::kListed, "variant", head_dim,
+                        flash::plan::variant_name(plan.variant));
+            const int wide = problem.max_head_dim();
+            check::that(plan.head_dim == (wide <= 64    ? 64
+                                          : wide <= 128 ? 128
+                                                        : 256) &&
+                            !plan.has_value_dim(),
+                        "head dim of the kernel", head_dim, plan.head_dim);
+            const flash::plan::MaskPlan& mask = plan.mask;
+            check::that(mask.matrices == problem.mask_matrices && !mask.of_keys, "matrices", mask.matrices);
+            check::that(mask.tile == plan.block_m && mask.block == plan.block_n, "tiles of the kernel", mask.tile);
+            check::that(mask.tile % flash::kMaskStrip == 0 && mask.block % flash::kMaskStrip == 0 &&
+                            mask.tile / flash::kMaskStrip <= flash::kMaxTileStrips,
+                        "whole strips", mask.tile, mask.block);
+            const int64_t matrices = problem.heads * (problem.is_varlen ? 1 : problem.batch);
+            check::that(mask.tiles * matrices == plan.num_work_tiles, "a list for every tile", mask.tiles);
+            check::that(mask.capacity * mask.block >= problem.seqlen_k, "room for all blocks", mask.capacity);
+            check::that(plan.workspace_bytes >= 4 * mask.words(), "workspace", plan.workspace_bytes);
+            std::vector<Stage> stages(plan.stages.begin(), plan.stages.end());
+            check::that(stages.size() >= 2 && stages[stages.size() - 2] == Stage::kMaskPlan &&
+                            stages.back() == Stage::kAttention && plan.stages.has(Stage::kPrepare) >= problem.is_varlen,
+                        "stages", stages.size());
+          }
+          for (const Device& device : {kA100, kL40, kB200, kRtx5090}) {
+            check::that(plan_of(problem, device).mask.matrices == 0, "no kernel", device.capability, head_dim);
+          }
+          problem.mask_matrices = 0;
+          const FwdPlan plain = plan_of(problem, kH100);
+          check::that(
+              plain.variant != FwdVariant::kListed && !plain.stages.has(Stage::kMaskPlan) && plain.mask.words() == 0,
+              "no mask", head_dim, seqlen, options);
+        }
+      }
+    }
+  }
+}
+
 }  // namespace
 
 int main() {
   check_table();
+  check_tangents();
   check_splits();
   check_other_families();
   check_tile_order();
   check_rules();
+  check_masks();
   check_tensor_maps();
   check_explained();
   check_e4m3();

@@ -127,6 +127,10 @@ inline void check_written(const Gradients& gradients, const at::Tensor& q, const
                                   {"alibi_slopes", scores.alibi_slopes},
                                   {"sinks", scores.sinks},
                                   {"origins", scores.origins},
+                                  {"mask.query_ranges", scores.mask.query_ranges},
+                                  {"mask.key_hidden", scores.mask.key_hidden},
+                                  {"mask.bits", scores.mask.bits},
+                                  {"mask.block_map", scores.mask.block_map},
                                   {"softmax_d", gradients.kept.softmax_d}};
   overlap::check({{"dq", gradients.dq}, {"dk", gradients.dk}, {"dv", gradients.dv}, {"dq_sum", gradients.kept.dq_sum}},
                  read);
@@ -135,7 +139,7 @@ inline void check_written(const Gradients& gradients, const at::Tensor& q, const
 // ---- the call ----
 
 // The instantiation that the plan names (flash_api.cpp).
-cudaError_t run_mha_bwd(const Flash_bwd_params& params, const plan::BwdPlan& plan, cudaStream_t stream);
+cudaError_t run_mha_bwd(const Flash_bwd_mask_params& params, const plan::BwdPlan& plan, cudaStream_t stream);
 
 // A call whose arguments have passed the checks.
 struct BwdCall {
@@ -153,6 +157,13 @@ struct BwdCall {
   int64_t sm_margin;
 };
 
+// What calls with a mask do not do yet.
+inline void check_mask_options(const BwdCall& call) {
+  const std::string& stage = call.gradients.kept.stage;
+  if (!stage.empty()) checks::fail("dq_stage", "expected '' with a mask on CUDA, got '", stage, "'");
+  if (call.gradients.accumulate_dkv) checks::fail("accumulate_dkv", "expected False with a mask on CUDA, got True");
+}
+
 inline plan::BwdPlan plan_call(const BwdCall& call, Flash_bwd_params& params, const at::Tensor& q, const at::Tensor& k,
                                const at::Tensor& v, const at::Tensor& dout) {
   params = call.sequences;
@@ -165,8 +176,12 @@ inline plan::BwdPlan plan_call(const BwdCall& call, Flash_bwd_params& params, co
   params.dv_strides = gradient_strides(call.gradients.dv, call.v);
   const plan::BwdStage stage = call.gradients.kept.value();
   params.keeps_dq = stage != plan::BwdStage::kAll;
-  const plan::BwdProblem problem = bwd_problem(params, dtype_of(call.q), call.deterministic, stage);
-  return plan::plan_bwd(problem, device_of(params.device, call.sm_margin), forced_family());
+  plan::BwdProblem problem = bwd_problem(params, dtype_of(call.q), call.deterministic, stage);
+  problem.mask_matrices = mask_matrix_count(call.scores.mask, params);
+  if (problem.has_mask()) check_mask_options(call);
+  const plan::BwdPlan plan = plan::plan_bwd(problem, device_of(params.device, call.sm_margin), forced_family());
+  if (problem.has_mask()) check_mask_plan(plan.mask, params.device);
+  return plan;
 }
 
 // fp32 accumulators of dQ, one tile for each m_block, in deterministic mode a dq_semaphore for each of them, unless dQ
@@ -237,11 +252,14 @@ inline at::Tensor kept_dq_sum(const Flash_bwd_params& params, const plan::BwdPla
 inline at::Tensor computed(const std::optional<Output>& output) { return output ? output->computed : at::Tensor(); }
 inline at::Tensor finished(const std::optional<Output>& output) { return output ? output->finish() : at::Tensor(); }
 
-inline void launch_backward(Flash_bwd_params& params, const plan::BwdPlan& plan, const at::Tensor& q,
+inline void launch_backward(Flash_bwd_mask_params& params, const plan::BwdPlan& plan, const at::Tensor& q,
                             const at::Tensor& dq_sum) {
   trace(params, params.seqlen_k, plan);
   at::Tensor varlen;
   check_launch(prepare(params, false, q, varlen), "prepare_kernel", q);
+  at::Tensor block_lists, dq_block_lists;
+  if (plan.mask.matrices > 0) block_lists = make_block_lists(params.mask, plan.mask, params, q);
+  if (plan.dq_mask.matrices > 0) dq_block_lists = make_block_lists(params.dq_mask, plan.dq_mask, params, q);
   const at::Tensor workspace =
       dq_sum.defined() ? set_params_dq_sum(params, plan, dq_sum) : allocate_bwd_workspace(params, plan, q);
   check_launch(run_mha_bwd(params, plan, c10::cuda::getCurrentCUDAStream().stream()), "flash_bwd_kernel", q);
@@ -252,7 +270,7 @@ inline std::vector<at::Tensor> backward(const BwdCall& call) {
   check_device_supported(call.q);
   const Gradients& gradients = call.gradients;
   at::Tensor q = aligned(call.q), k = aligned(call.k), v = aligned(call.v), dout = aligned(gradients.dout);
-  Flash_bwd_params params;
+  Flash_bwd_mask_params params;
   const plan::BwdPlan plan = plan_call(call, params, q, k, v, dout);
   const int pad = plan.pad_head_dim;
   at::Tensor out = aligned(pad_head_dim(call.out, pad));
@@ -284,6 +302,7 @@ inline std::vector<at::Tensor> backward(const BwdCall& call) {
     softmax_d = *gradients.kept.softmax_d;
   }
   params.d_rows = plan.softmax_d_rows;
+  if (plan.mask.matrices > 0) params.mask = params.dq_mask = mask_params(call.scores.mask, params.h);
   if (softmax_d.defined()) params.softmax_d_ptr = softmax_d.mutable_data_ptr<float>();
   launch_backward(params, plan, q, dq_sum);
   std::vector<at::Tensor> results{dq ? finished(dq) : dq_sum, finished(dk), finished(dv), softmax_d};

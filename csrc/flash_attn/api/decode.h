@@ -106,6 +106,7 @@ inline plan::FwdProblem cached_problem(const KvCacheCall& call) {
   const bool has_view = has_prefill_view(call);
   if (has_view) problem = prefill_view(call);
   problem.is_cached = true;
+  problem.exact_row_max = CallEnvironment::exact_row_max();
   problem.has_prefill_view = has_view;
   problem.q_dtype = dtype_of(call.given_q);
   problem.kv_dtype = dtype_of(call.k_cache);

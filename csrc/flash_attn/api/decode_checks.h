@@ -242,6 +242,7 @@ inline void kvcache(const KvCacheCall& call) {
   query(q, 4, "batch, seqlen, heads, head_dim");
   caches(q, call.k_cache, call.v_cache, call.is_paged());
   check_scores(call.scores, q, q.size(0), 0.0);
+  if (call.scores.mask.given()) fail("mask", "expected None over a KV cache, got one");
   if (call.scores.origins.has_value()) fail("origins", "expected None over a KV cache, got a Tensor");
   num_splits(call.num_splits);
   output(call.out, q, q.sizes());

@@ -2,6 +2,8 @@
 // themselves run without it.
 #pragma once
 
+#include <torch/csrc/utils/pybind.h>
+
 #include <cstdio>
 #include <cstdlib>
 #include <optional>
@@ -13,13 +15,14 @@
 
 namespace flash {
 
-// FLASH_ATTN_FAMILY and FLASH_ATTN_SMEM_LIMIT for this thread's call, and FLASH_ATTN_TRACE for the process. Copies,
-// because a change frees the string.
+// FLASH_ATTN_FAMILY, FLASH_ATTN_ROW_MAX and FLASH_ATTN_SMEM_LIMIT for this thread's call, and FLASH_ATTN_TRACE for the
+// process. Copies, because a change frees the string.
 class CallEnvironment {
  public:
   CallEnvironment() {
     if (const char* value = std::getenv("FLASH_ATTN_FAMILY")) forced_family_ = value;
     if (const char* value = std::getenv("FLASH_ATTN_SMEM_LIMIT")) smem_limit_ = bytes("FLASH_ATTN_SMEM_LIMIT", value);
+    if (const char* value = std::getenv("FLASH_ATTN_ROW_MAX")) exact_row_max_ = is_exact(value);
     static const bool traced = [] {
       const char* const value = std::getenv("FLASH_ATTN_TRACE");
       return value != nullptr && std::string(value) == "1";
@@ -37,6 +40,7 @@ class CallEnvironment {
   }
   // Bytes of shared memory that a thread block may have; as many as the GPU says where it is not set.
   static int smem_limit() { return current_ != nullptr ? current_->smem_limit_ : kNoLimit; }
+  static bool exact_row_max() { return current_ != nullptr && current_->exact_row_max_; }
   static bool is_traced() { return current_ != nullptr && current_->is_traced_; }
 
  private:
@@ -50,10 +54,23 @@ class CallEnvironment {
     return count < kNoLimit ? static_cast<int>(count) : kNoLimit;
   }
 
+  static bool is_exact(const std::string& row_max) {
+    if (row_max != "exact" && row_max != "lagging")
+      checks::fail("FLASH_ATTN_ROW_MAX", "expected \"exact\" or \"lagging\", got \"", row_max, "\"");
+    return row_max == "exact";
+  }
+
   std::optional<std::string> forced_family_;
   int smem_limit_ = kNoLimit;
+  bool exact_row_max_ = false;
   bool is_traced_ = false;
   static inline thread_local const CallEnvironment* current_ = nullptr;
+};
+
+// Of every entry point: reads the environment under the GIL, then releases it.
+struct CallGuard {
+  CallEnvironment environment;
+  py::gil_scoped_release release;
 };
 
 inline std::string one_line(const MatrixStrides& strides) {

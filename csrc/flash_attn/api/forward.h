@@ -108,7 +108,9 @@ inline plan::FwdProblem make_problem(const FwdCall& call, Flash_fwd_params& para
   }
   plan::FwdProblem problem =
       call.has_8bit_kv() ? quantized_problem(call, params) : fwd_problem(params, dtype_of(call.q));
+  problem.mask_matrices = mask_matrix_count(call.scores.mask, params);
   problem.returns_max_logit = call.return_max_logit;
+  problem.exact_row_max = call.return_max_logit || CallEnvironment::exact_row_max();
   problem.returns_probabilities = call.return_softmax && params.b > 0 && params.p_rows > 0 && params.p_cols > 0;
   const int64_t keys = call.has_8bit_kv() ? fwd_problem(params, problem.out_dtype).keys() : problem.keys();
   problem.decode = decode_problem(params, dtype_of(call.k), keys);
@@ -117,8 +119,21 @@ inline plan::FwdProblem make_problem(const FwdCall& call, Flash_fwd_params& para
   return problem;
 }
 
+// What calls with a mask do not do yet.
+inline void check_mask_options(const FwdCall& call) {
+  const auto reject = [](const char* name, const char* expected, const auto& got) {
+    checks::fail(name, "expected ", expected, " with a mask on CUDA, got ", got);
+  };
+  if (call.has_8bit_q()) reject("q", kSupportedDtypes, checks::dtype_name(call.q.scalar_type()));
+  if (call.has_8bit_kv()) reject("k", kSupportedDtypes, checks::dtype_name(call.k.scalar_type()));
+  if (call.sequences.paged.block_table != nullptr) reject("block_table", "None", "a tensor");
+  if (call.sequences.varlen.leftpad_k != nullptr) reject("leftpad_k", "None", "a tensor");
+}
+
 inline plan::FwdPlan plan_call(const FwdCall& call, const plan::FwdProblem& problem, const Flash_fwd_params& params) {
+  if (problem.has_mask()) check_mask_options(call);
   const plan::FwdPlan plan = checked_plan(problem, params.device, call.sm_margin);
+  if (problem.has_mask()) check_mask_plan(plan.mask, params.device);
   if (problem.gathers_keys && plan.stages.has(plan::Stage::kDequantize)) {
     checks::at_most("block_table", static_cast<int64_t>(params.b) * plan.dequantized_rows, "keys of all sequences");
   }
@@ -150,11 +165,9 @@ struct DropoutOutputs {
   }
 };
 
-// A rescale threshold of 0 keeps the row max exact, at the price of more rescaling.
 inline at::Tensor allocate_max_logit(Flash_fwd_params& params, const at::TensorOptions& options) {
   at::Tensor max_logit = at::full({params.h}, -std::numeric_limits<float>::infinity(), options);
   params.max_logit_ptr = max_logit.mutable_data_ptr<float>();
-  params.rescale_threshold_log2 = 0.0f;
   return max_logit;
 }
 
@@ -179,6 +192,7 @@ inline void launch_forward(const FwdCall& call, const plan::FwdProblem& problem,
   if (call.has_8bit_q() && !plan.is_fp8) e4m3_q = call.q;
   FwdLaunch launched{problem, plan, q, k, v, out, e4m3_q, call.quant};
   static_cast<Flash_fwd_params&>(launched.params) = params;
+  if (problem.has_mask()) launched.params.mask = mask_params(call.scores.mask, params.h);
   if (call.has_8bit_kv() && !plan.is_fp8) {
     const bool packed = params.is_varlen() && !params.is_paged();
     launched.scales = kernel_scales(call.quant, params.h_k, call.has_8bit_q(), packed);

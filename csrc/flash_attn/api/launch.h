@@ -8,6 +8,7 @@
 #include <optional>
 
 #include "api/device.h"
+#include "api/mask.h"
 #include "api/prepare.h"
 #include "api/problem.h"
 #include "api/quantized.h"
@@ -113,7 +114,7 @@ struct FwdLaunch {
   KernelScales scales;
   std::optional<Flash_fwd_fp8_params> fp8;
 
-  at::Tensor workspace, decode_workspace, key_ranges, dequantized, rotated, converted, vt, partials;
+  at::Tensor workspace, decode_workspace, key_ranges, dequantized, rotated, converted, vt, partials, block_lists;
 
   cudaStream_t stream() const { return c10::cuda::getCurrentCUDAStream().stream(); }
   bool runs(plan::Stage stage) const { return plan.stages.has(stage); }
@@ -341,6 +342,7 @@ inline void attention(FwdLaunch& launch) {
     return check_launch(run_mha_fwd_fp8(*launch.fp8, launch.plan, launch.stream()), "flash_fwd_fp8_kernel", launch.q);
   }
   set_params_splits(launch);
+  if (launch.plan.exact_row_max) launch.params.rescale_threshold_log2 = 0.0f;
   const at::Tensor& q = launch.converted.defined() ? launch.converted : launch.q;
   check_launch(run_mha_fwd(launch.params, launch.plan, launch.stream()), "flash_fwd_kernel", q);
 }
@@ -404,6 +406,7 @@ inline void launch(FwdLaunch& launch) {
       case Stage::kTransposeV: transpose_v(launch); break;
       case Stage::kRotate: rotate(launch); break;
       case Stage::kConvertQuery: convert_query(launch); break;
+      case Stage::kMaskPlan: launch.block_lists = make_block_lists(params.mask, plan.mask, params, launch.q); break;
       case Stage::kAttention: attention(launch); break;
       case Stage::kCombine:
         check_launch(run_combine(set_params_combine(params, plan.dtype), CombineType::kFp32, launch.stream()),

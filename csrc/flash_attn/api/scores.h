@@ -8,6 +8,7 @@
 #include <optional>
 
 #include "api/checks.h"
+#include "api/mask.h"
 #include "params/flash.h"
 
 namespace flash {
@@ -21,11 +22,16 @@ struct ScoreOptions {
   // FlashAttention-2 has no others: the module's functions take these, and those of the records below, by name.
   OptionalTensor sinks;
   OptionalTensor origins;  // int64 (b, kOriginWords)
+  MaskTensors mask = {};
+  OptionalTensor attn_bias = {}, rel_bias = {};  // of the CPU backend alone
 
   template <class Visitor>
   void visit_named(Visitor&& visit) {
     visit("sinks", sinks, "a Tensor");
     visit("origins", origins, "a Tensor");
+    visit("mask", mask, "MaskFactors");
+    visit("attn_bias", attn_bias, "a Tensor");
+    visit("rel_bias", rel_bias, "a Tensor");
   }
 };
 
@@ -43,6 +49,20 @@ inline void check_scores(const ScoreOptions& scores, const at::Tensor& q, int64_
   checks::alibi(scores.alibi_slopes, q, batch);
   checks::sinks(scores.sinks, q);
   checks::origins(scores.origins, q, batch);
+  checks::no_biases(scores.attn_bias, scores.rel_bias);
+}
+
+// The same of calls that may have a mask. written: outputs that must not overlap it.
+inline void check_dense_scores(const ScoreOptions& scores, const at::Tensor& q, const at::Tensor& k, double p_dropout,
+                               overlap::Operands written = {}) {
+  check_scores(scores, q, q.size(0), p_dropout);
+  checks::mask(scores.mask, q, k.size(1), written);
+}
+inline void check_packed_scores(const ScoreOptions& scores, const at::Tensor& q, const at::Tensor& k, int64_t batch,
+                                double p_dropout, int64_t max_seqlen_k, bool is_paged = false,
+                                overlap::Operands written = {}) {
+  check_scores(scores, q, batch, p_dropout);
+  if (!is_paged) checks::packed_mask(scores.mask, q, k.size(0), max_seqlen_k, written);
 }
 
 inline Window make_window(const ScoreOptions& scores) {

@@ -17,6 +17,24 @@ namespace flash {
 
 using OptionalGenerator = std::optional<at::Generator>;
 
+// Dense or packed: the sequences of a call, in the forward and the backward.
+template <class Params>
+Params dense_sequences(int64_t batch, bool batch_invariant) {
+  Params params;
+  params.b = static_cast<int>(batch);
+  params.batch_invariant = batch_invariant;
+  return params;
+}
+
+template <class Params>
+Params packed_sequences(int64_t batch, bool batch_invariant, const at::Tensor& cu_seqlens_q,
+                        const at::Tensor& cu_seqlens_k) {
+  Params params = dense_sequences<Params>(batch, batch_invariant);
+  params.varlen.cu_seqlens_q = cu_seqlens_q.const_data_ptr<int>();
+  params.varlen.cu_seqlens_k = cu_seqlens_k.const_data_ptr<int>();
+  return params;
+}
+
 // P(dropped) = threshold / 2^32 and the kept entries are scaled by the reciprocal of the true keep probability.
 inline void set_params_dropout(Flash_fwd_params& params, double p_dropout) {
   if (p_dropout == 0.0) return;

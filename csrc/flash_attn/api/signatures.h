@@ -3,6 +3,8 @@
 
 #include <torch/csrc/utils/pybind.h>
 
+#include "api/mask_caster.h"
+
 namespace flash {
 
 template <class Function>

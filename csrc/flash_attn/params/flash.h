@@ -5,9 +5,11 @@
 
 #include <cstdint>
 
+#include "core/block_list.h"
 #include "core/block_range.h"
 #include "core/fast_div.h"
 #include "core/host_device.h"
+#include "core/mask_factors.h"
 #include "core/softcap_series.h"
 #include "params/dtype.h"
 #include "params/modifiers.h"
@@ -100,7 +102,7 @@ struct Flash_fwd_params : Qkv_params {
   bool accumulates_dkv = false;     // of a backward: dk and dv are fp32, and the call adds to them
   bool keeps_dq = false;            // of a backward: softmax_d is for calls over other keys too
   float softmax_scale_log2 = 0.0f;  // the softmax multiplies scores by it: scale log2(e), or 1 after a ScoreMod
-  float rescale_threshold_log2 = kRescaleThresholdLog2;  // 0 where max_logit is wanted: the row max then never lags
+  float rescale_threshold_log2 = kRescaleThresholdLog2;  // 0: the row max never lags
   const float* __restrict__ alibi_slopes_ptr = nullptr;  // (h) or (b, h)
   int64_t alibi_slopes_batch_stride = 0;
   const float* __restrict__ sinks_ptr = nullptr;  // (h): logits of keys without values, not scaled; null: none
@@ -142,8 +144,17 @@ struct KvSplits {
   float* __restrict__ lse_ptr = nullptr;  // (count, rows), without sinks; +inf there
 };
 
+// Of a kernel that visits the blocks of its work tiles by list.
+struct MaskParams {
+  MaskFactors factors;
+  MaskMatrices matrices;  // of lists and seen
+  BlockLists lists;
+  SeenBits seen;
+};
+
 struct Flash_fwd_split_params : Flash_fwd_params {
   KvSplits splits;
+  MaskParams mask;
 };
 
 // The backward takes the parameters of the forward too: O and LSE may come from another call.
@@ -162,6 +173,11 @@ struct Flash_bwd_params : Flash_fwd_params {
   int* __restrict__ dq_semaphore_ptr = nullptr;  // deterministic: contributions to each tile so far
   float4* workspace_ptr = nullptr;  // dq_accum, dq_semaphore, tile_count_semaphore; run_softmax_d() clears it
   int64_t workspace_vectors = 0;
+};
+
+struct Flash_bwd_mask_params : Flash_bwd_params {
+  MaskParams mask;     // lists of the kernel for dK and dV
+  MaskParams dq_mask;  // of a separate one for dQ
 };
 
 // Before every other kernel of a call with packed sequences or a tile_count_semaphore: fills segments_q, segments_k and
@@ -184,13 +200,14 @@ cudaError_t run_mha_bwd_(const Flash_bwd_params& params, const plan::BwdPlan& pl
 
 // The same by the wgmma family, for head dims of plan::sm90_bwd_tile().
 template <Dtype kDtype, int kHeadDim, int kHeadDimV = kHeadDim>
-cudaError_t run_mha_bwd_wgmma_(const Flash_bwd_params& params, const plan::BwdPlan& plan, cudaStream_t stream);
+cudaError_t run_mha_bwd_wgmma_(const Flash_bwd_mask_params& params, const plan::BwdPlan& plan, cudaStream_t stream);
 
 // softmax_d, before the kernels of run_mha_bwd_.
 cudaError_t run_softmax_d(const Flash_bwd_params& params, Dtype dtype, cudaStream_t stream);
+cudaError_t run_softmax_d(const Flash_bwd_mask_params& params, Dtype dtype, cudaStream_t stream);
 
 // S_dmask from Q, K and a finished LSE.
-cudaError_t run_dropout_probs(const Flash_fwd_params& params, Dtype dtype, cudaStream_t stream);
+cudaError_t run_dropout_probs(const Flash_fwd_split_params& params, Dtype dtype, cudaStream_t stream);
 
 // JSON text: architectures, head dims, dtypes and CUDA version of the archive (generated with it).
 const char* kernel_build_info();

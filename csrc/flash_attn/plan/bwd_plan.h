@@ -12,8 +12,9 @@ namespace plan {
 
 // kDropout: of the mma.sync family, which has score modifiers in all of its kernels; origins too. kGeneral: of the
 // wgmma family, dropout and score modifiers. kAccumulate: dK and dV are added to fp32 tensors, in the mma.sync family
-// with or without dropout, in the wgmma family by plain calls; there kGeneral adds for the others.
-enum class BwdVariant { kPlain, kDropout, kAccumulate, kGeneral };
+// with or without dropout, in the wgmma family by plain calls; there kGeneral adds for the others. kListed:
+// of the wgmma family, all calls with a mask as data.
+enum class BwdVariant { kPlain, kDropout, kAccumulate, kGeneral, kListed };
 
 constexpr const char* variant_name(BwdVariant variant) {
   switch (variant) {
@@ -21,8 +22,14 @@ constexpr const char* variant_name(BwdVariant variant) {
     case BwdVariant::kDropout: return "dropout";
     case BwdVariant::kAccumulate: return "accumulate";
     case BwdVariant::kGeneral: return "general";
+    case BwdVariant::kListed: return "listed";
   }
   return "";
+}
+
+// Whether its wgmma kernels have room for the random bits of dropout.
+constexpr bool may_drop(BwdVariant variant) {
+  return variant == BwdVariant::kGeneral || variant == BwdVariant::kListed;
 }
 
 struct BwdPlan {
@@ -53,6 +60,8 @@ struct BwdPlan {
   bool dq_is_dynamic = false;
   bool dq_overlaps = false;  // its kernel may begin on multiprocessors that have no n_block left
   int dq_threads = 0, dq_smem_bytes = 0;
+  MaskPlan mask;                 // of kListed
+  MaskPlan dq_mask;              // of dQ's separate kernel
   int64_t softmax_d_rows = 0;    // of one head
   int64_t softmax_d_blocks = 0;  // CTAs of its kernel for each head (and sequence of a dense batch)
   int64_t workspace_bytes = 0;
@@ -133,33 +142,41 @@ inline void set_dq_pass(BwdPlan& plan, const BwdProblem& problem, const Device& 
   plan.dq_grid = persistent_grid(plan.dq_tiles, device, plan.dq_is_dynamic);
   plan.dq_overlaps = !device.has_margin;
   plan.dq_threads = plan.threads;
-  plan.dq_smem_bytes = sm90_dq_smem_bytes(tile, plan.variant == BwdVariant::kGeneral, problem.dtype);
+  plan.dq_smem_bytes = sm90_dq_smem_bytes(tile, may_drop(plan.variant), problem.dtype);
+  if (problem.has_mask()) plan.dq_mask = plan_mask(problem, false, kSm90DqBlockM, kSm90DqBlockN);
+}
+
+constexpr BwdVariant wgmma_bwd_variant(const BwdProblem& problem) {
+  if (problem.has_mask()) return BwdVariant::kListed;
+  if (!problem.is_plain()) return BwdVariant::kGeneral;
+  return problem.accumulates_dkv ? BwdVariant::kAccumulate : BwdVariant::kPlain;
 }
 
 inline BwdPlan plan_bwd_wgmma(const BwdProblem& problem, const Device& device) {
   BwdPlan plan;
   plan.family = Family::kWgmma;
-  plan.variant = !problem.is_plain()       ? BwdVariant::kGeneral
-                 : problem.accumulates_dkv ? BwdVariant::kAccumulate
-                                           : BwdVariant::kPlain;
-  const bool may_drop = plan.variant == BwdVariant::kGeneral;
+  plan.variant = wgmma_bwd_variant(problem);
+  const bool has_random_bits = may_drop(plan.variant);
   const bool dq_in_smem = prefers_dq_in_smem(problem, device);
-  const Sm90BwdTile tile = dq_in_smem                 ? kSm90SharedDqTile
-                           : prefers_dq_pass(problem) ? kSm90TwoPassTile
-                                                      : sm90_bwd_tile(problem.head_dim, problem.head_dim_v, may_drop);
+  const Sm90BwdTile tile = dq_in_smem           ? kSm90SharedDqTile
+                           : problem.has_mask() ? sm90_listed_bwd_tile(problem.max_head_dim(), problem.deterministic)
+                           : prefers_dq_pass(problem)
+                               ? kSm90TwoPassTile
+                               : sm90_bwd_tile(problem.head_dim, problem.head_dim_v, has_random_bits);
   plan.head_dim = tile.head_dim;
   plan.head_dim_v = tile.value_dim();
   plan.block_m = tile.block_m;
   plan.block_n = tile.block_n;
   plan.stages = tile.stages;
   plan.threads = sm90_bwd_threads(tile);
-  plan.smem_bytes = has_dq_pass(tile) ? sm90_dkv_smem_bytes(tile, may_drop, problem.dtype)
-                                      : sm90_bwd_smem_bytes(tile, may_drop, dq_in_smem, problem.dtype);
+  plan.smem_bytes = has_dq_pass(tile) ? sm90_dkv_smem_bytes(tile, has_random_bits, problem.dtype)
+                                      : sm90_bwd_smem_bytes(tile, has_random_bits, dq_in_smem, problem.dtype);
   if (dq_in_smem) {
     set_dq_in_smem(plan, problem, device);
     return plan;
   }
   const int64_t rows = problem.is_varlen && problem.batch > 0 ? problem.seqlen_q / problem.batch : problem.seqlen_q;
+  if (problem.has_mask()) plan.mask = plan_mask(problem, true, tile.block_n, tile.block_m);
   const bool is_ordered = problem.deterministic && !has_dq_pass(tile);
   plan.running_n_blocks =
       running_n_blocks(is_ordered, problem.window.may_mask_right(), rows / tile.block_m, problem.group(), tile.block_n);
@@ -178,15 +195,19 @@ inline BwdPlan plan_bwd_wgmma(const BwdProblem& problem, const Device& device) {
 // vectors.
 inline bool wgmma_supports(const BwdProblem& problem, const Device& device) {
   if (!problem.fits_tensor_maps || problem.seqlen_q == 0 || problem.seqlen_k == 0) return false;
-  const Sm90BwdTile tile = sm90_bwd_tile(problem.head_dim, problem.head_dim_v);
+  if (problem.max_head_dim() > kMaxWgmmaHeadDim) return false;
+  const Sm90BwdTile tile = problem.has_mask() ? sm90_listed_bwd_tile(problem.max_head_dim(), problem.deterministic)
+                                              : sm90_bwd_tile(problem.head_dim, problem.head_dim_v);
+  if (problem.has_mask() && device.capability != kWgmmaCapability) return false;
   return has_wgmma_kernels(device, tile.head_dim) &&
          (problem.head_dim == problem.head_dim_v || problem.head_dim_v % 8 == 0);
 }
 
 // `forced`: the value of FLASH_ATTN_FAMILY, or null (choose_backward_family()). If no kernel takes V with another head
-// dim, it is the plan of the padded call.
+// dim, it is the plan of the padded call. A call with a mask that no kernel takes gets a plan without MaskPlan.
 inline BwdPlan plan_bwd(const BwdProblem& problem, const Device& device, const char* forced) {
-  const Family family = choose_backward_family(device.capability, problem.max_head_dim(), forced);
+  const Family family =
+      problem.has_mask() ? Family::kWgmma : choose_backward_family(device.capability, problem.max_head_dim(), forced);
   const bool by_wgmma = family == Family::kWgmma && wgmma_supports(problem, device);
   if (!by_wgmma && problem.head_dim != problem.head_dim_v) {
     BwdProblem padded = problem;
@@ -202,7 +223,8 @@ inline BwdPlan plan_bwd(const BwdProblem& problem, const Device& device, const c
   plan.softmax_d_rows = softmax_d_rows(problem.is_varlen, problem.batch, problem.seqlen_q);
   plan.softmax_d_blocks = m_blocks(problem.is_varlen, problem.is_varlen ? static_cast<int>(problem.batch) : 1,
                                    static_cast<int>(problem.seqlen_q), static_cast<int>(kSoftmaxDGap));
-  plan.workspace_bytes = 16 * plan.workspace_vectors() + 4 * varlen_words(problem.is_varlen, problem.batch);
+  plan.workspace_bytes = 16 * plan.workspace_vectors() + 4 * (varlen_words(problem.is_varlen, problem.batch) +
+                                                              plan.mask.words() + plan.dq_mask.words());
   return plan;
 }
 

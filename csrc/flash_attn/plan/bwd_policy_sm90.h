@@ -62,9 +62,11 @@ constexpr int64_t longest_sequence(BwdSchedule schedule, const BwdProblem& probl
 }
 
 // Whether the length may choose the schedule. Schedules differ in their bits: batch-invariant calls and calls that
-// share a sum of dQ always take kOnePass. The short schedules have no dropout, score modifiers or sums of dK and dV.
+// share a sum of dQ always take kOnePass. The short schedules have no dropout, score modifiers, masks as data or sums
+// of dK and dV.
 constexpr bool may_leave_one_pass(const BwdProblem& problem) {
-  return !problem.batch_invariant && problem.is_plain() && !problem.accumulates_dkv && problem.stage == BwdStage::kAll;
+  return !problem.batch_invariant && problem.is_plain() && !problem.has_mask() && !problem.accumulates_dkv &&
+         problem.stage == BwdStage::kAll;
 }
 
 // kSharedDq: dense batches without grouped heads. CTAs of whole heads balance worse than one for each n_block, but that

@@ -73,6 +73,7 @@ inline void add_prefill_stages(const FwdProblem& problem, FwdPlan& plan) {
   stages.add(Stage::kTransposeV, plan.is_fp8);
   stages.add(Stage::kDequantize, dequantizes);
   stages.add(Stage::kConvertQuery, converts);
+  stages.add(Stage::kMaskPlan, plan.mask.matrices > 0);
   stages.add(Stage::kAttention);
   stages.add(Stage::kCombine, plan.num_splits > 1);
   stages.add(Stage::kDropoutProbs, problem.returns_probabilities && problem.has_dropout);
@@ -90,6 +91,7 @@ inline void add_decode_stages(const FwdProblem& problem, FwdPlan& plan) {
 // `forced`: the value of FLASH_ATTN_FAMILY, or null.
 inline FwdPlan plan_fwd(const FwdProblem& problem, const Device& device, const char* forced) {
   FwdPlan plan = plan_kernel(problem, device, forced);
+  plan.exact_row_max = problem.exact_row_max;
   if (problem.is_cached) {
     add_cached_stages(problem, plan);
   } else if (problem.has_queries()) {

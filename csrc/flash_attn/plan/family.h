@@ -53,14 +53,13 @@ struct FamilyQuery {
 // The kernels of this head dim run smaller ones too: missing columns are never read or written.
 constexpr int kLeastWgmmaHeadDim = kSm90FwdTiles[0][0].head_dim;
 
-constexpr int kMaxWgmmaHeadDim = kSm90FwdTiles[0][kNumSm90FwdHeadDims - 1].head_dim;
-
 constexpr int wgmma_head_dim(int head_dim) { return head_dim < kLeastWgmmaHeadDim ? kLeastWgmmaHeadDim : head_dim; }
 
-// The decode kernels have no dropout, no max_logit and no origins, and count packed rows in 32 bits.
+// The decode kernels have no dropout, no max_logit, no origins and no mask, and count packed rows in 32 bits.
 constexpr bool may_use_decode_kernels(const FwdProblem& problem) {
   const int64_t rows = product(problem.is_varlen ? 1 : problem.batch, problem.seqlen_q);
-  const bool is_plain = !problem.has_dropout && !problem.returns_max_logit && !problem.has_origins;
+  const bool is_plain =
+      !problem.has_dropout && !problem.returns_max_logit && !problem.has_origins && !problem.has_mask();
   return is_plain && product(rows, problem.group()) <= kMaxLength;
 }
 
@@ -71,13 +70,13 @@ constexpr bool has_direct_kernel(const FwdProblem& problem) {
   return sm90_has_variant(head_dim, FwdVariant::kDirect) && !problem.has_dropout && !problem.has_score_mod();
 }
 
-// KV splits: not with dropout, nor where the kernel cannot read pages.
+// KV splits: not with dropout or a mask as data, nor where the kernel cannot read pages.
 constexpr bool may_split_kv(const FwdProblem& problem) {
   if (problem.max_head_dim() > kMaxWgmmaHeadDim) return false;
   const FwdVariant variant = problem.has_score_mod() ? FwdVariant::kScoreMod : FwdVariant::kOneWave;
   const Sm90FwdTile tile = sm90_fwd_tile(wgmma_head_dim(problem.max_head_dim()), variant);
   const bool reads_keys = !problem.is_paged || sm90_reads_pages(tile, variant);
-  return !problem.has_dropout && reads_keys && problem.all_rows() <= kMaxLength;
+  return !problem.has_dropout && !problem.has_mask() && reads_keys && problem.all_rows() <= kMaxLength;
 }
 
 // Time of dequantising K and V, and of converting Q and O if they are, in picoseconds on an H200. It moves three bytes

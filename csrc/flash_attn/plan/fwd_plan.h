@@ -8,6 +8,7 @@
 #include "plan/decode_plan.h"
 #include "plan/family.h"
 #include "plan/fwd_policy_sm90.h"
+#include "plan/mask_plan.h"
 #include "plan/sm90_smem.h"
 #include "plan/work_tile_order.h"
 
@@ -25,6 +26,7 @@ enum class Stage : uint8_t {
   kTransposeV,    // V^T for e4m3 products; clears the semaphore of a dense call
   kRotate,        // Q
   kConvertQuery,  // Q to fp16
+  kMaskPlan,      // block lists of a mask as data
   kAttention,     // by the family; the decode kernels combine their splits themselves
   kCombine,       // KV splits
   kDropoutProbs,  // S_dmask
@@ -44,6 +46,7 @@ constexpr const char* stage_name(Stage stage) {
     case Stage::kTransposeV: return "transpose_v";
     case Stage::kRotate: return "rotate";
     case Stage::kConvertQuery: return "convert_query";
+    case Stage::kMaskPlan: return "mask_plan";
     case Stage::kAttention: return "attention";
     case Stage::kCombine: return "combine";
     case Stage::kDropoutProbs: return "dropout_probs";
@@ -97,10 +100,12 @@ struct FwdPlan {
   int short_tiles = 0;     // of each head that see few keys, at most
   int num_tail_tiles = 0;  // of each head, handed out last
   bool sort_varlen_tiles = false;
-  int unmasked_blocks = 1;  // max_unmasked_blocks()
-  bool is_dynamic = false;  // work tiles are handed out by a semaphore
-  bool pdl = false;         // programmatic dependent launch
-  int page_box_rows = 0;    // rows of a TMA box within a page; 0: rows are copied one by one
+  int unmasked_blocks = 1;     // max_unmasked_blocks()
+  bool is_dynamic = false;     // work tiles are handed out by a semaphore
+  bool pdl = false;            // programmatic dependent launch
+  bool exact_row_max = false;  // the row max follows every score, at the price of more rescaling
+  int page_box_rows = 0;       // rows of a TMA box within a page; 0: rows are copied one by one
+  MaskPlan mask;               // of kListed
   int64_t workspace_bytes = 0;
 
   // ---- the whole call (plan/call_plan.h) ----
@@ -134,18 +139,19 @@ constexpr FwdVariant score_mod_variant(const FwdProblem& problem) {
 }
 
 // Whether a call of one wave needs no schedule: each CTA finds its m_block and its keys from blockIdx.
-constexpr bool runs_direct(const FwdProblem& problem, const Device& device, const FamilyChoice& choice) {
+constexpr bool runs_direct(const FwdProblem& problem, const Device& device, const FamilyChoice& choice, int head_dim) {
   const bool is_dense = !problem.is_varlen && !problem.has_key_ranges && !problem.is_paged;
   return has_direct_kernel(problem) && choice.num_splits == 1 && is_dense &&
-         problem.blocks(kDirectBlockM) <= device.multiprocessors;
+         problem.blocks(sm90_fwd_tile(head_dim, FwdVariant::kDirect).block_m) <= device.multiprocessors;
 }
 
 inline FwdVariant sm90_variant(const FwdProblem& problem, const Device& device, const FamilyChoice& choice,
                                int head_dim) {
+  if (problem.has_mask()) return FwdVariant::kListed;
   if (problem.has_score_mod()) return score_mod_variant(problem);
   if (problem.has_dropout) return FwdVariant::kDropout;
   if (choice.num_splits > 1 || choice.is_one_wave) {
-    return runs_direct(problem, device, choice) ? FwdVariant::kDirect : FwdVariant::kOneWave;
+    return runs_direct(problem, device, choice, head_dim) ? FwdVariant::kDirect : FwdVariant::kOneWave;
   }
   if (sm90_has_variant(head_dim, FwdVariant::kShort)) {
     const Sm90FwdTile plain = sm90_fwd_tile(head_dim, FwdVariant::kPlain);
@@ -197,7 +203,7 @@ inline FwdPlan plan_fwd_wgmma(const FwdProblem& problem, const Device& device, c
   plan.dtype = problem.dtype;
   plan.num_splits = choice.num_splits;
   const bool by_pair = is_value_dim_pair(problem.head_dim, problem.head_dim_v) && !problem.has_score_mod() &&
-                       !problem.has_dropout && choice.num_splits == 1;
+                       !problem.has_dropout && !problem.has_mask() && choice.num_splits == 1;
   const int head_dim = wgmma_head_dim(fwd_tile(problem.max_head_dim(), FwdVariant::kPlain).head_dim);
   if (!by_pair) plan.variant = sm90_variant(problem, device, choice, head_dim);
   const Sm90FwdTile tile = by_pair ? kSm90ValueDimTile : sm90_fwd_tile(head_dim, plan.variant);
@@ -217,13 +223,16 @@ inline FwdPlan plan_fwd_wgmma(const FwdProblem& problem, const Device& device, c
   plan.grid = plan.num_work_tiles < device.multiprocessors ? plan.num_work_tiles : device.multiprocessors;
   set_tile_order(plan, problem, device);
   const bool is_one_wave = plan.variant == FwdVariant::kOneWave || plan.variant == FwdVariant::kDirect;
-  plan.pdl = is_one_wave || plan.num_splits > 1 || problem.is_varlen || plan.is_dynamic;
+  // Lists are read before the kernel would wait for the one that makes them.
+  plan.pdl = !problem.has_mask() && (is_one_wave || plan.num_splits > 1 || problem.is_varlen || plan.is_dynamic);
   if (problem.is_paged && problem.seqlen_k > 0 && problem.fits_page_maps) {
     plan.page_box_rows = page_box_rows(problem.page_size, tile.block_n);
   }
   if (plan.num_splits > 1) plan.partial_rows = problem.all_rows();
+  if (problem.has_mask()) plan.mask = plan_mask(problem, false, tile.block_m, tile.block_n);
   const int64_t partial_floats = plan.num_splits * plan.partial_rows * (problem.head_dim_v + 1);
-  plan.workspace_bytes = 4 * (partial_floats + varlen_words(problem.is_varlen, problem.batch) + plan.is_dynamic);
+  plan.workspace_bytes =
+      4 * (partial_floats + varlen_words(problem.is_varlen, problem.batch) + plan.is_dynamic + plan.mask.words());
   return plan;
 }
 
@@ -231,6 +240,7 @@ inline FwdPlan plan_fwd_wgmma(const FwdProblem& problem, const Device& device, c
 // vectors.
 inline bool wgmma_supports(const FwdProblem& problem, const Device& device, const FwdPlan& plan) {
   if (!problem.fits_tensor_maps || !has_wgmma_kernels(device, plan.head_dim)) return false;
+  if (problem.has_mask() && device.capability != kWgmmaCapability) return false;
   if (problem.head_dim != problem.head_dim_v && problem.head_dim_v % 8 != 0) return false;
   const Sm90FwdTile tile = plan.has_value_dim() ? kSm90ValueDimTile : sm90_fwd_tile(plan.head_dim, plan.variant);
   return (!problem.is_paged || sm90_reads_pages(tile, plan.variant)) && plan.num_work_tiles <= kMaxWorkTiles;
@@ -261,10 +271,12 @@ inline FwdPlan plan_fwd_mma_sync(const FwdProblem& problem, const Device& device
 }
 
 // The kernel of a call without a cache and e4m3 products. `forced`: the value of FLASH_ATTN_FAMILY, or null
-// (choose_family()). If no kernel takes V with another head dim, it is the plan of the padded call.
+// (choose_family()). If no kernel takes V with another head dim, it is the plan of the padded call. A call with a mask
+// that no kernel takes gets a plan without MaskPlan.
 inline FwdPlan plan_fwd_kernel(const FwdProblem& problem, const Device& device, const char* forced) {
-  const FamilyChoice choice = choose_family(family_query(problem, device), forced);
-  if (choice.family == Family::kWgmma) {
+  const FamilyChoice choice =
+      problem.has_mask() ? FamilyChoice{Family::kWgmma} : choose_family(family_query(problem, device), forced);
+  if (choice.family == Family::kWgmma && problem.max_head_dim() <= kMaxWgmmaHeadDim) {
     const FwdPlan plan = plan_fwd_wgmma(problem, device, choice);
     if (wgmma_supports(problem, device, plan)) return plan;
   }

@@ -3,6 +3,7 @@
 // tests/cpp/test_fwd_policy_sm90.cpp prints the table and checks it.
 #pragma once
 
+#include "core/mask_factors.h"
 #include "plan/tiles.h"
 
 namespace flash {
@@ -62,7 +63,7 @@ struct FwdPolicy {
   constexpr bool has(fwd_feature::Feature feature) const { return (features & feature) != 0; }
 };
 
-constexpr int kNumFwdVariants = 9;
+constexpr int kNumFwdVariants = 10;
 
 namespace fwd_policy_table {
 
@@ -145,6 +146,14 @@ constexpr FwdPolicy kRows[kNumFwdVariants][kNumSm90FwdHeadDims] = {
         {192, 0, 0},
         {256, 0, 0},
     },
+    // kListed
+    {
+        {64, kSpeculativeAfterPv | kIntFlags, 1},
+        {96, 0, 0},
+        {128, kEarlyStored | kSpeculativeExp | kSpeculativeOnMasked | kIntFlags, 1},
+        {192, 0, 0},
+        {256, kExpBeforePvWait | kSpeculativeExp | kIntFlags, 1},
+    },
 };
 
 // kSm90ValueDimTile, kPlain.
@@ -203,6 +212,12 @@ constexpr const FwdMeasurement* fwd_measurement(fwd_feature::Feature feature, Fw
   return nullptr;
 }
 
+// Blocks that a warpgroup of kListed may skip one after the other: it still holds V of the last one that it
+// computed, and with kIssueNextQkEarly the last of the tile until the next Q lands. Further hidden ones are computed.
+constexpr int sm90_most_listed_skips(const Sm90FwdTile& tile, const FwdPolicy& policy) {
+  return tile.kv_stages - policy.has(fwd_feature::kIssueNextQkEarly);
+}
+
 // What a kernel of this tile, policy and variant could not do; null: nothing. FwdConfig asserts it.
 constexpr const char* fwd_policy_conflict(const Sm90FwdTile& tile, const FwdPolicy& policy, FwdVariant variant) {
   using namespace fwd_feature;
@@ -219,7 +234,13 @@ constexpr const char* fwd_policy_conflict(const Sm90FwdTile& tile, const FwdPoli
   }
   // A warpgroup that skips fully masked blocks still holds the previous V stage, and with kIssueNextQkEarly the last
   // one until the next Q lands.
-  if (most_skipped + early > tile.kv_stages) return "a K/V ring this shallow would deadlock";
+  if (variant == FwdVariant::kListed) {
+    if (tile.block_n % kMaskStrip != 0) return "lists have whole strips of keys";
+    if (policy.has(kMaskBoundsInRegs) || policy.has(kAlignUnmasked)) return "lists have no bounds and no rotation";
+    if (sm90_most_listed_skips(tile, policy) < 1) return "a K/V ring this shallow skips no block";
+  } else if (most_skipped + early > tile.kv_stages) {
+    return "a K/V ring this shallow would deadlock";
+  }
   if (score_mod && (policy.has(kMaskBoundsInRegs) || policy.has(kAlignUnmasked))) {
     return "KvBlockOrder::start_at() moves the first block";
   }

@@ -31,11 +31,13 @@ struct Problem {
   Modifiers modifiers = Modifiers::kNone;
   bool has_dropout = false;
   bool has_origins = false;      // ALiBi and dropout count from other positions than those of the sequence
+  int64_t mask_matrices = 0;     // of a mask as data (batch entries x mask heads); 0: no mask
   bool batch_invariant = false;  // only options and head dims may choose a kernel
 
   constexpr int max_head_dim() const { return head_dim > head_dim_v ? head_dim : head_dim_v; }
   constexpr int64_t group() const { return heads_k > 0 ? heads / heads_k : 1; }
   constexpr bool has_score_mod() const { return modifiers != Modifiers::kNone; }
+  constexpr bool has_mask() const { return mask_matrices > 0; }
 };
 
 // Options that narrow the choice of a decode kernel. A KvCachePlan is made without them, so no split point may depend
@@ -83,6 +85,7 @@ struct DecodeProblem {
 // problem, and take kernels with the same bits.
 struct FwdProblem : Problem {
   bool returns_max_logit = false;
+  bool exact_row_max = false;  // the row max of the softmax must not lag
 
   bool has_key_ranges = false;  // a dense batch of queries over packed or paged keys of device-side lengths
   bool is_paged = false;
@@ -134,7 +137,7 @@ struct FwdProblem : Problem {
   }
   constexpr bool masked_right() const { return window.may_mask_right(); }
   // Whether m_blocks have different trip counts.
-  constexpr bool has_variable_trip_count() const { return masked_right() || is_varlen || has_key_ranges; }
+  constexpr bool has_variable_trip_count() const { return masked_right() || is_varlen || has_key_ranges || has_mask(); }
   // Keys of one head in all sequences of a packed batch, or in one sequence; of pages, at most as many as the block
   // table can list.
   constexpr int64_t keys_of_head() const {

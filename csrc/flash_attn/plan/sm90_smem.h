@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "core/block_list.h"
 #include "core/block_range.h"
 #include "core/dropout_mask.h"
 #include "core/softcap_series.h"
@@ -37,7 +38,7 @@ constexpr int slot_bytes(int bytes) { return (bytes + 15) / 16 * 16; }
 // sizeof(sm90::FwdStorage), one for each consumer group.
 constexpr int sm90_fwd_smem_bytes(const Sm90FwdTile& tile, FwdVariant variant, Dtype dtype) {
   const int element = dtype_bytes(dtype), groups = tile.block_m / 64;
-  const bool has_dropout = variant == FwdVariant::kDropout;
+  const bool has_dropout = variant == FwdVariant::kDropout, has_lists = variant == FwdVariant::kListed;
   const int fine_words = tile.block_n / 8, col_vectors = (fine_words + fine_words / 2 + 3) / 4;
   const int barriers = 4 * tile.kv_stages + 1 + 3 * tile.q_stages * groups + 2 * 3;
   SmemLayout storage;
@@ -48,8 +49,8 @@ constexpr int sm90_fwd_smem_bytes(const Sm90FwdTile& tile, FwdVariant variant, D
       .add(16 * (has_dropout ? tile.kv_stages * 4 * col_vectors : 4), 16)
       .add(kBarrierBytes * barriers, kBarrierBytes)
       .add(2 * slot_bytes(kWorkTileBytes), 16)
-      .add(2 * slot_bytes(sizeof(KvBlockOrder)), 16)
-      .add(2 * groups * slot_bytes(sizeof(WarpgroupTripCount<ColBounds>)), 16)
+      .add(2 * slot_bytes(has_lists ? sizeof(BlockList) : sizeof(KvBlockOrder)), 16)
+      .add(2 * groups * slot_bytes(has_lists ? 1 : sizeof(WarpgroupTripCount<ColBounds>)), 16)
       .add(2 * 4, 4)
       .add(sizeof(ShortSoftcapSeries), 4);
   return tile.consumer_groups * storage.size(kSwizzleBytes);

@@ -28,7 +28,19 @@ constexpr int kNumHeadDims = 7;
 // kOneWave: in the wgmma family, in place of kPlain and kShort, for calls with at most one wave of m_blocks and for KV
 // splits. The variants with score modifiers do both, kDropout calls of one wave.
 // kDirect: kOneWave's tile, for the calls among them that need no schedule: dense, without splits and pages.
-enum class FwdVariant { kPlain, kShort, kDropout, kScoreMod, kMasked, kOneWave, kSoftcap, kAlibi, kDirect };
+// kListed: blocks by list, of a mask as data (core/block_list.h), with dropout and score modifiers as run-time options.
+enum class FwdVariant {
+  kPlain,
+  kShort,
+  kDropout,
+  kScoreMod,
+  kMasked,
+  kOneWave,
+  kSoftcap,
+  kAlibi,
+  kDirect,
+  kListed,
+};
 
 constexpr const char* variant_name(FwdVariant variant) {
   switch (variant) {
@@ -41,6 +53,7 @@ constexpr const char* variant_name(FwdVariant variant) {
     case FwdVariant::kSoftcap: return "softcap";
     case FwdVariant::kAlibi: return "alibi";
     case FwdVariant::kDirect: return "direct";
+    case FwdVariant::kListed: return "listed";
   }
   return "";
 }
@@ -164,6 +177,8 @@ constexpr Sm90FwdTile kSm90FwdTiles[4][kNumSm90FwdHeadDims] = {
     },
 };
 
+constexpr int kMaxWgmmaHeadDim = kSm90FwdTiles[0][kNumSm90FwdHeadDims - 1].head_dim;
+
 // kMasked, of the one head dim whose masked calls have a separate tile: the rows of a warpgroup begin at multiples
 // of 64, and so do the keys that a causal mask or a window of whole blocks leaves unmasked.
 constexpr Sm90FwdTile kSm90MaskedTile = {128, 192, 64, 4, 2, false, 1};
@@ -179,13 +194,26 @@ constexpr Sm90FwdTile kSm90OneWaveTiles[kNumSm90FwdHeadDims] = {
 // take the kernels of the greater one.
 constexpr Sm90FwdTile kSm90ValueDimTile = {192, 192, 64, 2, 2, false, 1, 128};
 
-constexpr int kDirectBlockM = 128;  // of every kDirect tile, for calls whose kernel is still to be chosen
+// kListed: blocks are whole strips of kMaskStrip keys. Other head dims run in the next greater kernel.
+constexpr Sm90FwdTile kSm90ListedTiles[] = {
+    {64, 192, 128, 3, 2, true, 1},
+    kSm90MaskedTile,
+    {256, 128, 64, 2, 1, false, 1, 0, 128},
+};
+
+// Of head dims that it has a tile for: up to kMaxWgmmaHeadDim.
+constexpr Sm90FwdTile sm90_listed_tile(int head_dim) {
+  int index = 0;
+  while (kSm90ListedTiles[index].head_dim < head_dim) ++index;
+  return kSm90ListedTiles[index];
+}
 
 constexpr Sm90FwdTile sm90_fwd_tile(int head_dim, FwdVariant variant) {
   if (variant == FwdVariant::kMasked) {
     if (head_dim_index(head_dim) == head_dim_index(kSm90MaskedTile.head_dim)) return kSm90MaskedTile;
     variant = FwdVariant::kPlain;
   }
+  if (variant == FwdVariant::kListed) return sm90_listed_tile(head_dim);
   if (variant == FwdVariant::kOneWave || variant == FwdVariant::kDirect) {
     Sm90FwdTile tile = kSm90OneWaveTiles[head_dim_index(head_dim) - kSm90FirstHeadDim];
     if (variant == FwdVariant::kDirect) tile.q_stages = 1, tile.overlaps = false;
@@ -196,10 +224,10 @@ constexpr Sm90FwdTile sm90_fwd_tile(int head_dim, FwdVariant variant) {
 }
 
 // Whether kernels of a tile read paged K and V: two consumer groups, and dropout, leave no warps for it, and kDirect
-// has none; rows are looked up 32 at a time.
+// has none; rows are looked up 32 at a time. Not by list.
 constexpr bool sm90_reads_pages(const Sm90FwdTile& tile, FwdVariant variant) {
   return tile.consumer_groups == 1 && variant != FwdVariant::kDropout && variant != FwdVariant::kDirect &&
-         tile.block_n % 32 == 0;
+         variant != FwdVariant::kListed && tile.block_n % 32 == 0;
 }
 
 // Whether masked calls of this head dim have a separate tile.
@@ -217,6 +245,7 @@ constexpr bool sm90_has_variant(int head_dim, FwdVariant variant) {
     return own.consumer_groups != plain.consumer_groups || own.block_m != plain.block_m;
   }
   if (variant == FwdVariant::kDirect) return plain.head_dim == 64 || plain.head_dim == 128;
+  if (variant == FwdVariant::kListed) return own.head_dim == plain.head_dim;
   return variant != FwdVariant::kMasked || sm90_splits_masked(head_dim);
 }
 
@@ -362,6 +391,20 @@ constexpr Sm90BwdTile sm90_bwd_tile(int head_dim, int value_dim, bool is_general
   int index = 0;
   while (index + 1 < kNumSm90BwdTiles && kSm90BwdTiles[index].head_dim < wide) ++index;
   return kSm90BwdTiles[index];
+}
+
+// The tile of a call with a mask. Lists do not tell in which order their tiles would add to dQ: in deterministic mode
+// it has a separate kernel, and that has one head dim.
+constexpr Sm90BwdTile sm90_listed_bwd_tile(int max_head_dim, bool deterministic) {
+  constexpr int kOnePassHeadDim = 128;
+  const bool one_pass = max_head_dim <= kOnePassHeadDim && !deterministic;
+  const int head_dim = one_pass ? max_head_dim : kMaxWgmmaHeadDim;
+  return sm90_bwd_tile(head_dim, head_dim);
+}
+
+// Whether kernels of these head dims take masks.
+constexpr bool has_listed_bwd(int head_dim, int value_dim) {
+  return head_dim == value_dim && (sm90_listed_bwd_tile(head_dim, false).head_dim == head_dim);
 }
 
 }  // namespace plan

@@ -7,12 +7,14 @@
 #include <cuda_fp16.h>
 
 #include <atomic>
+#include <type_traits>
 
 #include "core/static_switch.h"
 #include "core/visible_range.h"
 #include "kernels/common/element.h"
 #include "kernels/common/launch.h"
 #include "kernels/common/pdl.h"
+#include "kernels/common/seen_bits.h"
 #include "kernels/common/sequence.h"
 #include "params/flash.h"
 #include "plan/tiles.h"
@@ -32,6 +34,9 @@ constexpr int kLargestBlocksPerSm = 2;
 #else
 constexpr int kLargestBlocksPerSm = 1;
 #endif
+// A mask takes more registers: the addresses of its seen bits.
+template <class Params>
+constexpr bool kHasMask = std::is_same_v<Params, Flash_bwd_mask_params>;
 constexpr int kVectorCols = 8;  // elements of one 16-byte load
 
 __device__ float2 to_floats(__half2 pair) { return __half22float2(pair); }
@@ -62,19 +67,25 @@ __device__ float apply_lse(const Flash_bwd_params& params, int64_t row, float si
 
 // Whether a row's O depends on Q. A call that keeps dQ adds to that of other keys, which it does not know: the LSE
 // tells.
-__device__ bool has_keys(const Flash_bwd_params& params, int64_t lse_row, int row, int first_row) {
+__device__ bool has_keys(const Flash_bwd_params& params, const WorkTile&, int64_t lse_row, int row, int first_row) {
   return params.keeps_dq ? !isinf(params.softmax_lse_ptr[lse_row + row]) : row >= first_row;
 }
 
+// The same under a mask as data.
+__device__ bool has_keys(const Flash_bwd_mask_params& params, const WorkTile& tile, int64_t, int row, int) {
+  return is_seen(seen_rows(params, params.mask, tile.batch, tile.head, tile.q_begin, tile.segment), row);
+}
+
 // Divisions are the host's: a row waits for them.
+template <class Params>
 struct SoftmaxDLaunch {
   FastDiv heads;            // of a sequence
   FastDiv blocks_of_head;   // m_blocks, or slots of packed sequences
   int64_t cleared_vectors;  // of the workspace, by each thread block
-  Flash_bwd_params params;
+  Params params;
 
   // blocks: at least one.
-  SoftmaxDLaunch(const Flash_bwd_params& params_, int64_t blocks)
+  SoftmaxDLaunch(const Params& params_, int64_t blocks)
       : heads(params_.h),
         blocks_of_head(static_cast<int>(blocks / params_.h / (params_.is_varlen() ? 1 : params_.b))),
         cleared_vectors((params_.workspace_vectors + blocks - 1) / blocks),
@@ -90,7 +101,8 @@ struct SoftmaxDLaunch {
 };
 
 // Clears this thread block's part of the fp32 dQ and of the semaphores.
-__device__ void clear_workspace(const SoftmaxDLaunch& launch, int cta) {
+template <class Params>
+__device__ void clear_workspace(const SoftmaxDLaunch<Params>& launch, int cta) {
   const int64_t begin = launch.cleared_vectors * cta;
   const int64_t end = min(begin + launch.cleared_vectors, launch.params.workspace_vectors);
 #pragma unroll 1  // to unroll it, nvcc would divide by the number of threads first
@@ -110,10 +122,10 @@ __device__ float block_sum(float value) {
 
 // Padding rows of a dense softmax_d are set to 0 here, so that it needs no fill; those of a packed one stay
 // uninitialised.
-template <class Pair>
-__global__ void __launch_bounds__(kMostThreads, kLargestBlocksPerSm)
-    softmax_d_kernel(const __grid_constant__ SoftmaxDLaunch launch) {
-  const Flash_bwd_params& params = launch.params;
+template <class Pair, class Params>
+__global__ void __launch_bounds__(kMostThreads, kHasMask<Params> ? 1 : kLargestBlocksPerSm)
+    softmax_d_kernel(const __grid_constant__ SoftmaxDLaunch<Params> launch) {
+  const Params& params = launch.params;
   // The order matters. An earlier kernel of the stream may still use the memory of the workspace. And the next kernel,
   // which may start from here on, relies on all earlier ones being complete.
   wait_for_previous_kernel();
@@ -139,7 +151,7 @@ __global__ void __launch_bounds__(kMostThreads, kLargestBlocksPerSm)
   for (int offset = threadIdx.x >> lane_bits; offset < kRows; offset += blockDim.x >> lane_bits) {
     const int row = tile.row_begin + offset;
     float sum = 0.0f;
-    if (row < tile.row_end && col < params.d_v && has_keys(params, lse_row, row, first_row)) {
+    if (row < tile.row_end && col < params.d_v && has_keys(params, tile, lse_row, row, first_row)) {
       // Copies: through references to memory the products would load four bytes at a time.
       const uint4 dout = load(params.do_ptr, params.do_strides, row, col);
       const uint4 out = load(params.o_ptr, params.o_strides, row, col);
@@ -163,20 +175,25 @@ __global__ void __launch_bounds__(kMostThreads, kLargestBlocksPerSm)
   if (threadIdx.x == 0) params.dsinks_ptr[reversed_block()] = dsink;
 }
 
-template <class Pair>
-cudaError_t run(const Flash_bwd_params& params, cudaStream_t stream) {
+template <class Pair, class Params>
+cudaError_t run(const Params& params, cudaStream_t stream) {
   static std::atomic<uint64_t> configured_devices{0};
   const int64_t blocks = params.h * plan::m_blocks(params.is_varlen(), params.b, params.seqlen_q, kRows);
   if (blocks == 0) return cudaSuccess;
   int threads = params.dsinks_ptr != nullptr ? kLeastThreads : kMostThreads;
   while (threads > kLeastThreads && blocks * threads > kThreadsAtATime) threads /= 2;
-  return launch_dependent(softmax_d_kernel<Pair>, blocks, threads, 0, SoftmaxDLaunch(params, blocks), params.device,
-                          stream, configured_devices);
+  return launch_dependent(softmax_d_kernel<Pair, Params>, blocks, threads, 0, SoftmaxDLaunch<Params>(params, blocks),
+                          params.device, stream, configured_devices);
 }
 
 }  // namespace
 
 cudaError_t run_softmax_d(const Flash_bwd_params& params, Dtype dtype, cudaStream_t stream) {
+  return FP16_SWITCH(dtype, [&] { return run<NativePairOf<kDtype>>(params, stream); });
+}
+
+cudaError_t run_softmax_d(const Flash_bwd_mask_params& params, Dtype dtype, cudaStream_t stream) {
+  if (!params.mask.factors.given()) return run_softmax_d(static_cast<const Flash_bwd_params&>(params), dtype, stream);
   return FP16_SWITCH(dtype, [&] { return run<NativePairOf<kDtype>>(params, stream); });
 }
 

@@ -64,8 +64,14 @@ __device__ const Element* key_row(const Flash_fwd_params& params, const WorkTile
   return at.valid ? base + at.page * params.k_strides.batch + at.row * params.k_strides.row : nullptr;
 }
 
+// The mask as data of a tile's sequence and head; without one all is seen.
+__device__ MaskFactors factors_of(const Flash_fwd_split_params& params, const WorkTile& tile) {
+  return params.mask.factors.of(tile.batch, tile.head, params.seqlen_q, params.seqlen_k, tile.q_begin, tile.k_begin);
+}
+
 template <class Element>
-__global__ void __launch_bounds__(kThreads) dropout_probs_kernel(const __grid_constant__ Flash_fwd_params params) {
+__global__ void __launch_bounds__(kThreads)
+    dropout_probs_kernel(const __grid_constant__ Flash_fwd_split_params params) {
   __shared__ float q_tile[kTile][kTile + 1];  // (row, d)
   __shared__ float k_tile[kTile][kTile + 1];  // (col, d)
   const int col_tiles = params.p_cols / kTile, row_tiles = params.p_rows / kTile;
@@ -95,6 +101,7 @@ __global__ void __launch_bounds__(kThreads) dropout_probs_kernel(const __grid_co
   const ScoreMod score_mod(params, tile.batch, tile.head);
   const DropoutMask mask(params, tile.batch, tile.head);
   const Visibility visibility{tile.seqlen_q, tile.seqlen_k, params.window};
+  const MaskFactors factors = factors_of(params, tile);
   const float* lse = params.softmax_lse_ptr + lse_offset(tile, params);
   const int col = col0 + lane;
   for (int i = 0; i < kRowsPerThread; ++i) {
@@ -102,7 +109,8 @@ __global__ void __launch_bounds__(kThreads) dropout_probs_kernel(const __grid_co
     Element result;
     from_float(0.0f, result);
     if (row < tile.seqlen_q && col < tile.seqlen_k) {
-      const bool visible = col >= visibility.key_begin(row) && col < visibility.key_end(row);
+      const bool in_window = col >= visibility.key_begin(row) && col < visibility.key_end(row);
+      const bool visible = in_window && factors.sees(row, col);
       const float log2_sum = lse[row] * ScoreMod::kLog2e;
       const int diagonal = alibi_diagonal(params, tile.batch, visibility, row);
       if (visible) from_float(exp2f(score_mod.modified(score[i], diagonal, col) - log2_sum), result);
@@ -114,7 +122,7 @@ __global__ void __launch_bounds__(kThreads) dropout_probs_kernel(const __grid_co
 }
 
 template <class Element>
-cudaError_t run(const Flash_fwd_params& params, cudaStream_t stream) {
+cudaError_t run(const Flash_fwd_split_params& params, cudaStream_t stream) {
   static std::atomic<uint64_t> configured_devices{0};
   const int64_t tiles = static_cast<int64_t>(params.p_rows / kTile) * (params.p_cols / kTile);
   return launch(dropout_probs_kernel<Element>, tiles * params.b * params.h, kThreads, 0, params, params.device, stream,
@@ -123,7 +131,7 @@ cudaError_t run(const Flash_fwd_params& params, cudaStream_t stream) {
 
 }  // namespace
 
-cudaError_t run_dropout_probs(const Flash_fwd_params& params, Dtype dtype, cudaStream_t stream) {
+cudaError_t run_dropout_probs(const Flash_fwd_split_params& params, Dtype dtype, cudaStream_t stream) {
   return FP16_SWITCH(dtype, [&] { return run<NativeOf<kDtype>>(params, stream); });
 }
 

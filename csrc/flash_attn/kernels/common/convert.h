@@ -19,4 +19,15 @@ __device__ __forceinline__ auto convert(const Tensor& source) {
   return result;
 }
 
+// The same with 0 for negative elements.
+template <class Element, class Tensor>
+__device__ __forceinline__ auto convert_relu(const Tensor& source) {
+  using namespace cute;
+  auto result = make_tensor<Element>(source.layout());
+  auto pairs = recast<uint32_t>(result);
+#pragma unroll
+  for (int i = 0; i < size(pairs); ++i) pairs(i) = pack_pair_relu(source(2 * i), source(2 * i + 1), Element{});
+  return result;
+}
+
 }  // namespace flash

@@ -123,6 +123,42 @@ __device__ __forceinline__ void differentiate_general(const Flash_bwd_params& pa
   }
 }
 
+// differentiate_general() as run-time options around the steps of a plain softmax backward, which wait for neither of
+// them. Before P: the modified scores. After it: mark_dropped() sets the sign bit of dropped elements, which
+// convert_relu() makes 0 for dV. After dP: differentiate_marked().
+template <class Coords, class Bits, class Probabilities>
+__device__ __forceinline__ void mark_dropped(const Flash_bwd_params& params, const Coords& coords, const Bits& bits,
+                                             Probabilities& p) {
+  using namespace cute;
+  constexpr int kRows = decltype(size<0>(p))::value, kCols = decltype(size<1>(p))::value;
+  for_each_random_bits<kRows, kCols>(params.dropout.threshold, bits, coords, [&](int mi, int ni, bool keep_mask) {
+    if (!keep_mask) p(mi, ni) = -p(mi, ni);
+  });
+}
+
+// dp becomes dS. The derivative of a softcap is that of P: scores are not kept.
+template <class Mask, class Coords, class LseRows, class DeltaRows, class Probabilities, class Gradients>
+__device__ __forceinline__ void differentiate_marked(const Flash_bwd_params& params, const Mask& mask,
+                                                     const TileCoords& tile_coords, const Coords& coords,
+                                                     const LseRows& lse_log2, const DeltaRows& softmax_d,
+                                                     const Probabilities& p, Gradients& dp) {
+  using namespace cute;
+  differentiate_handed(params, p, dp, softmax_d);
+  if (!(params.softcap > 0.0f)) return;
+  const ScoreMod score_mod(params, tile_coords.batch, tile_coords.head);
+  const int diagonal = alibi_diagonal(params, tile_coords.batch, mask, tile_coords.row_begin);
+#pragma unroll
+  for (int mi = 0; mi < size<0>(dp); mi += 2) {
+    const float2 lse = lse_log2.pair(mi);
+#pragma unroll
+    for (int ni = 0; ni < size<1>(dp); ++ni) {
+      const int col = tile_coords.key_begin + coords.col(ni);
+      score_mod.chain_cap(dp(mi, ni), fabsf(p(mi, ni)), lse.x, diagonal + coords.row(mi), col);
+      score_mod.chain_cap(dp(mi + 1, ni), fabsf(p(mi + 1, ni)), lse.y, diagonal + coords.row(mi + 1), col);
+    }
+  }
+}
+
 // The two halves of differentiate_general(), for schedules in which one warpgroup has S and the other dP. First half:
 // scores become P with dropped elements 0; `handed` becomes P times the derivative of the modified score, with the sign
 // bit set where P was dropped.

@@ -31,4 +31,17 @@ __device__ __forceinline__ uint32_t pack_pair(float low, float high, cutlass::bf
   return reinterpret_cast<const uint32_t&>(pair);
 }
 
+// The same of max(x, 0), and of NaN as it is.
+__device__ __forceinline__ uint32_t pack_pair_relu(float low, float high, cutlass::half_t) {
+  uint32_t pair;
+  asm("cvt.rn.relu.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+
+__device__ __forceinline__ uint32_t pack_pair_relu(float low, float high, cutlass::bfloat16_t) {
+  uint32_t pair;
+  asm("cvt.rn.relu.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+
 }  // namespace flash

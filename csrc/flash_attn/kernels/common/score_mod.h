@@ -68,6 +68,14 @@ struct ScoreMod {
     return (softcapped ? cap(score) : score * scale_log2) + bias(diagonal, col);
   }
 
+  // Multiplies by the derivative of the cap, where `probability` is exp2(modified score - lse_log2): without the
+  // scores.
+  __device__ __forceinline__ void chain_cap(float& gradient, float probability, float lse_log2, int diagonal,
+                                            int col) const {
+    const float capped = log2f(probability) + lse_log2 - bias(diagonal, col);
+    gradient *= probability > 0.0f ? cap_derivative(capped) : 0.0f;
+  }
+
   // apply() on the scores, and the chain rule on `gradients` of the same layout: times the derivative of the cap; a
   // bias has none.
   template <class Scores, class Gradients, class Coords>

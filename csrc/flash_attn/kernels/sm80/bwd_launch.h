@@ -47,7 +47,8 @@ cudaError_t run_flash_bwd_variant(const Flash_bwd_params& params, const plan::Bw
     case plan::BwdVariant::kPlain: return run(std::integral_constant<BwdVariant, BwdVariant::kPlain>());
     case plan::BwdVariant::kDropout: return run(std::integral_constant<BwdVariant, BwdVariant::kDropout>());
     case plan::BwdVariant::kAccumulate: return run(std::integral_constant<BwdVariant, BwdVariant::kAccumulate>());
-    case plan::BwdVariant::kGeneral: break;
+    case plan::BwdVariant::kGeneral:
+    case plan::BwdVariant::kListed: break;
   }
   return cudaErrorInvalidValue;  // a variant of the wgmma family
 }

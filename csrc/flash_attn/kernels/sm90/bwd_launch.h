@@ -8,7 +8,7 @@ namespace flash {
 namespace sm90 {
 
 template <Dtype kDtype, int kHeadDim, int kHeadDimV = kHeadDim>
-cudaError_t run_mha_bwd(const Flash_bwd_params& params, const plan::BwdPlan& plan, cudaStream_t stream) {
+cudaError_t run_mha_bwd(const Flash_bwd_mask_params& params, const plan::BwdPlan& plan, cudaStream_t stream) {
   if constexpr (plan::has_dq_pass(plan::sm90_bwd_tile(kHeadDim, kHeadDimV))) {
     return run_mha_bwd_two_pass<kDtype, kHeadDim, kHeadDimV>(params, plan, stream);
   } else {

@@ -15,6 +15,7 @@ struct BwdLaunch {
   int* tile_count_semaphore;  // null: static scheduler
   CUtensorMap q_map, do_map, k_map, v_map, dk_map, dv_map;
   CUtensorMap dq_map;  // for DqLocation::kShared
+  MaskParams mask;     // of kListed
 };
 
 // For either kernel of the two-pass backward.
@@ -24,6 +25,7 @@ struct BwdTwoPassLaunch {
   int num_tiles;              // work tiles of the kernel
   int* tile_count_semaphore;  // null: static scheduler
   CUtensorMap q_map, do_map, k_map, v_map;
+  MaskParams mask;  // of kListed
 };
 
 }  // namespace sm90

@@ -6,6 +6,7 @@
 #include "kernels/common/differentiate.h"
 #include "kernels/common/mask.h"
 #include "kernels/common/score_mod.h"
+#include "kernels/sm90/bwd_steps.h"
 #include "kernels/tma/pipeline_state.h"
 
 namespace flash {
@@ -29,17 +30,18 @@ __device__ __forceinline__ void store_dropout_bits(const Flash_bwd_params& param
   }
 }
 
-// LSE and softmax_d of the rows of each step. Fully masked rows (by position, or by an infinite
-// LSE of either sign) and rows beyond the sequence get an LSE of +inf, which makes P 0. The global loads of a step are
+// LSE and softmax_d of the rows of each step. Fully masked rows (by position, by list, or by an infinite LSE of either
+// sign) and rows beyond the sequence get an LSE of +inf, which makes P 0. The global loads of a step are
 // issued before the wait for its buffers. Waits for q_empty, do_empty; arrives on q_full, do_full.
-template <class Config, class Storage>
-__device__ __forceinline__ void load_statistics(const Flash_bwd_params& params, Storage& storage,
-                                                const BwdWorkTile& tile, PipelineState<Config::kStages>& state) {
+template <class Config, class Launch, class Storage>
+__device__ __forceinline__ void load_statistics(const Launch& launch, Storage& storage, const BwdWorkTile& tile,
+                                                PipelineState<Config::kStages>& state) {
+  const Flash_bwd_params& params = launch.params;
   constexpr int kRows = Config::kBlockM / 32;  // of each lane
   const int lane = threadIdx.x % 32;
-  const QBlockOrder order = q_block_order<Config>(params, tile);
-  const int first_row = first_visible_row(mask_of<Config>(params, tile));
-  QStep at = order.start();
+  const BwdSteps<Config> order = bwd_steps<Config>(params, launch.mask, tile);
+  const int first_row = Config::kListed ? 0 : first_visible_row(mask_of<Config>(params, tile));
+  BwdStep<Config> at = order.start();
   const int count = order.count();
   for (int i = 0; i < count; ++i) {
     const float* const lse = params.softmax_lse_ptr + lse_offset(params, tile.batch, at.head, tile.q_begin);
@@ -48,14 +50,17 @@ __device__ __forceinline__ void load_statistics(const Flash_bwd_params& params, 
 #pragma unroll
     for (int j = 0; j < kRows; ++j) {
       const int row = at.m_block * Config::kBlockM + 32 * j + lane;
-      const bool valid = row >= first_row && row < tile.seqlen_q;
+      bool valid = row >= first_row && row < tile.seqlen_q;
+      if constexpr (Config::kListed) {
+        valid = valid && is_seen(seen_rows_of(params, launch.mask, tile, at.head), row);
+      }
       lse_log2[j] = valid ? lse_or_inf(lse[row]) * ScoreMod::kLog2e : INFINITY;
       softmax_d[j] = valid ? delta[row] : 0.0f;
     }
     storage.q_empty[state.stage].wait(state.phase ^ 1);
 #pragma unroll
     for (int j = 0; j < kRows; ++j) storage.lse_log2[state.stage][32 * j + lane] = lse_log2[j];
-    if constexpr (Config::kIsGeneral) {
+    if constexpr (Config::kMayDrop) {
       if (params.has_dropout) store_dropout_bits<Config>(params, storage, tile, at, state.stage);
     }
     storage.q_full[state.stage].arrive();

@@ -7,7 +7,8 @@ namespace sm90 {
 // kPlain: no dropout, no score modifier, softmax scale > 0, dK and dV of the inputs' dtype. kGeneral: all of these as
 // run-time flags. kAccumulate: kPlain, but dK and dV are added to fp32 matrices; as a flag of kPlain it would change
 // how ptxas schedules the loop.
-enum class BwdVariant { kPlain, kGeneral, kAccumulate };
+// kListed: m_blocks by list, of a mask as data (core/block_list.h), with all of kGeneral as run-time flags.
+enum class BwdVariant { kPlain, kGeneral, kAccumulate, kListed };
 
 // Where dQ is accumulated. kGlobal: in fp32 tiles in global memory, into which every n_block reduces. kShared: in
 // shared memory, by a thread block that computes all n_blocks of a head.

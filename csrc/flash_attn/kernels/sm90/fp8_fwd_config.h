@@ -63,6 +63,8 @@ struct Fp8FwdConfig {
   // up the few bits of P.
   static constexpr bool kDescending = true;
   static constexpr bool kTransposedV = true;
+  static constexpr bool kListed = false;
+  using Order = KvBlockOrder;
   using TripCount = DescendingTripCount<typename MaskOf<Fp8FwdConfig>::Bounds>;
   template <class Mask>
   __device__ __forceinline__ static TripCount trip_count(const Mask& mask, const KvBlockOrder& order, int row_begin,

@@ -4,6 +4,7 @@
 
 #include <cute/tensor.hpp>
 
+#include "core/block_list.h"
 #include "core/trip_count.h"
 #include "kernels/common/accumulator.h"
 #include "kernels/common/convert.h"
@@ -71,11 +72,20 @@ struct FwdConfig {
   // KV blocks in ascending order, unmasked ones first; P V reads V, not V^T.
   static constexpr bool kDescending = false;
   static constexpr bool kTransposedV = false;
-  using TripCount = WarpgroupTripCount<typename MaskOf<FwdConfig>::Bounds>;
+  static constexpr bool kListed = kVariant == FwdVariant::kListed;  // blocks in the order of a list
+  struct NoTripCount {
+    static constexpr int kNoBlock = -1;
+  };
+  using Order = std::conditional_t<kListed, BlockList, KvBlockOrder>;
+  using TripCount = std::conditional_t<kListed, NoTripCount, WarpgroupTripCount<typename MaskOf<FwdConfig>::Bounds>>;
   template <class Mask>
-  __device__ __forceinline__ static TripCount trip_count(const Mask& mask, const KvBlockOrder& order, int row_begin,
+  __device__ __forceinline__ static TripCount trip_count(const Mask& mask, const Order& order, int row_begin,
                                                          int row_end) {
-    return warpgroup_trip_count(mask, order, row_begin, row_end, kBlockN);
+    if constexpr (kListed) {
+      return {};
+    } else {
+      return warpgroup_trip_count(mask, order, row_begin, row_end, kBlockN);
+    }
   }
 
   // What follows from the variant.
@@ -105,6 +115,7 @@ struct FwdConfig {
   static constexpr bool kPackedDropout = kPolicy.has(plan::fwd_feature::kPackedDropout);
   static constexpr bool kRandomBitsInPv = kPolicy.has(plan::fwd_feature::kRandomBitsInPv);
   static constexpr bool kSplitKv = kPolicy.has(plan::fwd_feature::kSplitKv);
+  static constexpr int kMostListedSkips = plan::sm90_most_listed_skips(kTile, kPolicy);
   static constexpr int kSums = kPolicy.row_sums;
   using Flag = std::conditional_t<kPolicy.has(plan::fwd_feature::kIntFlags), int, bool>;
 

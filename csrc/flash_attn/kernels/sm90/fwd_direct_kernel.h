@@ -74,7 +74,7 @@ struct DirectConsumer {
   FwdMainloop<Config> mainloop;
 
   __device__ __forceinline__ DirectConsumer(const FwdLaunch& launch_, FwdStorage<Config>& storage, int group)
-      : launch(launch_), mainloop(launch_.params, storage, group) {}
+      : launch(launch_), mainloop(launch_, storage, group) {}
 
   __device__ __forceinline__ FwdWork<Config> work() const {
     const WorkTile tile = direct_tile<Config>(launch);
@@ -107,7 +107,6 @@ struct DirectConsumer {
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, 1)
     flash_fwd_direct_kernel(const __grid_constant__ FwdLaunch launch) {
-  static_assert(Config::kBlockM == plan::kDirectBlockM, "plan and kernel agree on the m_blocks");
   static_assert(
       sizeof(FwdStorage<Config>) == plan::sm90_fwd_smem_bytes(Config::kTile, Config::kVariant, Config::kDtype),
       "plan and kernel agree on the shared memory");

@@ -32,18 +32,21 @@ struct FwdConsumer {
   FwdMainloop<Config> mainloop;
 
   __device__ __forceinline__ FwdConsumer(const FwdLaunch& launch_, FwdStorage<Config>& storage_, int group)
-      : launch(launch_), storage(storage_), pipeline(storage_), mainloop(launch_.params, storage_, group) {}
+      : launch(launch_), storage(storage_), pipeline(storage_), mainloop(launch_, storage_, group) {}
 
   // With kNoMask recomputing the block order is cheaper than reading it from shared memory: 1 % on long rows
   // (docs/tuning/fwd_sm90.md).
   __device__ __forceinline__ Work next_tile() {
-    if constexpr (!Config::kNoMask) return pipeline.consumer_wait(mainloop.group);
-    Work work{pipeline.consumer_wait(mainloop.group).tile};
-    if (work.exists()) {
-      work.order = kv_block_order<Config>(launch, work.tile);
-      work.steps.skipped.begin = work.order.unmasked_steps_end();
+    if constexpr (!Config::kNoMask) {
+      return pipeline.consumer_wait(mainloop.group);
+    } else {
+      Work work{pipeline.consumer_wait(mainloop.group).tile};
+      if (work.exists()) {
+        work.order = kv_block_order<Config>(launch, work.tile);
+        work.steps.skipped.begin = work.order.unmasked_steps_end();
+      }
+      return work;
     }
-    return work;
   }
 
   // On entry S of this tile's first block is complete, on exit that of the returned tile.

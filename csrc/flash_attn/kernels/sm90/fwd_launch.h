@@ -61,6 +61,7 @@ inline FwdLaunch fwd_launch(const Flash_fwd_split_params& params, const plan::Fw
   FwdLaunch launch{};
   launch.params = params;
   launch.splits = params.splits;
+  launch.mask = params.mask;
   if (plan.num_splits > 1) {
     launch.params.softmax_lse_ptr = params.splits.lse_ptr;
     launch.params.sinks_ptr = nullptr;  // the combine adds them
@@ -128,6 +129,7 @@ cudaError_t run_mha_fwd(const Flash_fwd_split_params& params, const plan::FwdPla
       case FwdVariant::kSoftcap: return run_variant<kDtype, kHeadDim, FwdVariant::kSoftcap>(params, plan, stream);
       case FwdVariant::kAlibi: return run_variant<kDtype, kHeadDim, FwdVariant::kAlibi>(params, plan, stream);
       case FwdVariant::kDirect: return run_variant<kDtype, kHeadDim, FwdVariant::kDirect>(params, plan, stream);
+      case FwdVariant::kListed: return run_variant<kDtype, kHeadDim, FwdVariant::kListed>(params, plan, stream);
     }
     return cudaErrorInvalidValue;
   }

@@ -40,6 +40,7 @@ struct FwdMainloop {
   using FragmentP = decltype(cute::make_tensor<Element>(LayoutP{}));
 
   const Flash_fwd_params& params;
+  const MaskParams& mask;  // of kListed
   Storage& storage;
   const int group;                    // index of the warpgroup in its consumer group
   const AccumulatorCoords<4> coords;  // within the warpgroup's 64 rows
@@ -53,9 +54,11 @@ struct FwdMainloop {
   float slope_log2;                 // ALiBi slope of the tile's head
   int alibi_row;                    // position of the warpgroup's first row on the axis of the keys, for ALiBi
   ShortSoftcapSeries short_series;  // of the softcap
+  BlockEntry entry;                 // kListed: of the block that is masked
+  bool clears_next = true;          // kListed: the next P V is the tile's first
 
-  __device__ __forceinline__ FwdMainloop(const Flash_fwd_params& params_, Storage& storage_, int group_)
-      : params(params_), storage(storage_), group(group_), coords(threadIdx.x % 128) {}
+  __device__ __forceinline__ FwdMainloop(const FwdLaunch& launch, Storage& storage_, int group_)
+      : params(launch.params), mask(launch.mask), storage(storage_), group(group_), coords(threadIdx.x % 128) {}
 
   // Passes through shared memory into registers: ptxas would reload a constant in every step, and wait for it.
   __device__ __forceinline__ void load_short_series() {
@@ -163,12 +166,18 @@ struct FwdMainloop {
   }
 
   // tOrP = P in 16 bits, with dropout.
+  template <bool kMasked>
   __device__ __forceinline__ void pack_p(const Work& work, int key) {
     using namespace cute;
     auto scores = row_col_view(acc_s);
-    if (Config::kHasScoreMod && Config::kModifiers == Modifiers::kAny && params.has_dropout) {
+    constexpr bool kMayDrop = Config::kListed ? kMasked : Config::kHasScoreMod && Config::kModifiers == Modifiers::kAny;
+    if (kMayDrop && params.has_dropout) {
       const DropoutMask mask(params, work.tile.batch, work.tile.head);
-      apply_dropout(mask, scores, coords, row_begin(work), key);
+      if constexpr (Config::kListed) {
+        apply_dropout_rolled(mask, scores, coords, row_begin(work), key);
+      } else {
+        apply_dropout(mask, scores, coords, row_begin(work), key);
+      }
     }
     auto pairs = recast<uint32_t>(tOrP);
 #pragma unroll
@@ -182,13 +191,28 @@ struct FwdMainloop {
     }
   }
 
+  // kListed. Shuffled, so that ptxas sees uniform branches.
+  __device__ __forceinline__ BlockEntry entry_at(const Work& work, int i) const {
+    return {__shfl_sync(0xffffffffu, work.order.at(i).bits, 0)};
+  }
+  __device__ __forceinline__ bool hides_some() const { return entry.strip(group) != BlockClass::kWhole; }
+  __device__ __forceinline__ MaskFactors factors(const WorkTile& tile) const {
+    return factors_of(params, mask.factors, tile, tile.head);
+  }
+
   // P of a tile's first block, whose S is complete.
   __device__ __forceinline__ void first_step(const Work& work) {
     softmax = decltype(softmax)();
     dropout.read_col_bits(storage, k_state.stage);
     release_k();
-    const int n_block = kMaskFirstOnDemand ? work.steps.first_to_mask : work.order.block(0),
-              key = n_block * Config::kBlockN;
+    int n_block;  // kNoBlock where it is known that it needs no mask
+    if constexpr (Config::kListed) {
+      entry = entry_at(work, 0);
+      n_block = entry.block();
+    } else {
+      n_block = kMaskFirstOnDemand ? work.steps.first_to_mask : work.order.block(0);
+    }
+    const int key = n_block * Config::kBlockN;
     dropout.begin_tile(params, work.tile, row_begin(work) + coords.row(0));
     if constexpr (Config::kHasScoreMod) {
       slope_log2 = ScoreMod::head_slope_log2(params, work.tile.batch, work.tile.head);
@@ -205,7 +229,7 @@ struct FwdMainloop {
     }
     softmax.exponentiate(scores, params.softmax_scale_log2);
     dropout.make_all_keep_masks();
-    pack_p(work, key);
+    pack_p<true>(work, key);
   }
 
   // One KV block: S and P of step i (`n_block`), and O += P V of the previous block, which is the tile's first if
@@ -223,7 +247,12 @@ struct FwdMainloop {
     issue_pv<Config::kRandomBitsInPv>(clears);
     arrive_at_order_barrier();
     // 4. S is complete, with kExpAfterPvWait P V too. Softmax; K is released as soon as S needs no recomputation.
-    const int key = (Config::kMaskBoundsInRegs ? n_block : work.order.block(i)) * Config::kBlockN;
+    int key;
+    if constexpr (Config::kListed) {
+      key = n_block * Config::kBlockN;
+    } else {
+      key = (Config::kMaskBoundsInRegs ? n_block : work.order.block(i)) * Config::kBlockN;
+    }
     wait_for<Config::kExpAfterPvWait && !kMasked ? 0 : 1>(acc_s);
     if constexpr (!Config::kRandomBitsInPv) dropout.read_col_bits(storage, k_state.stage);
     if constexpr (!SoftmaxStep::kMayRecomputeS) release_k();
@@ -240,7 +269,7 @@ struct FwdMainloop {
     if constexpr (!Config::kRandomBitsInPv) dropout.make_all_keep_masks();  // ptxas spreads it among the exponentials
     if (rescale) rescale_o(correction);
     // 7. Pack P for the next step's P V.
-    pack_p(work, key);
+    pack_p<kMasked>(work, key);
   }
 
   // Skipped blocks have to land before their stages can be released.
@@ -274,23 +303,63 @@ struct FwdMainloop {
   // All KV blocks after first_step(): unmasked, skipped on the left, masked, skipped on the right. Leaves to the caller
   // P V of the last computed block (issue_last_pv()) and V of the blocks skipped after it, whose number it returns.
   __device__ __forceinline__ int run(const Work& work, int q_stage) {
-    run_unmasked(work, q_stage);
-    int num_skipped = work.steps.skipped.left;
-    skip_k(num_skipped);
-    int i = work.masked_begin() + num_skipped;
-    int n_block = Config::kNoMask ? work.order.block(i) : work.steps.first_masked_block;
-    for (; i < work.count(); ++i) {
-      step<true>(work, i, n_block, q_stage, i == work.second());
+    if constexpr (Config::kListed) {
+      return run_listed(work, q_stage);
+    } else {
+      run_unmasked(work, q_stage);
+      int num_skipped = work.steps.skipped.left;
+      skip_k(num_skipped);
+      int i = work.masked_begin() + num_skipped;
+      int n_block = Config::kNoMask ? work.order.block(i) : work.steps.first_masked_block;
+      for (; i < work.count(); ++i) {
+        step<true>(work, i, n_block, q_stage, i == work.second());
+        skip_v(num_skipped);
+        num_skipped = 0;
+        n_block = work.order.range.next_masked(n_block);
+      }
+      skip_k(work.steps.skipped.right);
+      return num_skipped + work.steps.skipped.right;
+    }
+  }
+
+  // Steps of kListed without mask, dropout and score modifiers, all of which masked steps have as run-time options.
+  __device__ __forceinline__ int unmasked_end(const Work& work) const {
+    return params.has_score_mod || params.has_dropout ? 0 : work.order.whole;
+  }
+
+  // The same by list: blocks that are whole for all warpgroups, then partial ones.
+  __device__ __forceinline__ int run_listed(const Work& work, int q_stage) {
+    const int count = work.order.count();
+    clears_next = true;
+    int i = 1;
+    for (const int end = unmasked_end(work); i < end; ++i) {
+      step<false>(work, i, 0, q_stage, clears_next);  // of any keys
+      clears_next = false;
+    }
+    int num_skipped = 0;
+    for (; i < count; ++i) {
+      entry = entry_at(work, i);
+      if (num_skipped < Config::kMostListedSkips && entry.strip(group) == BlockClass::kHidden) {
+        skip_k(1);
+        ++num_skipped;
+        continue;
+      }
+      step<true>(work, i, entry.block(), q_stage, clears_next);
+      clears_next = false;
       skip_v(num_skipped);
       num_skipped = 0;
-      n_block = work.order.range.next_masked(n_block);
     }
-    skip_k(work.steps.skipped.right);
-    return num_skipped + work.steps.skipped.right;
+    return num_skipped;
   }
 
   // Issues P V of the last block; does not wait.
-  __device__ __forceinline__ void issue_last_pv(const Work& work) { issue_pv(work.second() >= work.count()); }
+  __device__ __forceinline__ void issue_last_pv(const Work& work) {
+    if constexpr (Config::kListed) {
+      issue_pv(clears_next);
+    } else {
+      issue_pv(work.second() >= work.count());
+    }
+  }
 
   // O is complete. With `overlaps`, S of the next tile was issued before the last P V, so it is complete too; with
   // kIssueNextQkEarly it was issued after it and is still in flight.

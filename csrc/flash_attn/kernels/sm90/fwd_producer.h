@@ -104,7 +104,7 @@ __device__ __forceinline__ void store_fully_masked(const FwdLaunch& launch, cons
   const Flash_fwd_params& params = launch.params;
   const bool is_split = is_split_kv<Config>(launch);
   const int lane = threadIdx.x % 32;
-  static_assert(plan::kMaxHeadDim <= 32 * kVectorCols, "a row has one 16-byte vector for each lane");
+  static_assert(plan::kMaxWgmmaHeadDim <= 32 * kVectorCols, "a row has one 16-byte vector for each lane");
   const int64_t offset = lse_offset(tile, params) + (is_split ? split * launch.splits.rows : 0);
   if (is_split) {
     auto* const values = reinterpret_cast<float4*>(launch.splits.out_ptr + (offset + tile.row_begin) * params.d_v);
@@ -123,10 +123,10 @@ __device__ __forceinline__ void store_fully_masked(const FwdLaunch& launch, cons
 
 // Scheduler warp; it finishes fully masked tiles itself. It chooses the first tile while another warp initialises the
 // mbarriers and, if it reads no lengths for that, while the previous kernel still runs. So it calls begin_together()
-// itself.
-template <class Config>
+// itself. Launch: FwdLaunch, or one of more results with its own store_fully_masked().
+template <class Config, class Launch = FwdLaunch>
 struct SchedulerWarp {
-  const FwdLaunch& launch;
+  const Launch& launch;
   FwdStorage<Config>& storage;
   const int consumer_group;
 
@@ -152,7 +152,7 @@ struct SchedulerWarp {
         continue;
       }
       const int split = scheduler.split(index);
-      const KvBlockOrder order = kv_block_order<Config>(launch, tile, split, scheduler.splits());
+      const typename Config::Order order = kv_block_order<Config>(launch, tile, split, scheduler.splits());
       if constexpr (kMayOverlap) begin();  // before any store
       if (order.count() == 0) {
         store_fully_masked<Config>(launch, tile, split);
@@ -163,7 +163,7 @@ struct SchedulerWarp {
       pipeline.acquire();
     }
     begin();
-    pipeline.commit(WorkTile{}, KvBlockOrder{}, Window{}, 0);
+    pipeline.commit(WorkTile{}, typename Config::Order{}, Window{}, 0);
   }
 };
 
@@ -242,13 +242,21 @@ struct FwdProducer {
     }
   }
 
-  // Waits until all consumers have released the stage. kClears: the first `num_masked` rows become zeros.
+  // Rows of a block of V that become zeros: the first so many, or those of keys that no query sees.
+  using ClearedRows = std::conditional_t<Config::kListed, MarkedRows, int>;
+
+  // Waits until all consumers have released the stage.
   template <int kAtoms, bool kClears = false>
   __device__ __forceinline__ void load_kv(const CUtensorMap& map, Barrier* full, Barrier* empty, Element* smem,
                                           PipelineState<Config::kKvStages>& state, int n_block, const TmaRows& rows,
-                                          int head, int num_masked = 0) {
+                                          int head, ClearedRows cleared = {}) {
     constexpr int kElements = Config::kBlockN * kAtoms * Config::kAtomCols;
-    const bool clears = kClears && num_masked > 0;
+    bool clears;
+    if constexpr (Config::kListed) {
+      clears = kClears && cleared.any();
+    } else {
+      clears = kClears && cleared > 0;
+    }
     Barrier& tma_full = clears ? storage.pre_clear_full : full[state.stage];
     empty[state.stage].wait(state.phase ^ 1);
     if (issues) {
@@ -259,8 +267,12 @@ struct FwdProducer {
     if (clears) {
       tma_full.wait(pre_clear_phase);
       pre_clear_phase ^= 1;
-      clear_rows<Config::kBlockN, kAtoms, Config::kAtomCols>(smem + state.stage * kElements,
-                                                             min(num_masked, Config::kBlockN));
+      if constexpr (Config::kListed) {
+        clear_rows<Config::kBlockN, kAtoms, Config::kAtomCols>(smem + state.stage * kElements, cleared);
+      } else {
+        clear_rows<Config::kBlockN, kAtoms, Config::kAtomCols>(smem + state.stage * kElements,
+                                                               min(cleared, Config::kBlockN));
+      }
       if (issues) full[state.stage].arrive();
     }
     state.advance();
@@ -290,7 +302,7 @@ struct FwdProducer {
   // A work tile being loaded.
   struct LoadWork {
     WorkTile tile;
-    KvBlockOrder order;
+    typename Config::Order order;
     TmaRows rows;
     int head_k;
   };
@@ -317,11 +329,20 @@ struct FwdProducer {
       load_vt(work, n_block);
       return;
     }
-    const MaskOf<Config> visibility = mask_of<Config>(launch.params, work.tile);
-    const int unmasked_begin_key = visibility.may_mask_left() ? first_visible_key(visibility) : 0;
     load_kv<Config::kAtomsV, !Config::kNoMask>(launch.v_map, storage.v_full, storage.v_empty, &storage.v[0][0], v_state,
-                                               n_block, work.rows, work.head_k,
-                                               unmasked_begin_key - n_block * Config::kBlockN);
+                                               n_block, work.rows, work.head_k, unseen_rows(work.tile, n_block));
+  }
+
+  // The rows of a block of V whose keys no query of the sequence sees.
+  __device__ __forceinline__ ClearedRows unseen_rows(const WorkTile& tile, int n_block) const {
+    if constexpr (Config::kListed) {
+      const uint32_t* const seen = seen_keys_of(launch.params, launch.mask, tile, tile.head, tile.segment);
+      return {unseen_of_lane<Config::kBlockN>(seen, n_block * Config::kBlockN, tile.seqlen_k)};
+    } else {
+      const MaskOf<Config> visibility = mask_of<Config>(launch.params, tile);
+      const int unmasked_begin_key = visibility.may_mask_left() ? first_visible_key(visibility) : 0;
+      return unmasked_begin_key - n_block * Config::kBlockN;
+    }
   }
 
   // A block of V^T, in which the transposing kernel has written zeros for keys that no query sees.

@@ -7,7 +7,9 @@
 #include <type_traits>
 
 #include "kernels/common/accumulator.h"
+#include "kernels/common/listed_mask.h"
 #include "kernels/common/mask.h"
+#include "kernels/common/origin.h"
 #include "kernels/common/score_mod.h"
 #include "kernels/common/softmax.h"
 #include "kernels/sm90/fwd_storage.h"
@@ -24,7 +26,13 @@ __device__ __forceinline__ void modify_scores(const Mainloop& m, Scores& scores,
   if constexpr (Config::kHasScoreMod) {
     ScoreMod::apply<Config::kModifiers>(m.params, m.slope_log2, scores, m.coords, m.alibi_row, key);
   }
-  if constexpr (kMasked) {
+  if constexpr (kMasked && Config::kListed) {
+    if (m.params.has_score_mod) {  // the short form: in a kernel for all options code counts more than its time
+      ScoreMod(m.params, work.tile.batch, work.tile.head)
+          .apply(scores, m.coords, alibi_diagonal(m.params, work.tile.batch, visibility, first_row), key);
+    }
+    if (m.hides_some()) apply_factors(scores, m.coords, m.factors(work.tile), visibility, first_row, key);
+  } else if constexpr (kMasked) {
     const int row_end = min(first_row + 64, work.tile.seqlen_q), key_end = key + Config::kBlockN;
     if constexpr (Config::kMaskBoundsInRegs) {
       apply_bounds(scores, m.coords, work.steps.bounds, row_end - first_row, work.tile.seqlen_k, key, key_end);

@@ -48,6 +48,7 @@ struct FwdStorage {
   using Element = typename Config::Element;
   using OutElement = typename Config::OutElement;
   using TripCount = typename Config::TripCount;
+  using Order = typename Config::Order;
 
   alignas(1024) Element q[Config::kQStages][Config::kWarpGroups][Config::kSmemQ];
   alignas(1024) Element k[Config::kKvStages][Config::kSmemK];
@@ -74,7 +75,7 @@ struct FwdStorage {
   static constexpr int kTileSlots = 2;
   Barrier tile_full[kTileSlots], trip_count_full[kTileSlots], tile_empty[kTileSlots];
   Slot<WorkTile> tile[kTileSlots];  // an empty tile ends the kernel
-  Slot<KvBlockOrder> order[kTileSlots];
+  Slot<Order> order[kTileSlots];
   Slot<TripCount> steps[kTileSlots][Config::kWarpGroups];
   int split[kTileSlots];  // index of the KV split
   ShortSoftcapSeries short_series;
@@ -125,7 +126,7 @@ struct FwdWork {
   using TripCount = typename FwdStorage<Config>::TripCount;
 
   WorkTile tile;
-  KvBlockOrder order;
+  typename Config::Order order;
   TripCount steps;  // of the warpgroup's rows
   int split = 0;    // index of the KV split
 
@@ -141,8 +142,8 @@ struct FwdWork {
 
 // The trip count of warpgroup `group` of its consumer group.
 template <class Config>
-__device__ __forceinline__ auto trip_count_of(const WorkTile& tile, const KvBlockOrder& order, const Window& window,
-                                              int group) {
+__device__ __forceinline__ auto trip_count_of(const WorkTile& tile, const typename Config::Order& order,
+                                              const Window& window, int group) {
   const MaskOf<Config> mask{tile.seqlen_q, tile.seqlen_k, window};
   const int first_row = tile.row_begin + 64 * group, row_end = min(first_row + 64, tile.row_end);
   return Config::trip_count(mask, order, first_row, row_end);
@@ -160,8 +161,8 @@ struct WorkPipeline {
   // Waits until all readers have released the previous work tile. Fetching the next one late keeps the tail balanced.
   __device__ __forceinline__ void acquire() const { storage.tile_empty[last.stage].wait(last.phase); }
 
-  __device__ __forceinline__ void commit(const WorkTile& tile, const KvBlockOrder& order, const Window& window,
-                                         int split) {
+  __device__ __forceinline__ void commit(const WorkTile& tile, const typename Config::Order& order,
+                                         const Window& window, int split) {
     const int lane = threadIdx.x % 32;
     if (lane == 0) {
       storage.tile[state.stage].value = tile;
@@ -199,7 +200,7 @@ struct WorkPipeline {
   static constexpr int kStepsBeforeRelease = 3;
   static_assert(kStepsBeforeRelease > 0, "the release comes before some step");
 
-  __device__ __forceinline__ void release_early(const KvBlockOrder& order, int step) {
+  __device__ __forceinline__ void release_early(const typename Config::Order& order, int step) {
     if (step == (Config::kFetchNextTileLate ? max(order.count() - kStepsBeforeRelease, 0) : 0)) release();
   }
 

@@ -18,8 +18,10 @@ template <Dtype kDtype_, int kHeadDim_, BwdVariant kVariant_, DqLocation kDqLoca
 struct BwdOnePassConfig {
   static constexpr Dtype kDtype = kDtype_;
   using Element = ElementOf<kDtype>;
-  static constexpr bool kIsGeneral = kVariant_ == BwdVariant::kGeneral;
-  static constexpr bool kMayAccumulate = kVariant_ != BwdVariant::kPlain;
+  static constexpr bool kListed = kVariant_ == BwdVariant::kListed;
+  static constexpr bool kIsGeneral = kVariant_ == BwdVariant::kGeneral;  // P is made after dP
+  static constexpr bool kMayDrop = kIsGeneral || kListed;
+  static constexpr bool kMayAccumulate = kVariant_ != BwdVariant::kPlain && !kListed;
   static constexpr bool kDqInSmem = kDqLocation == DqLocation::kShared;
   static constexpr plan::Sm90BwdTile kTile =
       kDqInSmem ? plan::kSm90SharedDqTile : plan::sm90_bwd_tile(kHeadDim_, kHeadDim_);

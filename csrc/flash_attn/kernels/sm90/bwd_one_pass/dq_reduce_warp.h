@@ -8,6 +8,7 @@
 #include "kernels/common/dq_semaphore.h"
 #include "kernels/common/mask.h"
 #include "kernels/sm90/bwd_one_pass/storage.h"
+#include "kernels/sm90/bwd_steps.h"
 #include "kernels/tma/bulk_reduce.h"
 
 namespace flash {
@@ -18,15 +19,16 @@ using namespace tma;
 // Each of the two warps takes every second tile, even if there is only one buffer.
 template <class Config>
 struct DqReduceWarp {
+  const BwdLaunch& launch;
   const Flash_bwd_params& params;
   BwdStorage<Config>& storage;
   const int stage;
   PipelineState<2> state;
 
   __device__ __forceinline__ void run(const BwdWorkTile& tile) {
-    const QBlockOrder order = q_block_order<Config>(params, tile);
+    const BwdSteps<Config> order = bwd_steps<Config>(params, launch.mask, tile);
     const int count = order.count();
-    QStep at = order.start();
+    BwdStep<Config> at = order.start();
     for (int i = 0; i < count; ++i) {
       if (state.stage == stage) reduce(tile, at);
       state.advance();

@@ -11,6 +11,7 @@
 #include "kernels/common/mask.h"
 #include "kernels/sm90/bwd_one_pass/dq_product.h"
 #include "kernels/sm90/bwd_one_pass/storage.h"
+#include "kernels/sm90/bwd_steps.h"
 #include "kernels/tma/swizzle.h"
 #include "kernels/tma/tile_copy.h"
 
@@ -40,11 +41,11 @@ struct DqWarpgroup {
 
   __device__ __forceinline__ void run(const BwdWorkTile& tile) {
     if (Config::kDqInSmem && tile.n_block == 0) start_head(tile);
-    const QBlockOrder order = q_block_order<Config>(params, tile);
+    const BwdSteps<Config> order = bwd_steps<Config>(params, launch.mask, tile);
     const int count = order.count();
     if (count == 0) return;
     for (int i = 0; i < Config::kKvParts; ++i) storage.k_full[kv_state.stage][i].wait(kv_state.phase);
-    QStep at = order.start();
+    BwdStep<Config> at = order.start();
     for (int i = 0; i < count; ++i) {
       step(tile, at);
       order.advance(at);

@@ -115,7 +115,7 @@ struct BwdConsumer {
 // Launched as a dependent of softmax_d_kernel(), of whose results it needs softmax_d and the cleared workspace: the
 // statistics and reduce warps wait for them, and the load warp before it fetches from the semaphore. All that is older
 // is complete by then: Q, K, V and dO are loaded at once, and nobody reads dK and dV any more. Packed sequences have
-// their segments from the kernel before, which may be cached as it was before that.
+// their segments from the kernel before, which may be cached as it was before that; so have calls with lists theirs.
 template <class Config>
 __device__ __forceinline__ BwdStorage<Config>& begin_kernel(const BwdLaunch& launch, char* smem) {
   BwdStorage<Config>& storage = *reinterpret_cast<BwdStorage<Config>*>(smem);
@@ -125,7 +125,7 @@ __device__ __forceinline__ BwdStorage<Config>& begin_kernel(const BwdLaunch& lau
     }
     storage.init_barriers();
   }
-  if (launch.params.is_varlen()) wait_for_previous_kernel();
+  if (Config::kListed || launch.params.is_varlen()) wait_for_previous_kernel();
   __syncthreads();
   return storage;
 }
@@ -133,7 +133,7 @@ __device__ __forceinline__ BwdStorage<Config>& begin_kernel(const BwdLaunch& lau
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, 1) flash_bwd_kernel(const __grid_constant__ BwdLaunch launch) {
   static_assert(sizeof(BwdStorage<Config>) ==
-                    plan::sm90_bwd_smem_bytes(Config::kTile, Config::kIsGeneral, Config::kDqInSmem, Config::kDtype),
+                    plan::sm90_bwd_smem_bytes(Config::kTile, Config::kMayDrop, Config::kDqInSmem, Config::kDtype),
                 "plan and kernel agree on the shared memory");
   extern __shared__ __align__(1024) char smem[];
   BwdStorage<Config>& storage = begin_kernel<Config>(launch, smem);
@@ -145,14 +145,13 @@ __global__ void __launch_bounds__(Config::kThreads, 1) flash_bwd_kernel(const __
     if (warp == kLoadWarp) BwdLoader<Config>(launch, storage).run_all();
     if (warp == kStatisticsWarp) {
       wait_for_previous_kernel();
-      for_each_work_tile(launch, storage, [&](const BwdWorkTile& tile) {
-        load_statistics<Config>(launch.params, storage, tile, state);
-      });
+      for_each_work_tile(launch, storage,
+                         [&](const BwdWorkTile& tile) { load_statistics<Config>(launch, storage, tile, state); });
     }
     if constexpr (Config::kHasDqReduceWarps) {
       if (warp >= kFirstDqReduceWarp) {
         wait_for_previous_kernel();
-        DqReduceWarp<Config> dq_reduce_warp{launch.params, storage, warp - kFirstDqReduceWarp};
+        DqReduceWarp<Config> dq_reduce_warp{launch, launch.params, storage, warp - kFirstDqReduceWarp};
         for_each_work_tile(launch, storage, [&](const BwdWorkTile& tile) { dq_reduce_warp.run(tile); });
       }
     }
@@ -191,7 +190,7 @@ template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, 1)
     flash_bwd_heads_kernel(const __grid_constant__ BwdLaunch launch) {
   static_assert(sizeof(BwdStorage<Config>) ==
-                    plan::sm90_bwd_smem_bytes(Config::kTile, Config::kIsGeneral, Config::kDqInSmem, Config::kDtype),
+                    plan::sm90_bwd_smem_bytes(Config::kTile, Config::kMayDrop, Config::kDqInSmem, Config::kDtype),
                 "plan and kernel agree on the shared memory");
   extern __shared__ __align__(1024) char smem[];
   BwdStorage<Config>& storage = begin_kernel<Config>(launch, smem);
@@ -205,8 +204,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     } else if (warp == kStatisticsWarp) {
       wait_for_previous_kernel();
       PipelineState<Config::kStages> state;
-      for_each_n_block<Config>(
-          launch, [&](const BwdWorkTile& tile) { load_statistics<Config>(launch.params, storage, tile, state); });
+      for_each_n_block<Config>(launch,
+                               [&](const BwdWorkTile& tile) { load_statistics<Config>(launch, storage, tile, state); });
     }
   } else if (warp_group == 3) {
     cutlass::arch::warpgroup_reg_dealloc<Config::kDqWarpgroupRegisters>();

@@ -84,10 +84,11 @@ cudaError_t run_flash_bwd_convert_dq(const Flash_bwd_params& params, const plan:
 // softmax_d, then the main kernel: either it computes all gradients of whole heads, or it adds to dQ in global memory
 // and dQ's conversion follows.
 template <Dtype kDtype, int kHeadDim, BwdVariant kVariant, DqLocation kDqLocation>
-cudaError_t run_flash_bwd(const Flash_bwd_params& params, const plan::BwdPlan& plan, cudaStream_t stream) {
+cudaError_t run_flash_bwd(const Flash_bwd_mask_params& params, const plan::BwdPlan& plan, cudaStream_t stream) {
   using Config = BwdOnePassConfig<kDtype, kHeadDim, kVariant, kDqLocation>;
   BwdLaunch launch{};
   launch.params = params;
+  launch.mask = params.mask;
   launch.grid = plan.order;
   launch.tile_count_semaphore = plan.is_dynamic ? params.tile_count_semaphore : nullptr;
   cudaError_t status = cudaSuccess;
@@ -105,7 +106,7 @@ cudaError_t run_flash_bwd(const Flash_bwd_params& params, const plan::BwdPlan& p
 }
 
 template <Dtype kDtype, int kHeadDim>
-cudaError_t run_mha_bwd_one_pass(const Flash_bwd_params& params, const plan::BwdPlan& plan, cudaStream_t stream) {
+cudaError_t run_mha_bwd_one_pass(const Flash_bwd_mask_params& params, const plan::BwdPlan& plan, cudaStream_t stream) {
   if constexpr (kHeadDim == plan::kSm90SharedDqTile.head_dim) {
     if (plan.dq_in_smem) {
       return run_flash_bwd<kDtype, kHeadDim, BwdVariant::kPlain, DqLocation::kShared>(params, plan, stream);
@@ -118,6 +119,7 @@ cudaError_t run_mha_bwd_one_pass(const Flash_bwd_params& params, const plan::Bwd
     case plan::BwdVariant::kPlain: return run(std::integral_constant<BwdVariant, BwdVariant::kPlain>());
     case plan::BwdVariant::kGeneral: return run(std::integral_constant<BwdVariant, BwdVariant::kGeneral>());
     case plan::BwdVariant::kAccumulate: return run(std::integral_constant<BwdVariant, BwdVariant::kAccumulate>());
+    case plan::BwdVariant::kListed: return run(std::integral_constant<BwdVariant, BwdVariant::kListed>());
     case plan::BwdVariant::kDropout: break;
   }
   return cudaErrorInvalidValue;  // a variant of the mma.sync family

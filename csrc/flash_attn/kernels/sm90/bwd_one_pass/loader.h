@@ -8,6 +8,7 @@
 #include "kernels/common/mask.h"
 #include "kernels/common/pdl.h"
 #include "kernels/sm90/bwd_one_pass/storage.h"
+#include "kernels/sm90/bwd_steps.h"
 #include "kernels/tma/clear_rows.h"
 #include "kernels/tma/tensor_map.h"
 #include "kernels/tma/tile_copy.h"
@@ -34,13 +35,18 @@ struct BwdLoader {
   __device__ __forceinline__ BwdLoader(const BwdLaunch& launch_, BwdStorage<Config>& storage_)
       : launch(launch_), storage(storage_), is_elected(threadIdx.x % 32 == 0) {}
 
-  // Loads rows [row, row + kRows) of kCols columns into a tile of kTileRows rows, one TMA box per swizzle atom. Rows
-  // before `first` are fully masked and become zeros: 0 * NaN from them would be NaN in the MMA.
+  // Loads rows [row, row + kRows) of kCols columns into a tile of kTileRows rows, one TMA box per swizzle atom. Fully
+  // masked rows, those before `masked` or those it marks, become zeros: 0 * NaN from them would be NaN in the MMA.
   template <int kRows, int kCols, int kTileRows = kRows>
   __device__ __forceinline__ void load(const CUtensorMap& map, Barrier& full, Element* smem, const TmaRows& rows,
-                                       int row, int first, int head, cute::TMA::CacheHintSm90 hint) {
+                                       int row, MaskedRows<Config> masked, int head, cute::TMA::CacheHintSm90 hint) {
     constexpr int kAtoms = kCols / Config::kAtomCols;
-    const bool has_masked_rows = first > row;
+    bool has_masked_rows;
+    if constexpr (Config::kListed) {  // not overloads: they change how ptxas orders the load warp
+      has_masked_rows = masked.any();
+    } else {
+      has_masked_rows = masked > row;
+    }
     Barrier& tma_full = has_masked_rows ? storage.pre_clear_full : full;
     if (is_elected) {
       tma_full.arrive_and_expect(kRows * kCols * static_cast<int>(sizeof(Element)));
@@ -49,7 +55,11 @@ struct BwdLoader {
     if (!has_masked_rows) return;
     tma_full.wait(pre_clear_phase);
     pre_clear_phase ^= 1;
-    clear_rows<kTileRows, kAtoms, Config::kAtomCols>(smem, min(first - row, kRows));
+    if constexpr (Config::kListed) {
+      clear_rows<kTileRows, kAtoms, Config::kAtomCols>(smem, masked);
+    } else {
+      clear_rows<kTileRows, kAtoms, Config::kAtomCols>(smem, min(masked - row, kRows));
+    }
     if (is_elected) full.arrive();
   }
 
@@ -99,18 +109,20 @@ struct BwdLoader {
     }
   }
 
-  __device__ __forceinline__ void load_kv(const TmaRows& k_rows, int row, int first_key, int head) {
+  __device__ __forceinline__ void load_kv(const TmaRows& k_rows, const BwdWorkTile& tile, const BwdSteps<Config>& order,
+                                          int row, int first_key, int head) {
     constexpr auto kHint = cute::TMA::CacheHintSm90::EVICT_FIRST;
     constexpr int kRows = Config::kBlockN / Config::kKvParts;
     const int stage = kv_state.stage;
 #pragma unroll
     for (int i = 0; i < Config::kKvParts; ++i) {
       const int first = i * kRows, offset = first * Config::kAtomCols;
+      const MaskedRows<Config> masked = masked_keys_of<Config, kRows>(launch, tile, order, row + first, first_key);
       storage.kv_empty[stage][i].wait(kv_state.phase ^ 1);
       load<kRows, Config::kHeadDim, Config::kBlockN>(launch.k_map, storage.k_full[stage][i], storage.k[stage] + offset,
-                                                     k_rows, row + first, first_key, head, kHint);
+                                                     k_rows, row + first, masked, head, kHint);
       load<kRows, Config::kHeadDim, Config::kBlockN>(launch.v_map, storage.v_full[stage][i], storage.v[stage] + offset,
-                                                     k_rows, row + first, first_key, head, kHint);
+                                                     k_rows, row + first, masked, head, kHint);
     }
   }
 
@@ -122,22 +134,23 @@ struct BwdLoader {
     const TmaRows q_rows(is_varlen, tile.batch, tile.q_begin, tile.seqlen_q);
     const MaskOf<Config> visibility = mask_of<Config>(params, tile);
     const int first_row = first_visible_row(visibility);
-    const QBlockOrder order = q_block_order<Config>(params, tile);
+    const BwdSteps<Config> order = bwd_steps<Config>(params, launch.mask, tile);
     const int count = order.count();
     if (count == 0) return;
-    QStep at = order.start();
+    BwdStep<Config> at = order.start();
     const int key = tile.n_block * Config::kBlockN;
     if (!is_first && Config::kKvStages == 1) prefetch_kv(k_rows, key, tile.head_k);
     is_first = false;
     for (int i = 0; i < count; ++i) {
       const int stage = state.stage, row = at.m_block * Config::kBlockM;
+      const MaskedRows<Config> masked_queries = masked_queries_of<Config>(launch, tile, at, row, first_row);
       storage.q_empty[stage].wait(state.phase ^ 1);
       load<Config::kBlockM, Config::kHeadDim>(launch.q_map, storage.q_full[stage], storage.q[stage], q_rows, row,
-                                              first_row, at.head, CacheHintSm90::EVICT_LAST);
+                                              masked_queries, at.head, CacheHintSm90::EVICT_LAST);
       storage.do_empty[stage].wait(state.phase ^ 1);
       load<Config::kBlockM, Config::kHeadDim>(launch.do_map, storage.do_full[stage], storage.dout[stage], q_rows, row,
-                                              first_row, at.head, CacheHintSm90::EVICT_LAST);
-      if (i == 0) load_kv(k_rows, key, first_visible_key(visibility), tile.head_k);
+                                              masked_queries, at.head, CacheHintSm90::EVICT_LAST);
+      if (i == 0) load_kv(k_rows, tile, order, key, first_visible_key(visibility), tile.head_k);
       state.advance();
       order.advance(at);
     }

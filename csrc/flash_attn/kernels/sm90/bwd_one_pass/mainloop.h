@@ -17,6 +17,7 @@
 #include "kernels/sm90/bwd_one_pass/named_barriers.h"
 #include "kernels/sm90/bwd_one_pass/storage.h"
 #include "kernels/sm90/bwd_row_values.h"
+#include "kernels/sm90/bwd_steps.h"
 #include "kernels/sm90/gemm.h"
 #include "kernels/tma/bulk_reduce.h"
 #include "kernels/tma/swizzle.h"
@@ -52,7 +53,7 @@ struct BwdMainloop {
   const int group;   // of the consumers
   const int thread;  // of the warpgroup
   const MaskOf<Config> visibility;
-  const QBlockOrder order;
+  const BwdSteps<Config> order;
   const Coords coords;  // rows: queries of the m_block; columns: this warpgroup's keys
   PipelineState<Config::kStages> state;
   PipelineState<Config::kKvStages> kv_state;
@@ -71,7 +72,7 @@ struct BwdMainloop {
         group(group_),
         thread(threadIdx.x % 128),
         visibility(mask_of<Config>(launch_.params, tile_)),
-        order(q_block_order<Config>(launch_.params, tile_)),
+        order(bwd_steps<Config>(launch_.params, launch_.mask, tile_)),
         coords{AccumulatorCoords<4>(threadIdx.x % 128)},
         state(state_),
         kv_state(kv_state_),
@@ -135,7 +136,7 @@ struct BwdMainloop {
   __device__ __forceinline__ void release(Barrier* empty) const { empty[state.stage].arrive(); }
 
   // One m_block of one query head, without a dQ warpgroup.
-  __device__ __forceinline__ void step(const QStep& at, int i) {
+  __device__ __forceinline__ void step(const BwdStep<Config>& at, int i) {
     using namespace cute;
     const int stage = state.stage;
     AccSdP acc_s, acc_dp;
@@ -146,22 +147,54 @@ struct BwdMainloop {
     storage.do_full[stage].wait(state.phase);
     start_scores(storage.v[0], storage.dout[stage], acc_dp);
     wait_for<1>(acc_s);
-    differentiate<true>(at, false, lse_log2, acc_s, acc_dp);
+    differentiate<true>(at, Config::kListed && is_whole(at), lse_log2, acc_s, acc_dp);
     compute_dk_alternate_dq(acc_dp, i);
+  }
+
+  // kListed: whether every query of the step sees all keys of this consumer.
+  __device__ __forceinline__ bool is_whole(const BwdStep<Config>& at) const {
+    if constexpr (Config::kListed) {
+      return at.entry.strip(group) == BlockClass::kWhole;
+    } else {
+      return false;
+    }
+  }
+
+  __device__ __forceinline__ decltype(auto) mask_at(const BwdStep<Config>& at) const {
+    if constexpr (Config::kListed) {
+      return mask_of_step<Config>(launch, tile, at, group);
+    } else {
+      return (visibility);  // a reference
+    }
   }
 
   // On entry S is complete and dP in flight; on exit acc_s holds P and acc_dp holds dS. kStartsDv: starts dV += P^T dO
   // before it waits for dP.
   template <bool kStartsDv, class LseRows>
-  __device__ __forceinline__ void differentiate(const QStep& at, bool is_unmasked, const LseRows& lse_log2,
+  __device__ __forceinline__ void differentiate(const BwdStep<Config>& at, bool is_unmasked, const LseRows& lse_log2,
                                                 AccSdP& acc_s, AccSdP& acc_dp) {
     const int stage = state.stage;
     const TileCoords tile_coords{tile.batch, at.head, at.m_block * Config::kBlockM, key_begin()};
     auto scores = transposed_row_col_view(acc_s);  // ((2, M / 8), 2)
     auto dp = transposed_row_col_view(acc_dp);
     const RowValues softmax_d{storage.softmax_d[stage], coords};
-    if constexpr (!Config::kIsGeneral) {
-      if (!is_unmasked) mask_scores<Config::kBlockM, 64>(scores, coords, visibility, tile_coords);
+    const SmemRandomBits<Coords> bits{storage.dropout_row_bits[stage], storage.dropout_col_bits[stage] + 32 * group,
+                                      coords};
+    if constexpr (Config::kListed) {
+      const int diagonal = alibi_diagonal(params, tile.batch, visibility, tile_coords.row_begin);
+      if (params.has_score_mod) {
+        ScoreMod(params, tile.batch, at.head).apply(scores, coords, diagonal, tile_coords.key_begin);
+      }
+      if (!is_unmasked) mask_scores<Config::kBlockM, 64>(scores, coords, mask_at(at), tile_coords);
+      exponentiate_scores(scores, params.softmax_scale_log2, lse_log2);
+      if (params.has_dropout) mark_dropped(params, coords, bits, scores);
+      const EarlyRowValues softmax_d_of_rows(softmax_d);
+      if constexpr (kStartsDv) start_dkv(convert_p(acc_s), storage.dout[stage], acc_dv);
+      wait_for<kStartsDv>(acc_dp);
+      const RowValues lse_rows{storage.lse_log2[stage], coords};
+      differentiate_marked(params, visibility, tile_coords, coords, lse_rows, softmax_d_of_rows, scores, dp);
+    } else if constexpr (!Config::kIsGeneral) {
+      if (!is_unmasked) mask_scores<Config::kBlockM, 64>(scores, coords, mask_at(at), tile_coords);
       exponentiate_scores(scores, params.softmax_scale_log2, lse_log2);
       const EarlyRowValues softmax_d_of_rows(softmax_d);
       if constexpr (kStartsDv) start_dkv(convert<Element>(acc_s), storage.dout[stage], acc_dv);
@@ -169,11 +202,18 @@ struct BwdMainloop {
       differentiate_scores(scores, dp, softmax_d_of_rows);
     } else {
       wait_for<0>(acc_dp);
-      const SmemRandomBits<Coords> bits{storage.dropout_row_bits[stage], storage.dropout_col_bits[stage] + 32 * group,
-                                        coords};
-      differentiate_general<Config::kBlockM, 64, true>(params, visibility, tile_coords, coords, bits, lse_log2,
+      differentiate_general<Config::kBlockM, 64, true>(params, mask_at(at), tile_coords, coords, bits, lse_log2,
                                                        softmax_d, scores, dp);
       if constexpr (kStartsDv) start_dkv(convert<Element>(acc_s), storage.dout[stage], acc_dv);
+    }
+  }
+
+  // P as the operand of dV: without dropped elements.
+  __device__ __forceinline__ static auto convert_p(const AccSdP& acc_p) {
+    if constexpr (Config::kListed) {
+      return convert_relu<Element>(acc_p);
+    } else {
+      return convert<Element>(acc_p);
     }
   }
 
@@ -246,9 +286,10 @@ struct BwdMainloop {
 
   // Steps [begin, end) of the work tile, the first of them at `at`. S of the next step is in flight together with dK of
   // this one.
-  __device__ __forceinline__ void run_visible(QStep at, int begin, int end) {
+  __device__ __forceinline__ void run_visible(BwdStep<Config> at, int begin, int end) {
     using namespace cute;
-    const RowRange unmasked = unmasked_rows(visibility, key_begin(), key_begin() + 64, Config::kBlockM);
+    const RowRange unmasked =
+        Config::kListed ? RowRange{} : unmasked_rows(visibility, key_begin(), key_begin() + 64, Config::kBlockM);
     Element* const keys = storage.k[kv_state.stage];
     Element* const values = storage.v[kv_state.stage];
     AccSdP acc_s;
@@ -261,9 +302,10 @@ struct BwdMainloop {
       storage.do_full[stage].wait(state.phase);
       start_scores(values, storage.dout[stage], acc_dp);
       wait_for_order_barrier<Config>(group);
-      differentiate<false>(at, at.m_block >= unmasked.begin && at.m_block < unmasked.end,
-                           RowValues{storage.lse_log2[state.stage], coords}, acc_s, acc_dp);
-      const auto p = convert<Element>(acc_s), ds = convert<Element>(acc_dp);
+      const bool is_unmasked =
+          Config::kListed ? is_whole(at) : at.m_block >= unmasked.begin && at.m_block < unmasked.end;
+      differentiate<false>(at, is_unmasked, RowValues{storage.lse_log2[state.stage], coords}, acc_s, acc_dp);
+      const auto p = convert_p(acc_s), ds = convert<Element>(acc_dp);
       arrive_at_order_barrier<Config>(group);
       store_ds(ds, i == 0);
       // wgmma with A in registers blocks the warp while earlier ones run, so everything else has been issued before.
@@ -295,6 +337,16 @@ struct BwdMainloop {
 
   // With a dQ warpgroup. Steps whose rows see no key of this consumer are the first and the last ones.
   __device__ __forceinline__ void run_with_dq_warpgroup(int count) {
+    if constexpr (Config::kListed) {
+      run_visible(order.start(), 0, count);
+    } else {
+      run_visible_range(count);
+    }
+    storage.kv_empty[kv_state.stage][group].arrive();
+    if constexpr (!Config::kSeparateDkvSmem) wait_for_ds_readers();
+  }
+
+  __device__ __forceinline__ void run_visible_range(int count) {
     const RowRange visible = row_range(visibility, key_begin() / 64, Config::kBlockM, 64);
     const bool is_visible = visible.end > visible.begin;
     const int begin = is_visible ? (order.rows.end - visible.end) * order.heads : count;
@@ -302,8 +354,6 @@ struct BwdMainloop {
     for (int i = 0; i < begin; ++i) store_zero_ds(i == 0);
     if (is_visible) run_visible({order.first_head, visible.end - 1}, begin, end);
     for (int i = end; i < count; ++i) store_zero_ds(false);
-    storage.kv_empty[kv_state.stage][group].arrive();
-    if constexpr (!Config::kSeparateDkvSmem) wait_for_ds_readers();
   }
 
   // Waits until the warpgroup that computes dQ has read all dS of this consumer.
@@ -326,7 +376,7 @@ struct BwdMainloop {
     if constexpr (Config::kHasDqWarpgroup) {
       run_with_dq_warpgroup(count);
     } else {
-      QStep at = order.start();
+      BwdStep<Config> at = order.start();
       for (int i = 0; i < count; ++i) {
         step(at, i);
         order.advance(at);

@@ -29,7 +29,7 @@ struct BwdStorage {
   alignas(16) float softmax_d[Config::kStages][Config::kBlockM];  // stages of dO
 
   // Stages of Q, with dropout: random bits of the rows and of the pairs of columns.
-  static constexpr bool kMayDrop = Config::kIsGeneral;
+  static constexpr bool kMayDrop = Config::kMayDrop;
   alignas(16) RandomBits dropout_row_bits[Config::kStages][kMayDrop ? Config::kBlockM : 2];
   RandomBits dropout_col_bits[Config::kStages][kMayDrop ? Config::kBlockN / 2 : 1];
 

@@ -17,8 +17,10 @@ template <Dtype kDtype_, int kHeadDim_, BwdVariant kVariant, int kHeadDimV_>
 struct BwdTwoPassConfig {
   static constexpr Dtype kDtype = kDtype_;
   using Element = ElementOf<kDtype>;
-  static constexpr bool kIsGeneral = kVariant == BwdVariant::kGeneral;
-  static constexpr bool kMayAccumulate = kVariant != BwdVariant::kPlain;
+  static constexpr bool kListed = kVariant == BwdVariant::kListed;
+  static constexpr bool kIsGeneral = kVariant == BwdVariant::kGeneral || kListed;
+  static constexpr bool kMayDrop = kIsGeneral;
+  static constexpr bool kMayAccumulate = kVariant != BwdVariant::kPlain && !kListed;
   static constexpr plan::Sm90BwdTile kTile = kHeadDim_ == plan::kSm90TwoPassTile.head_dim
                                                  ? plan::kSm90TwoPassTile
                                                  : plan::sm90_bwd_tile(kHeadDim_, kHeadDimV_, kIsGeneral);

@@ -36,6 +36,7 @@ struct DkvConsumer {
   using RowValues = SmemRowValues<Coords>;
   using Scores = AccScores<Config>;
 
+  const BwdTwoPassLaunch& launch;
   const Flash_bwd_params& params;
   DkvStorage<Config>& storage;
   const int thread;  // of the warpgroup
@@ -43,8 +44,9 @@ struct DkvConsumer {
   PipelineState<Config::kStages> state;
   uint32_t kv_phase = 0;
 
-  __device__ __forceinline__ DkvConsumer(const Flash_bwd_params& params_, DkvStorage<Config>& storage_)
-      : params(params_),
+  __device__ __forceinline__ DkvConsumer(const BwdTwoPassLaunch& launch_, DkvStorage<Config>& storage_)
+      : launch(launch_),
+        params(launch_.params),
         storage(storage_),
         thread(threadIdx.x % 128),
         coords{AccumulatorCoords<4>(threadIdx.x % 128)} {}

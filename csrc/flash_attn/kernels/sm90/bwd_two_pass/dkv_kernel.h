@@ -16,6 +16,7 @@
 #include "kernels/common/row_store.h"
 #include "kernels/sm90/bwd_row_values.h"
 #include "kernels/sm90/bwd_statistics_warp.h"
+#include "kernels/sm90/bwd_steps.h"
 #include "kernels/sm90/bwd_tile_loader.h"
 #include "kernels/sm90/bwd_two_pass/dkv_key_tile_consumer.h"
 #include "kernels/sm90/bwd_two_pass/products.h"
@@ -24,6 +25,19 @@
 
 namespace flash {
 namespace sm90 {
+
+// Visits the key tile of an index: worker.run(tile). Of kernels with lists, whose functions are so large that lambdas
+// become calls, which would serialise the wgmmas of all warps (C7510).
+template <class Config, class Worker>
+struct InlinedKeyTile {
+  const BwdTwoPassLaunch& launch;
+  Worker& worker;
+
+  __device__ __forceinline__ void operator()(int index) const {
+    const BwdWorkTile tile = bwd_work_tile_at(launch.params, Config::kBlockN, index, launch.grid);
+    if (!tile.empty(Config::kBlockN)) worker.run(tile);
+  }
+};
 
 template <class Config>
 struct DkvLoader : BwdTileLoader<Config> {
@@ -38,13 +52,19 @@ struct DkvLoader : BwdTileLoader<Config> {
       : BwdTileLoader<Config>(storage_.pre_clear_full), launch(launch_), storage(storage_) {}
 
   __device__ __forceinline__ void run_all() {
-    announce_work_tiles(
-        storage, launch.num_tiles, is_elected,
-        [&](bool is_first, int index) { return fetch_index(launch.tile_count_semaphore, is_first, index); },
-        [&](int index) {
-          const BwdWorkTile tile = bwd_work_tile_at(launch.params, Config::kBlockN, index, launch.grid);
-          if (!tile.empty(Config::kBlockN)) run(tile);
-        });
+    const auto fetch = [&](bool is_first, int index) {
+      return fetch_index(launch.tile_count_semaphore, is_first, index);
+    };
+    const auto load = [&](int index) {
+      const BwdWorkTile tile = bwd_work_tile_at(launch.params, Config::kBlockN, index, launch.grid);
+      if (!tile.empty(Config::kBlockN)) run(tile);
+    };
+    if constexpr (Config::kListed) {
+      announce_work_tiles(storage, launch.num_tiles, is_elected, fetch,
+                          InlinedKeyTile<Config, DkvLoader>{launch, *this});
+    } else {
+      announce_work_tiles(storage, launch.num_tiles, is_elected, fetch, load);
+    }
   }
 
   __device__ __forceinline__ void run(const BwdWorkTile& tile) {
@@ -54,28 +74,34 @@ struct DkvLoader : BwdTileLoader<Config> {
     const TmaRows q_rows(params.is_varlen(), tile.batch, tile.q_begin, tile.seqlen_q);
     const MaskOf<Config> visibility = mask_of<Config>(params, tile);
     const int first_row = first_visible_row(visibility), first_key = first_visible_key(visibility);
-    const int key = tile.n_block * Config::kBlockN;
-    const QBlockOrder order = q_block_order<Config>(params, tile);
+    const BwdSteps<Config> order = bwd_steps<Config>(params, launch.mask, tile);
     const int count = order.count();
-    QStep at = order.start();
+    BwdStep<Config> at = order.start();
+    MaskedRows<Config> masked_keys[Config::kKeyTiles];
+#pragma unroll
+    for (int i = 0; i < Config::kKeyTiles; ++i) {
+      const int key = tile.n_block * Config::kBlockN + i * Config::kTileRows;
+      masked_keys[i] = masked_keys_of<Config, Config::kTileRows>(launch, tile, order, key, first_key);
+    }
     for (int i = 0; i < count; ++i) {
+      const auto masked_queries = masked_queries_of<Config>(launch, tile, at, at.m_block * Config::kBlockM, first_row);
       const int stage = state.stage, row = at.m_block * Config::kBlockM;
       if (i == 0) {
-        load_keys<Config::kHeadDim>(launch.k_map, storage.k_full, storage.k_empty, storage.k, k_rows, key, first_key,
-                                    tile.head_k);
+        load_keys<Config::kHeadDim>(launch.k_map, storage.k_full, storage.k_empty, storage.k, k_rows, tile,
+                                    masked_keys);
       }
       storage.q_empty[stage].wait(state.phase ^ 1);
       this->template load<Config::kBlockM, Config::kHeadDim>(launch.q_map, storage.q_full[stage], storage.q[stage],
-                                                             q_rows, row, first_row, at.head,
+                                                             q_rows, row, masked_queries, at.head,
                                                              CacheHintSm90::EVICT_LAST);
       if (i == 0) {
-        load_keys<Config::kHeadDimV>(launch.v_map, storage.v_full, storage.v_empty, storage.v, k_rows, key, first_key,
-                                     tile.head_k);
+        load_keys<Config::kHeadDimV>(launch.v_map, storage.v_full, storage.v_empty, storage.v, k_rows, tile,
+                                     masked_keys);
         kv_phase ^= 1;
       }
       storage.do_empty[stage].wait(state.phase ^ 1);
       this->template load<Config::kBlockM, Config::kHeadDimV>(launch.do_map, storage.do_full[stage],
-                                                              storage.dout[stage], q_rows, row, first_row, at.head,
+                                                              storage.dout[stage], q_rows, row, masked_queries, at.head,
                                                               CacheHintSm90::EVICT_LAST);
       state.advance();
       order.advance(at);
@@ -86,12 +112,14 @@ struct DkvLoader : BwdTileLoader<Config> {
   __device__ __forceinline__ void load_keys(const CUtensorMap& map, Barrier (&full)[Config::kKeyTiles],
                                             Barrier (&empty)[Config::kKeyTiles],
                                             typename Config::Element (&tiles)[Config::kKeyTiles][kSmemTile],
-                                            const TmaRows& k_rows, int key, int first_key, int head_k) {
+                                            const TmaRows& k_rows, const BwdWorkTile& tile,
+                                            const MaskedRows<Config> (&masked)[Config::kKeyTiles]) {
 #pragma unroll
     for (int i = 0; i < Config::kKeyTiles; ++i) {
+      const int key = tile.n_block * Config::kBlockN + i * Config::kTileRows;
       empty[i].wait(kv_phase ^ 1);
-      this->template load<Config::kTileRows, kCols>(map, full[i], tiles[i], k_rows, key + i * Config::kTileRows,
-                                                    first_key, head_k, cute::TMA::CacheHintSm90::EVICT_FIRST);
+      this->template load<Config::kTileRows, kCols>(map, full[i], tiles[i], k_rows, key, masked[i], tile.head_k,
+                                                    cute::TMA::CacheHintSm90::EVICT_FIRST);
     }
   }
 };
@@ -105,12 +133,24 @@ __device__ __forceinline__ void for_each_key_tile(const BwdTwoPassLaunch& launch
   });
 }
 
+template <class Config>
+struct DkvStatistics {
+  const BwdTwoPassLaunch& launch;
+  DkvStorage<Config>& storage;
+  PipelineState<Config::kStages>& state;
+
+  __device__ __forceinline__ void run(const BwdWorkTile& tile) {
+    load_statistics<Config>(launch, storage, tile, state);
+  }
+};
+
 // Consumer 0: S, P and dV.
 template <class Config>
 struct DvConsumer : DkvConsumer<Config> {
   using Base = DkvConsumer<Config>;
   using Base::coords;
   using Base::kv_phase;
+  using Base::launch;
   using Base::params;
   using Base::state;
   using Base::storage;
@@ -124,7 +164,7 @@ struct DvConsumer : DkvConsumer<Config> {
   using Base::Base;
 
   __device__ __forceinline__ void run(const BwdWorkTile& tile) {
-    const QBlockOrder order = q_block_order<Config>(params, tile);
+    const BwdSteps<Config> order = bwd_steps<Config>(params, launch.mask, tile);
     Gradient acc_dv;
     cute::clear(acc_dv);
     if (order.count() > 0) accumulate(tile, order, acc_dv);
@@ -135,9 +175,9 @@ struct DvConsumer : DkvConsumer<Config> {
 
   // S of the next step is issued after dV of this one, and both are in flight. No wgmma is in flight where branches
   // join: ptxas would serialise it (C7514).
-  __device__ __forceinline__ void accumulate(const BwdWorkTile& tile, const QBlockOrder& order, Gradient& acc_dv) {
+  __device__ __forceinline__ void accumulate(const BwdWorkTile& tile, const BwdSteps<Config>& order, Gradient& acc_dv) {
     const int count = order.count();
-    QStep at = order.start();
+    BwdStep<Config> at = order.start();
     Scores acc_s;
     storage.k_full[0].wait(kv_phase);
     kv_phase ^= 1;
@@ -169,9 +209,9 @@ struct DvConsumer : DkvConsumer<Config> {
   }
 
   // P of the step from its scores: published for consumer 1 and returned for dV. Releases Q.
-  __device__ __forceinline__ auto publish_p(const BwdWorkTile& tile, const QStep& at, Scores& acc_s) const {
+  __device__ __forceinline__ auto publish_p(const BwdWorkTile& tile, const BwdStep<Config>& at, Scores& acc_s) const {
     const TileCoords tile_coords{tile.batch, at.head, at.m_block * Config::kBlockM, tile.n_block * Config::kBlockN};
-    const MaskOf<Config> visibility = mask_of<Config>(params, tile);
+    const auto visibility = mask_of_step<Config>(launch, tile, at, 0);
     const RowValues lse_log2{storage.lse_log2[state.stage], coords};
     auto scores = transposed_row_col_view(acc_s);
     if constexpr (!Config::kIsGeneral) {
@@ -205,6 +245,7 @@ struct DkConsumer : DkvConsumer<Config> {
   using Base = DkvConsumer<Config>;
   using Base::coords;
   using Base::kv_phase;
+  using Base::launch;
   using Base::params;
   using Base::state;
   using Base::storage;
@@ -217,7 +258,7 @@ struct DkConsumer : DkvConsumer<Config> {
   using Base::Base;
 
   __device__ __forceinline__ void run(const BwdWorkTile& tile) {
-    const QBlockOrder order = q_block_order<Config>(params, tile);
+    const BwdSteps<Config> order = bwd_steps<Config>(params, launch.mask, tile);
     Gradient acc_dk;
     cute::clear(acc_dk);
     if (order.count() > 0) accumulate(order.count(), acc_dk);
@@ -308,17 +349,30 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     if (warp == 0) DkvLoader<Config>(launch, storage).run_all();
     if (warp == 1) {
       PipelineState<Config::kStages> state;
-      for_each_key_tile(launch, storage,
-                        [&](const BwdWorkTile& tile) { load_statistics<Config>(launch.params, storage, tile, state); });
+      if constexpr (Config::kListed) {
+        DkvStatistics<Config> statistics{launch, storage, state};
+        for_each_index(storage, launch.num_tiles, InlinedKeyTile<Config, DkvStatistics<Config>>{launch, statistics});
+      } else {
+        for_each_key_tile(launch, storage,
+                          [&](const BwdWorkTile& tile) { load_statistics<Config>(launch, storage, tile, state); });
+      }
     }
   } else if (warp_group == 1) {
     cutlass::arch::warpgroup_reg_alloc<Config::kConsumerRegisters>();
-    FirstConsumer<Config> consumer(launch.params, storage);
-    for_each_key_tile(launch, storage, [&](const BwdWorkTile& tile) { consumer.run(tile); });
+    FirstConsumer<Config> consumer(launch, storage);
+    if constexpr (Config::kListed) {
+      for_each_index(storage, launch.num_tiles, InlinedKeyTile<Config, FirstConsumer<Config>>{launch, consumer});
+    } else {
+      for_each_key_tile(launch, storage, [&](const BwdWorkTile& tile) { consumer.run(tile); });
+    }
   } else {
     cutlass::arch::warpgroup_reg_alloc<Config::kConsumerRegisters>();
-    SecondConsumer<Config> consumer(launch.params, storage);
-    for_each_key_tile(launch, storage, [&](const BwdWorkTile& tile) { consumer.run(tile); });
+    SecondConsumer<Config> consumer(launch, storage);
+    if constexpr (Config::kListed) {
+      for_each_index(storage, launch.num_tiles, InlinedKeyTile<Config, SecondConsumer<Config>>{launch, consumer});
+    } else {
+      for_each_key_tile(launch, storage, [&](const BwdWorkTile& tile) { consumer.run(tile); });
+    }
   }
 }
 

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "core/bwd_schedule.h"
+#include "kernels/sm90/bwd_steps.h"
 #include "kernels/sm90/bwd_two_pass/dkv_consumer.h"
 
 namespace flash {
@@ -15,6 +16,7 @@ struct KeyTileConsumer : DkvConsumer<Config> {
   using Base = DkvConsumer<Config>;
   using Base::coords;
   using Base::kv_phase;
+  using Base::launch;
   using Base::params;
   using Base::state;
   using Base::storage;
@@ -29,7 +31,7 @@ struct KeyTileConsumer : DkvConsumer<Config> {
   using Base::Base;
 
   __device__ __forceinline__ void run(const BwdWorkTile& tile) {
-    const QBlockOrder order = q_block_order<Config>(params, tile);
+    const BwdSteps<Config> order = bwd_steps<Config>(params, launch.mask, tile);
     GradientK acc_dk;
     GradientV acc_dv;
     cute::clear(acc_dk);
@@ -40,6 +42,14 @@ struct KeyTileConsumer : DkvConsumer<Config> {
     store_dkv<Config>(params, tile, kKeyTile, thread, acc_dk, params.scale_softmax, params.dk_ptr, params.dk_strides,
                       params.d);
     __syncwarp();  // wgmma needs converged warps
+  }
+
+  __device__ __forceinline__ void visit(const BwdWorkTile& tile, const ListedQOrder& order, GradientK& acc_dk,
+                                        GradientV& acc_dv) {
+    storage.k_full[kKeyTile].wait(kv_phase);
+    storage.v_full[kKeyTile].wait(kv_phase);
+    kv_phase ^= 1;
+    accumulate(tile, order, acc_dk, acc_dv);
   }
 
   // Skips the steps of the work tile whose rows do not see this consumer's keys.
@@ -76,10 +86,10 @@ struct KeyTileConsumer : DkvConsumer<Config> {
   // dV overlaps dS, and dK overlaps P of the next step. No wgmma is in flight where branches of the loop join: ptxas
   // would serialise it (C7514). Scores are converted to 16 bits only after the previous A operand is consumed:
   // registers hold one.
-  __device__ __forceinline__ void accumulate(const BwdWorkTile& tile, const QBlockOrder& order, GradientK& acc_dk,
+  __device__ __forceinline__ void accumulate(const BwdWorkTile& tile, const BwdSteps<Config>& order, GradientK& acc_dk,
                                              GradientV& acc_dv) {
     int left = order.count();  // steps
-    QStep at = order.start();
+    BwdStep<Config> at = order.start();
     Scores acc_s, own_acc_dp;  // S and P; dP and dS; or all of them in turn
     Scores& acc_dp = Config::kPInSmem ? acc_s : own_acc_dp;
     const Element* k = storage.k[kKeyTile];
@@ -130,12 +140,12 @@ struct KeyTileConsumer : DkvConsumer<Config> {
   }
 
   // P of the step from its complete scores. Releases K after the last ones.
-  __device__ __forceinline__ void exponentiate(const BwdWorkTile& tile, const QStep& at, Scores& acc_s,
+  __device__ __forceinline__ void exponentiate(const BwdWorkTile& tile, const BwdStep<Config>& at, Scores& acc_s,
                                                bool is_last) const {
     if (is_last) storage.k_empty[kKeyTile].arrive();
     const TileCoords tile_coords{tile.batch, at.head, at.m_block * Config::kBlockM,
                                  tile.n_block * Config::kBlockN + kKeyTile * Config::kTileRows};
-    const MaskOf<Config> visibility = mask_of<Config>(params, tile);
+    const auto visibility = mask_of_step<Config>(launch, tile, at, kKeyTile);
     const RowValues lse_log2{storage.lse_log2[state.stage], coords};
     auto scores = transposed_row_col_view(acc_s);
     mask_scores<Config::kBlockM, Config::kTileRows>(scores, mask_coords(), visibility, tile_coords);

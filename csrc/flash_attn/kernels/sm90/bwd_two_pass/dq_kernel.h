@@ -8,11 +8,12 @@
 
 #include "core/visible_range.h"
 #include "kernels/common/differentiate.h"
+#include "kernels/common/listed_mask.h"
 #include "kernels/common/mask.h"
 #include "kernels/common/pdl.h"
 #include "kernels/common/row_store.h"
 #include "kernels/sm90/bwd_row_values.h"
-#include "kernels/sm90/bwd_tile_loader.h"
+#include "kernels/sm90/bwd_two_pass/dq_loader.h"
 #include "kernels/sm90/bwd_two_pass/products.h"
 #include "kernels/sm90/bwd_two_pass/storage.h"
 #include "kernels/sm90/bwd_work_queue.h"
@@ -20,129 +21,15 @@
 namespace flash {
 namespace sm90 {
 
-// The n_blocks that a work tile's rows see, in descending order.
-template <class Config>
-__device__ __forceinline__ BlockRange visited_n_blocks(const Flash_bwd_params& params, const WorkTile& tile) {
-  return block_range(mask_of<Config>(params, tile), tile.row_begin, tile.row_end, Config::kDqBlockN);
-}
-
-template <class Config, class Visit>
-__device__ __forceinline__ void for_each_row_tile(const BwdTwoPassLaunch& launch, DqStorage<Config>& storage,
-                                                  const Visit& visit) {
-  for_each_index(storage, launch.num_tiles, [&](int index) {
-    const WorkTile tile = work_tile_at(launch.params, Config::kDqBlockM, index);
-    if (!tile.empty()) visit(tile);
-  });
-}
-
-template <class Config>
-struct DqLoader : BwdTileLoader<Config> {
-  using BwdTileLoader<Config>::is_elected;
-  using Hint = cute::TMA::CacheHintSm90;
-
-  const BwdTwoPassLaunch& launch;
-  DqStorage<Config>& storage;
-  PipelineState<Config::kDqStages> k_state;
-  PipelineState<Config::kDqVStages> v_state;
-  uint32_t tile_phase = 0;
-
-  __device__ __forceinline__ DqLoader(const BwdTwoPassLaunch& launch_, DqStorage<Config>& storage_)
-      : BwdTileLoader<Config>(storage_.pre_clear_full), launch(launch_), storage(storage_) {}
-
-  __device__ __forceinline__ void run_all() {
-    announce_work_tiles(
-        storage, launch.num_tiles, is_elected,
-        [&](bool is_first, int index) { return fetch_index(launch.tile_count_semaphore, is_first, index); },
-        [&](int index) {
-          const WorkTile tile = work_tile_at(launch.params, Config::kDqBlockM, index);
-          if (!tile.empty()) run(tile);
-        });
-  }
-
-  __device__ __forceinline__ void run(const WorkTile& tile) {
-    const BlockRange n_blocks = visited_n_blocks<Config>(launch.params, tile);
-    if (n_blocks.count() == 0) return;
-    const bool is_varlen = launch.params.is_varlen();
-    const TmaRows k_rows(is_varlen, tile.batch, tile.k_begin, tile.seqlen_k);
-    const TmaRows q_rows(is_varlen, tile.batch, tile.q_begin, tile.seqlen_q);
-    const int first_key = first_visible_key(mask_of<Config>(launch.params, tile));
-    const int head_k = tile.head / launch.params.h_h_k_ratio;
-    for (int n_block = n_blocks.end - 1; n_block >= n_blocks.begin; --n_block) {
-      const bool is_first = n_block == n_blocks.end - 1;
-      load_k(k_rows, n_block * Config::kDqBlockN, first_key, head_k);
-      if (is_first) {
-        load_rows<Config::kHeadDim>(launch.q_map, storage.q_full, storage.q_empty, storage.q, q_rows, tile);
-      }
-      load_v(k_rows, n_block * Config::kDqBlockN, first_key, head_k);
-      if (is_first) {
-        load_rows<Config::kHeadDimV>(launch.do_map, storage.do_full, storage.do_empty, storage.dout, q_rows, tile);
-      }
-    }
-    tile_phase ^= 1;
-  }
-
-  __device__ __forceinline__ void load_k(const TmaRows& k_rows, int key, int first_key, int head_k) {
-    const int stage = k_state.stage;
-    storage.k_empty[stage].wait(k_state.phase ^ 1);
-    this->template load<Config::kDqBlockN, Config::kHeadDim>(launch.k_map, storage.k_full[stage], storage.k[stage],
-                                                             k_rows, key, first_key, head_k, Hint::EVICT_LAST);
-    k_state.advance();
-  }
-
-  __device__ __forceinline__ void load_v(const TmaRows& k_rows, int key, int first_key, int head_k) {
-#pragma unroll
-    for (int part = 0; part < Config::kVParts; ++part) {
-      const int stage = v_state.stage;
-      storage.v_empty[stage].wait(v_state.phase ^ 1);
-      this->template load<Config::kDqBlockN, Config::kVPartCols>(launch.v_map, storage.v_full[stage], storage.v[stage],
-                                                                 k_rows, key, first_key, head_k, Hint::EVICT_LAST,
-                                                                 part * Config::kVPartCols);
-      v_state.advance();
-    }
-  }
-
-  // Q or dO of both consumers. Fully masked rows may hold anything: no other row's dQ depends on them.
-  template <int kCols, int kSmemTile>
-  __device__ __forceinline__ void load_rows(const CUtensorMap& map, Barrier (&full)[2], Barrier (&empty)[2],
-                                            typename Config::Element (&tiles)[2][kSmemTile], const TmaRows& q_rows,
-                                            const WorkTile& tile) {
-#pragma unroll
-    for (int group = 0; group < 2; ++group) {
-      empty[group].wait(tile_phase ^ 1);
-      this->template load<Config::kBlockM, kCols>(map, full[group], tiles[group], q_rows,
-                                                  tile.row_begin + group * Config::kBlockM, 0, tile.head,
-                                                  Hint::EVICT_FIRST);
-    }
-  }
-};
-
-// The dropout warp: the random bits of the pairs of columns of each K block.
-template <class Config>
-__device__ __forceinline__ void store_column_bits(const Flash_bwd_params& params, DqStorage<Config>& storage,
-                                                  const WorkTile& tile, PipelineState<Config::kDqStages>& state) {
-  static_assert(Config::kDqBlockN == 64, "a pair of columns for each lane");
-  const BlockRange n_blocks = visited_n_blocks<Config>(params, tile);
-  const int lane = threadIdx.x % 32;
-  DropoutMask mask;
-  if (params.has_dropout) mask = DropoutMask(params, tile.batch, tile.head);
-  for (int n_block = n_blocks.end - 1; n_block >= n_blocks.begin; --n_block) {
-    storage.k_empty[state.stage].wait(state.phase ^ 1);
-    if (params.has_dropout) {
-      storage.dropout_col_bits[state.stage][lane] = mask.column_pair(n_block * Config::kDqBlockN + 2 * lane);
-    }
-    storage.k_full[state.stage].arrive();
-    state.advance();
-  }
-}
-
 // A thread's two rows.
 struct DqRows {
   float lse_log2[2];  // +inf where the row is fully masked or beyond the sequence
   float softmax_d[2];
 
   template <class Config, class Coords>
-  __device__ __forceinline__ static DqRows load(const Flash_bwd_params& params, const WorkTile& tile, int row_begin,
+  __device__ __forceinline__ static DqRows load(const BwdTwoPassLaunch& launch, const WorkTile& tile, int row_begin,
                                                 const Coords& coords) {
+    const Flash_bwd_params& params = launch.params;
     const float* const lse = params.softmax_lse_ptr + lse_offset(params, tile.batch, tile.head, tile.q_begin);
     const float* const delta = params.softmax_d_ptr + softmax_d_offset(params, tile.batch, tile.head, tile.q_begin);
     const int first_row = first_visible_row(mask_of<Config>(params, tile));
@@ -150,7 +37,11 @@ struct DqRows {
 #pragma unroll
     for (int mi = 0; mi < 2; ++mi) {
       const int row = row_begin + coords.row(mi);
-      const bool valid = row >= first_row && row < tile.seqlen_q;
+      bool valid = row >= first_row && row < tile.seqlen_q;
+      if constexpr (Config::kListed) {
+        const uint32_t* const seen = seen_rows(params, launch.mask, tile.batch, tile.head, tile.q_begin, tile.segment);
+        valid = valid && is_seen(seen, row);
+      }
       // Bypasses L1: this kernel may have started before the preceding one was complete.
       rows.lse_log2[mi] = valid ? lse_or_inf(__ldcg(lse + row)) * ScoreMod::kLog2e : INFINITY;
       rows.softmax_d[mi] = valid ? __ldcg(delta + row) : 0.0f;
@@ -167,6 +58,7 @@ struct DqConsumer {
   using Scores = AccScores<Config>;
   using Gradient = AccGradient<Config, Config::kHeadDim>;
 
+  const BwdTwoPassLaunch& launch;
   const Flash_bwd_params& params;
   DqStorage<Config>& storage;
   const int group;
@@ -175,14 +67,21 @@ struct DqConsumer {
   PipelineState<Config::kDqStages> k_state;
   PipelineState<Config::kDqVStages> v_state;
   uint32_t tile_phase = 0;
+  BlockList list;    // kListed: of the work tile
+  BlockEntry entry;  // kListed: of the block whose S is masked
 
-  __device__ __forceinline__ DqConsumer(const Flash_bwd_params& params_, DqStorage<Config>& storage_, int group_)
-      : params(params_), storage(storage_), group(group_), thread(threadIdx.x % 128), coords(threadIdx.x % 128) {}
+  __device__ __forceinline__ DqConsumer(const BwdTwoPassLaunch& launch_, DqStorage<Config>& storage_, int group_)
+      : launch(launch_),
+        params(launch_.params),
+        storage(storage_),
+        group(group_),
+        thread(threadIdx.x % 128),
+        coords(threadIdx.x % 128) {}
 
   __device__ __forceinline__ void run(const WorkTile& tile) {
     const int row_begin = tile.row_begin + group * Config::kBlockM;
-    const DqRows rows = DqRows::load<Config>(params, tile, row_begin, coords);
-    const BlockRange n_blocks = visited_n_blocks<Config>(params, tile);
+    const DqRows rows = DqRows::load<Config>(launch, tile, row_begin, coords);
+    const auto n_blocks = visited_n_blocks<Config>(params, launch.mask, tile);
     if constexpr (Config::kIsGeneral) {
       if (params.has_dropout) store_row_bits(tile, row_begin);
     }
@@ -200,6 +99,26 @@ struct DqConsumer {
     const int row = thread / 32 * 16 + thread % 16;
     if (thread % 32 < 16) row_bits()[row] = DropoutMask(params, tile.batch, tile.head).row(row_begin + row);
     __syncwarp();
+  }
+
+  // Blocks are numbered from the last one of the list.
+  __device__ __forceinline__ void visit(const WorkTile& tile, const DqRows& rows, int row_begin,
+                                        const BlockList& n_blocks, Gradient& acc_dq) {
+    list = n_blocks;
+    storage.q_full[group].wait(tile_phase);
+    storage.do_full[group].wait(tile_phase);
+    accumulate(tile, rows, row_begin, 0, list.count(), acc_dq);
+    tile_phase ^= 1;
+  }
+
+  // The n_block of a step of accumulate(). Shuffled, so that ptxas sees uniform branches.
+  __device__ __forceinline__ int n_block_of(int step) {
+    if constexpr (Config::kListed) {
+      entry.bits = __shfl_sync(0xffffffffu, list.at(list.count() - 1 - step).bits, 0);
+      return entry.block();
+    } else {
+      return step;
+    }
   }
 
   // Skips the blocks of the work tile that this consumer's rows do not see.
@@ -252,7 +171,7 @@ struct DqConsumer {
     const auto differentiate_block = [&](int n_block, const auto& after_p) {
       if (n_block == begin) storage.q_empty[group].arrive();
       start_dp(acc_dp);
-      const TileCoords tile_coords{tile.batch, tile.head, row_begin, n_block * Config::kDqBlockN};
+      const TileCoords tile_coords{tile.batch, tile.head, row_begin, n_block_of(n_block) * Config::kDqBlockN};
       differentiate(tile, rows, tile_coords, acc_s, acc_dp, after_p);
       if (n_block == begin) storage.do_empty[group].arrive();
     };
@@ -291,7 +210,7 @@ struct DqConsumer {
       if (is_last) storage.q_empty[group].arrive();
       Scores acc_dp;
       start_dp(acc_dp);
-      const TileCoords tile_coords{tile.batch, tile.head, row_begin, n_block * Config::kDqBlockN};
+      const TileCoords tile_coords{tile.batch, tile.head, row_begin, n_block_of(n_block) * Config::kDqBlockN};
       differentiate(tile, rows, tile_coords, acc_s, acc_dp, [] {});
       if (is_last) storage.do_empty[group].arrive();
       const auto ds = convert<Element>(acc_dp);
@@ -352,7 +271,7 @@ struct DqConsumer {
   template <class AfterP>
   __device__ __forceinline__ void differentiate(const WorkTile& tile, const DqRows& rows, const TileCoords& tile_coords,
                                                 Scores& acc_s, Scores& acc_dp, const AfterP& after_p) {
-    const MaskOf<Config> visibility = mask_of<Config>(params, tile);
+    const auto visibility = mask_of_block(tile);
     const RowArray<2> lse_log2{rows.lse_log2}, softmax_d{rows.softmax_d};
     auto scores = row_col_view(acc_s);
     auto dp = row_col_view(acc_dp);
@@ -369,6 +288,16 @@ struct DqConsumer {
       const SmemRandomBits<Coords> bits{row_bits(), storage.dropout_col_bits[k_state.stage], coords};
       differentiate_general<Config::kBlockM, Config::kDqBlockN, true>(params, visibility, tile_coords, coords, bits,
                                                                       lse_log2, softmax_d, scores, dp);
+    }
+  }
+
+  __device__ __forceinline__ auto mask_of_block(const WorkTile& tile) const {
+    const MaskOf<Config> window = mask_of<Config>(params, tile);
+    if constexpr (Config::kListed) {
+      return FactorMask{window, factors_of(params, launch.mask.factors, tile, tile.head),
+                        entry.strip(group) != BlockClass::kWhole};
+    } else {
+      return window;
     }
   }
 
@@ -414,11 +343,11 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     if (Config::kIsGeneral && warp == 1) {
       PipelineState<Config::kDqStages> state;
       for_each_row_tile(launch, storage,
-                        [&](const WorkTile& tile) { store_column_bits<Config>(launch.params, storage, tile, state); });
+                        [&](const WorkTile& tile) { store_column_bits<Config>(launch, storage, tile, state); });
     }
   } else {
     cutlass::arch::warpgroup_reg_alloc<Config::kConsumerRegisters>();
-    DqConsumer<Config> consumer(launch.params, storage, warp_group - 1);
+    DqConsumer<Config> consumer(launch, storage, warp_group - 1);
     for_each_row_tile(launch, storage, [&](const WorkTile& tile) { consumer.run(tile); });
   }
 }

@@ -80,28 +80,36 @@ cudaError_t run_flash_bwd_dq(BwdTwoPassLaunch launch, const plan::BwdPlan& plan,
 
 // softmax_d, then both kernels. DqConfig: the dQ kernel has no variant for sums of dK and dV.
 template <class Config, class DqConfig>
-cudaError_t run_flash_bwd_two_pass(const Flash_bwd_params& params, const plan::BwdPlan& plan, cudaStream_t stream) {
+cudaError_t run_flash_bwd_two_pass(const Flash_bwd_mask_params& params, const plan::BwdPlan& plan,
+                                   cudaStream_t stream) {
   BwdTwoPassLaunch launch{};
   launch.params = params;
+  launch.mask = params.mask;
   launch.grid = plan.order;
   cudaError_t status = make_tensor_maps(launch, plan.dtype);
   if (status == cudaSuccess) status = run_softmax_d(params, plan.dtype, stream);
   if (status == cudaSuccess) status = run_flash_bwd_dkv<Config>(launch, plan, stream);
+  launch.mask = params.dq_mask;
   return status == cudaSuccess ? run_flash_bwd_dq<DqConfig>(launch, plan, stream) : status;
 }
 
 template <Dtype kDtype, int kHeadDim, int kHeadDimV>
-cudaError_t run_mha_bwd_two_pass(const Flash_bwd_params& params, const plan::BwdPlan& plan, cudaStream_t stream) {
+cudaError_t run_mha_bwd_two_pass(const Flash_bwd_mask_params& params, const plan::BwdPlan& plan, cudaStream_t stream) {
   using Plain = BwdTwoPassConfig<kDtype, kHeadDim, BwdVariant::kPlain, kHeadDimV>;
   using General = BwdTwoPassConfig<kDtype, kHeadDim, BwdVariant::kGeneral, kHeadDimV>;
   using Accumulate = BwdTwoPassConfig<kDtype, kHeadDim, BwdVariant::kAccumulate, kHeadDimV>;
+  if constexpr (plan::has_listed_bwd(kHeadDim, kHeadDimV)) {
+    using Listed = BwdTwoPassConfig<kDtype, kHeadDim, BwdVariant::kListed, kHeadDimV>;
+    if (plan.variant == plan::BwdVariant::kListed) return run_flash_bwd_two_pass<Listed, Listed>(params, plan, stream);
+  }
   switch (plan.variant) {
     case plan::BwdVariant::kPlain: return run_flash_bwd_two_pass<Plain, Plain>(params, plan, stream);
     case plan::BwdVariant::kGeneral: return run_flash_bwd_two_pass<General, General>(params, plan, stream);
     case plan::BwdVariant::kAccumulate: return run_flash_bwd_two_pass<Accumulate, Plain>(params, plan, stream);
+    case plan::BwdVariant::kListed:
     case plan::BwdVariant::kDropout: break;
   }
-  return cudaErrorInvalidValue;  // a variant of the mma.sync family
+  return cudaErrorInvalidValue;  // a variant of the mma.sync family, or of another head dim
 }
 
 }  // namespace sm90

@@ -1,0 +1,200 @@
+// Masks as data: which keys a query sees by tensors of the call (flash_attn.AttentionMask). All factors hold together,
+// and together with the window. Blocks of scores are hidden, partial or whole; kernels visit the last two and apply the
+// factors to partial ones alone (core/block_list.h). tests/cpp/test_mask_factors.cpp checks this file by brute force.
+#pragma once
+
+#include <cstdint>
+
+#include "core/fast_div.h"
+#include "core/host_device.h"
+#include "core/visibility.h"
+
+namespace flash {
+
+constexpr int kMaskStrip = 64;     // rows and keys are summarised in strips of so many
+constexpr int kMaskWordKeys = 32;  // keys of a word of bits
+
+// What a block of the block map says; greater values are kWhole.
+enum class MappedBlock : uint8_t { kHidden = 0, kPartial = 1, kWhole = 2 };
+
+enum class BlockClass : int { kHidden = 0, kPartial = 1, kWhole = 2 };
+
+constexpr FLASH_HOST_DEVICE BlockClass both(BlockClass a, BlockClass b) { return a < b ? a : b; }
+
+// Up to two intervals [begin, end), whose union counts. Empty where end <= begin.
+struct Intervals {
+  int begin[2] = {0, 0};
+  int end[2] = {0, 0};
+
+  FLASH_HOST_DEVICE constexpr bool contain(int i) const {
+    return (begin[0] <= i && i < end[0]) || (begin[1] <= i && i < end[1]);
+  }
+};
+
+// Bounds of the begins and ends of a strip's intervals.
+struct IntervalBounds {
+  int min_begin[2] = {kFar, kFar};
+  int max_begin[2] = {-1, -1};
+  int min_end[2] = {kFar, kFar};
+  int max_end[2] = {-1, -1};
+
+  static constexpr int kFar = 0x7fffffff;
+
+  // An empty interval widens nothing, and keeps the strip from being inside of the others.
+  FLASH_HOST_DEVICE constexpr void add(const Intervals& intervals) {
+    for (int i = 0; i < 2; ++i) {
+      const int begin = intervals.begin[i], end = intervals.end[i];
+      const bool empty = end <= begin;
+      if (!empty && begin < min_begin[i]) min_begin[i] = begin;
+      if (!empty && end > max_end[i]) max_end[i] = end;
+      const int low = empty ? kFar : begin, high = empty ? -1 : end;
+      if (low > max_begin[i]) max_begin[i] = low;
+      if (high < min_end[i]) min_end[i] = high;
+    }
+  }
+
+  // Whether an interval of each member contains [first, last).
+  FLASH_HOST_DEVICE constexpr bool all_contain(int first, int last) const {
+    return (max_begin[0] <= first && min_end[0] >= last) || (max_begin[1] <= first && min_end[1] >= last);
+  }
+
+  // Whether none of the members meets [first, last). May be false where that is so.
+  FLASH_HOST_DEVICE constexpr bool none_meets(int first, int last) const {
+    return (min_begin[0] >= last || max_end[0] <= first) && (min_begin[1] >= last || max_end[1] <= first);
+  }
+};
+
+// Mask matrices (batch entry, mask head): of a factor, or of what is planned for all factors together.
+struct MaskMatrices {
+  int heads = 1;
+  bool per_batch = false;  // each sequence of a dense batch has its own
+  FastDiv group;           // query heads of a mask head
+
+  FLASH_HOST_DEVICE int count(int batch) const { return per_batch ? batch * heads : heads; }
+  FLASH_HOST_DEVICE int index(int batch, int head) const {
+    return (per_batch ? batch * heads : 0) + group.divide(head);
+  }
+  FLASH_HOST_DEVICE int batch_of(int matrix) const { return per_batch ? matrix / heads : 0; }
+  FLASH_HOST_DEVICE int first_head_of(int matrix) const { return matrix % heads * group.divisor; }
+};
+
+// The factors of a call, and by of() those of one sequence and head, whose pointers are then its own. Null: there is no
+// such factor.
+struct MaskFactors {
+  // Of each query the keys that it sees, (rows, 2 * query_intervals) int32.
+  const int* __restrict__ query_ranges = nullptr;
+  // Of each key the queries that it is hidden from, (keys, 2 * key_intervals) int32.
+  const int* __restrict__ key_hidden = nullptr;
+  // Of each query a bit for each key, (rows, row_words) little-endian words of kMaskWordKeys keys.
+  const uint32_t* __restrict__ bits = nullptr;
+  // Of each block of scores a MappedBlock, (map_rows, map_cols); bits count in partial ones alone.
+  const uint8_t* __restrict__ block_map = nullptr;
+  int query_intervals = 0, key_intervals = 0;  // 1 or 2
+  int row_words = 0;
+  int map_rows = 0, map_cols = 0;
+  FastDiv map_block_rows, map_block_keys;  // sizes of a block of the map, multiples of kMaskStrip
+  MaskMatrices of_ranges, of_hidden, of_bits, of_map;
+
+  FLASH_HOST_DEVICE bool given() const {
+    return query_ranges != nullptr || key_hidden != nullptr || bits != nullptr || block_map != nullptr;
+  }
+
+  // Those of the sequence whose first row and key are given. rows, keys: of a mask matrix.
+  FLASH_HOST_DEVICE MaskFactors of(int batch, int head, int64_t rows, int64_t keys, int first_row,
+                                   int first_key) const {
+    MaskFactors own = *this;
+    if (query_ranges != nullptr) {
+      own.query_ranges += (of_ranges.index(batch, head) * rows + first_row) * 2 * query_intervals;
+    }
+    if (key_hidden != nullptr) own.key_hidden += (of_hidden.index(batch, head) * keys + first_key) * 2 * key_intervals;
+    if (bits != nullptr) own.bits += (of_bits.index(batch, head) * rows + first_row) * row_words;
+    if (block_map != nullptr) own.block_map += int64_t{of_map.index(batch, head)} * map_rows * map_cols;
+    return own;
+  }
+
+  FLASH_HOST_DEVICE static Intervals intervals_at(const int* values, int count, int index) {
+    const int* const at = values + static_cast<int64_t>(index) * 2 * count;
+    Intervals intervals;
+    intervals.begin[0] = at[0];
+    intervals.end[0] = at[1];
+    if (count > 1) {
+      intervals.begin[1] = at[2];
+      intervals.end[1] = at[3];
+    }
+    return intervals;
+  }
+  FLASH_HOST_DEVICE Intervals keys_of(int row) const { return intervals_at(query_ranges, query_intervals, row); }
+  FLASH_HOST_DEVICE Intervals hidden_rows_of(int key) const { return intervals_at(key_hidden, key_intervals, key); }
+
+  FLASH_HOST_DEVICE MappedBlock mapped(int row, int key) const {
+    const int map_row = map_block_rows.divide(row), map_col = map_block_keys.divide(key);
+    if (map_row >= map_rows || map_col >= map_cols) return MappedBlock::kHidden;
+    const uint8_t value = block_map[static_cast<int64_t>(map_row) * map_cols + map_col];
+    constexpr uint8_t kWhole = static_cast<uint8_t>(MappedBlock::kWhole);
+    return static_cast<MappedBlock>(value < kWhole ? value : kWhole);
+  }
+
+  // What `row` sees of the kMaskWordKeys keys from `key` on, a multiple of that, by the factors of rows: all but
+  // key_hidden.
+  FLASH_HOST_DEVICE uint32_t row_word(int row, int key) const {
+    uint32_t word = ~0u;
+    MappedBlock block = MappedBlock::kPartial;
+    if (block_map != nullptr) {
+      block = mapped(row, key);
+      if (block == MappedBlock::kHidden) return 0;
+    }
+    if (bits != nullptr && block != MappedBlock::kWhole) {
+      const int index = key / kMaskWordKeys;
+      word = index < row_words ? bits[static_cast<int64_t>(row) * row_words + index] : 0u;
+    }
+    if (query_ranges != nullptr) {
+      const Intervals keys = keys_of(row);
+      word &= interval_word(keys.begin[0], keys.end[0], key) | interval_word(keys.begin[1], keys.end[1], key);
+    }
+    return word;
+  }
+
+  // Bits of the kMaskWordKeys numbers from `first` (>= 0) on that are in [begin, end). Clamped before the subtraction:
+  // of `begin <= first ? 0 : begin - first` nvcc makes max(begin - first, 0), which wraps around for INT_MIN.
+  FLASH_HOST_DEVICE static constexpr uint32_t interval_word(int begin, int end, int first) {
+    const int low = (begin > first ? begin : first) - first, high = (end > first ? end : first) - first;
+    if (low >= kMaskWordKeys || high <= low) return 0u;
+    const uint32_t below_high = high >= kMaskWordKeys ? ~0u : (1u << high) - 1u;
+    return below_high & (~0u << low);
+  }
+
+  FLASH_HOST_DEVICE bool sees(int row, int key) const {
+    if (key_hidden != nullptr && hidden_rows_of(key).contain(row)) return false;
+    return row_word(row, key / kMaskWordKeys * kMaskWordKeys) >> (key % kMaskWordKeys) & 1u;
+  }
+};
+
+// The class of a rectangle of scores of at most kMaskStrip rows and keys, both ends within the sequence, by bounds.
+// kPartial is always true; with bits it is what is not known to be hidden.
+template <class Mask>
+FLASH_HOST_DEVICE BlockClass class_by_bounds(const MaskFactors& factors, const Mask& window, const IntervalBounds& rows,
+                                             const IntervalBounds& keys, int row_begin, int row_end, int key_begin,
+                                             int key_end) {
+  const bool whole_window = window.key_begin(row_end - 1) <= key_begin && window.key_end(row_begin) >= key_end;
+  const bool in_window = window.key_begin(row_begin) < key_end && window.key_end(row_end - 1) > key_begin;
+  BlockClass result = whole_window ? BlockClass::kWhole : in_window ? BlockClass::kPartial : BlockClass::kHidden;
+  if (factors.query_ranges != nullptr) {
+    result = both(result, rows.all_contain(key_begin, key_end)  ? BlockClass::kWhole
+                          : rows.none_meets(key_begin, key_end) ? BlockClass::kHidden
+                                                                : BlockClass::kPartial);
+  }
+  if (factors.key_hidden != nullptr) {
+    result = both(result, keys.none_meets(row_begin, row_end)    ? BlockClass::kWhole
+                          : keys.all_contain(row_begin, row_end) ? BlockClass::kHidden
+                                                                 : BlockClass::kPartial);
+  }
+  bool reads_bits = factors.bits != nullptr;
+  if (factors.block_map != nullptr) {
+    const MappedBlock block = factors.mapped(row_begin, key_begin);
+    if (block == MappedBlock::kHidden) return BlockClass::kHidden;
+    reads_bits &= block == MappedBlock::kPartial;
+  }
+  return both(result, reads_bits ? BlockClass::kPartial : BlockClass::kWhole);
+}
+
+}  // namespace flash

@@ -1,0 +1,274 @@
+// Plans of masks as data: bounds of strips, then the list of blocks of each work tile. Two launches.
+#include <algorithm>
+#include <atomic>
+
+#include "core/block_class.h"
+#include "kernels/common/launch.h"
+#include "kernels/common/sequence.h"
+#include "params/mask.h"
+
+namespace flash {
+namespace {
+
+constexpr int kThreads = 256, kWarps = kThreads / 32;
+
+// A sequence of the call: where its rows and keys begin in packed tensors and in the strips, and how many there are.
+struct MaskSequence {
+  int q_begin = 0, seqlen_q = 0, k_begin = 0, seqlen_k = 0;
+  int first_row_strip = 0, first_key_strip = 0;
+  MaskFactors factors;
+
+  __device__ Visibility window(const Flash_fwd_params& call) const { return {seqlen_q, seqlen_k, call.window}; }
+};
+
+// `segment`: of a packed batch, for whose rows or keys outside of all sequences the lengths are 0.
+__device__ MaskSequence mask_sequence(const MaskPlanParams& params, int matrix, int segment) {
+  const Flash_fwd_params& call = params.call;
+  MaskSequence sequence;
+  if (call.is_varlen()) {
+    if (segment < 1 || segment > call.b) return sequence;
+    sequence.q_begin = call.varlen.segments_q[segment];
+    sequence.seqlen_q = call.varlen.segments_q[segment + 1] - sequence.q_begin;
+    sequence.k_begin = call.varlen.key_ranges[2 * (segment - 1)];
+    sequence.seqlen_k = call.varlen.key_ranges[2 * (segment - 1) + 1];
+    sequence.first_row_strip = varlen_first_slot(sequence.q_begin, segment, kMaskStrip);
+    sequence.first_key_strip = varlen_first_slot(sequence.k_begin, segment, kMaskStrip);
+  } else {
+    sequence.seqlen_q = call.seqlen_q;
+    sequence.seqlen_k = call.seqlen_k;
+  }
+  const MaskMatrices& matrices = params.mask.matrices;
+  sequence.factors = params.mask.factors.of(matrices.batch_of(matrix), matrices.first_head_of(matrix), call.seqlen_q,
+                                            call.seqlen_k, sequence.q_begin, sequence.k_begin);
+  return sequence;
+}
+
+__device__ __forceinline__ IntervalBounds warp_bounds(IntervalBounds bounds) {
+  for (int i = 0; i < 2; ++i) {
+    bounds.min_begin[i] = __reduce_min_sync(0xffffffffu, bounds.min_begin[i]);
+    bounds.max_begin[i] = __reduce_max_sync(0xffffffffu, bounds.max_begin[i]);
+    bounds.min_end[i] = __reduce_min_sync(0xffffffffu, bounds.min_end[i]);
+    bounds.max_end[i] = __reduce_max_sync(0xffffffffu, bounds.max_end[i]);
+  }
+  return bounds;
+}
+
+// A warp for each strip of the rows and of the keys of a mask matrix: its bounds, and cleared seen bits.
+__global__ void __launch_bounds__(kThreads) mask_bounds_kernel(const __grid_constant__ MaskPlanParams params) {
+  const Flash_fwd_params& call = params.call;
+  const SeenBits& seen = params.mask.seen;
+  const int lane = threadIdx.x % 32, strips = seen.row_strips + seen.key_strips;
+  const int64_t warps = static_cast<int64_t>(gridDim.x) * kWarps,
+                count = static_cast<int64_t>(params.matrices) * strips;
+  for (int64_t i = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32; i < count; i += warps) {
+    const int matrix = static_cast<int>(i / strips),
+              index = static_cast<int>(i - static_cast<int64_t>(matrix) * strips);
+    const bool of_rows = index < seen.row_strips;
+    const int strip = of_rows ? index : index - seen.row_strips;
+    const int* const segments = of_rows ? call.varlen.segments_q : call.varlen.segments_k;
+    const int segment = call.is_varlen() ? find_segment(segments, call.b, strip, kMaskStrip) : 0;
+    const MaskSequence sequence = mask_sequence(params, matrix, segment);
+    const int first = kMaskStrip * (strip - (of_rows ? sequence.first_row_strip : sequence.first_key_strip));
+    const int end = min(first + kMaskStrip, of_rows ? sequence.seqlen_q : sequence.seqlen_k);
+    const MaskFactors& factors = sequence.factors;
+    IntervalBounds bounds;
+    if ((of_rows ? factors.query_ranges : factors.key_hidden) != nullptr) {
+      for (int member = first + lane; member < end; member += 32) {
+        bounds.add(of_rows ? factors.keys_of(member) : factors.hidden_rows_of(member));
+      }
+    }
+    bounds = warp_bounds(bounds);
+    const int64_t at = static_cast<int64_t>(matrix) * (of_rows ? seen.row_strips : seen.key_strips) + strip;
+    if (lane == 0) (of_rows ? params.row_bounds : params.key_bounds)[at] = bounds;
+    if (lane < kStripWords) (of_rows ? seen.rows : seen.keys)[at * kStripWords + lane] = 0u;
+  }
+}
+
+// Bit i of lane j becomes bit j of lane i.
+__device__ uint32_t transpose_bits(uint32_t word) {
+  const int lane = threadIdx.x % 32;
+  uint32_t mask = 0xffffu;  // bits whose number lacks that of `distance`
+  for (int distance = 16; distance > 0; distance /= 2, mask ^= mask << distance) {
+    const uint32_t other = __shfl_xor_sync(0xffffffffu, word, distance);
+    word = lane & distance ? (word & ~mask) | (other >> distance & mask) : (word & mask) | (other & mask) << distance;
+  }
+  return word;
+}
+
+// find_seen() by a warp whose lanes have the same rectangle: a row a lane, 32 rows at a time, and of key_hidden two
+// keys.
+__device__ Found find_together(const MaskFactors& factors, const Visibility& window, const Rectangle& at) {
+  const int lane = threadIdx.x % 32;
+  Intervals hidden[kStripWords];
+  for (int i = 0; i < kStripWords; ++i) {
+    const int key = at.key_begin + 32 * i + lane;
+    if (factors.key_hidden != nullptr && key < at.key_end) hidden[i] = factors.hidden_rows_of(key);
+  }
+  Found found;
+  for (int first = at.row_begin; first < at.row_end; first += 32) {
+    const int row = first + lane;
+    const bool valid = row < at.row_end;
+    uint32_t words[kStripWords] = {};
+    if (valid) words_of_row(factors, window, at, row, words);
+    uint32_t some = 0u;
+    for (int i = 0; i < kStripWords; ++i) {
+      if (factors.key_hidden != nullptr) {
+        words[i] &= ~transpose_bits(MaskFactors::interval_word(hidden[i].begin[0], hidden[i].end[0], first) |
+                                    MaskFactors::interval_word(hidden[i].begin[1], hidden[i].end[1], first));
+      }
+      found.any[i] |= __reduce_or_sync(0xffffffffu, words[i]);
+      found.all[i] &= __reduce_and_sync(0xffffffffu, valid ? words[i] : ~0u);
+      some |= words[i];
+    }
+    found.rows[(first - at.row_begin) / 32] = __ballot_sync(0xffffffffu, some != 0u);
+  }
+  return found;
+}
+
+// The same by one thread without key_hidden: with several rows at a time, since each waits for its loads.
+__device__ Found find_alone(const MaskFactors& factors, const Visibility& window, const Rectangle& at) {
+  Found found;
+#pragma unroll 4
+  for (int row = at.row_begin; row < at.row_end; ++row) {
+    uint32_t words[kStripWords];
+    words_of_row(factors, window, at, row, words);
+    found.add(row - at.row_begin, words);
+  }
+  return found;
+}
+
+// Classes of the rectangles of a mask matrix's sequence, and its seen bits.
+struct Classifier {
+  const MaskPlanParams& params;
+  const int matrix;
+  const MaskSequence sequence;
+  const Visibility window;
+
+  __device__ int64_t row_strip(const Rectangle& at) const {
+    return static_cast<int64_t>(matrix) * params.mask.seen.row_strips + sequence.first_row_strip +
+           at.row_begin / kMaskStrip;
+  }
+  __device__ int64_t key_strip(const Rectangle& at) const {
+    return static_cast<int64_t>(matrix) * params.mask.seen.key_strips + sequence.first_key_strip +
+           at.key_begin / kMaskStrip;
+  }
+
+  __device__ BlockClass by_bounds(const Rectangle& at) const {
+    return class_by_bounds(sequence.factors, window, params.row_bounds[row_strip(at)], params.key_bounds[key_strip(at)],
+                           at.row_begin, at.row_end, at.key_begin, at.key_end);
+  }
+
+  // marks_tile: also the rows or keys of the work tile, in strips of which all lanes of a warp have the same.
+  __device__ void mark_seen(const Rectangle& at, const Found& found, bool marks_tile = true) const {
+    const SeenBits& seen = params.mask.seen;
+    for (int i = 0; i < kStripWords; ++i) {
+      if (marks_tile || params.of_keys) add_bits(seen.rows + row_strip(at) * kStripWords + i, found.rows[i]);
+      if (marks_tile || !params.of_keys) add_bits(seen.keys + key_strip(at) * kStripWords + i, found.any[i]);
+    }
+  }
+
+  // Bits are only ever added, so an old value saves atomics and loses nothing.
+  __device__ static void add_bits(uint32_t* word, uint32_t bits) {
+    if ((bits & ~*static_cast<const volatile uint32_t*>(word)) != 0u) atomicOr(word, bits);
+  }
+
+  // By all lanes of a warp, each for its own rectangle. Those whose scores have to be read: by all lanes together, one
+  // after the other, or each alone where there are many of them: lanes next to each other read neighbouring words.
+  __device__ BlockClass operator()(const Rectangle& at) const {
+    constexpr int kMostTogether = 8;
+    BlockClass result = at.empty() ? BlockClass::kHidden : by_bounds(at);
+    const int lane = threadIdx.x % 32;
+    const uint32_t whole = __ballot_sync(0xffffffffu, result == BlockClass::kWhole);
+    if (result == BlockClass::kWhole) mark_seen(at, Found::whole(at), lane == __ffs(whole) - 1);
+    const uint32_t partial = __ballot_sync(0xffffffffu, result == BlockClass::kPartial);
+    if (sequence.factors.key_hidden == nullptr && __popc(partial) > kMostTogether) {
+      if (result != BlockClass::kPartial) return result;
+      const Found found = find_alone(sequence.factors, window, at);
+      mark_seen(at, found);
+      return found.class_of(at);
+    }
+    for (uint32_t left = partial; left != 0u; left &= left - 1) {
+      const int source = __ffs(left) - 1;
+      Rectangle common;
+      common.row_begin = __shfl_sync(0xffffffffu, at.row_begin, source);
+      common.row_end = __shfl_sync(0xffffffffu, at.row_end, source);
+      common.key_begin = __shfl_sync(0xffffffffu, at.key_begin, source);
+      common.key_end = __shfl_sync(0xffffffffu, at.key_end, source);
+      const Found found = find_together(sequence.factors, window, common);
+      if (lane == source) {
+        mark_seen(common, found);
+        result = found.class_of(common);
+      }
+    }
+    return result;
+  }
+};
+
+// Exclusive prefix of a block's threads, and the block's sum.
+__device__ int block_prefix(int value, int& sum, int* warp_sums) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  int inclusive = value;
+  for (int distance = 1; distance < 32; distance *= 2) {
+    const int lower = __shfl_up_sync(0xffffffffu, inclusive, distance);
+    if (lane >= distance) inclusive += lower;
+  }
+  if (lane == 31) warp_sums[warp] = inclusive;
+  __syncthreads();
+  int before = 0;
+  sum = 0;
+  for (int i = 0; i < kWarps; ++i) {
+    if (i < warp) before += warp_sums[i];
+    sum += warp_sums[i];
+  }
+  __syncthreads();  // warp_sums may be overwritten
+  return before + inclusive - value;
+}
+
+// A thread block for each work tile of each mask matrix.
+__global__ void __launch_bounds__(kThreads) mask_lists_kernel(const __grid_constant__ MaskPlanParams params) {
+  __shared__ int warp_sums[kWarps];
+  const Flash_fwd_params& call = params.call;
+  const BlockLists& lists = params.mask.lists;
+  const int matrix = blockIdx.x / lists.tiles, tile = blockIdx.x - matrix * lists.tiles;
+  const int* const segments = params.of_keys ? call.varlen.segments_k : call.varlen.segments_q;
+  const int segment = call.is_varlen() ? find_segment(segments, call.b, tile, params.tile) : 0;
+  const MaskSequence sequence = mask_sequence(params, matrix, segment);
+  const int first = params.of_keys ? sequence.k_begin : sequence.q_begin;
+  const int index = call.is_varlen() ? tile - varlen_first_slot(first, segment, params.tile) : tile;
+  const ListedTile own{params.of_keys, index * params.tile, params.tile,
+                       params.block,   sequence.seqlen_q,   sequence.seqlen_k};
+  const Classifier classify{params, matrix, sequence, sequence.window(call)};
+  const int blocks = own.exists() ? min(own.blocks(), lists.capacity) : 0;
+  uint32_t* const entries = lists.entries + static_cast<int64_t>(blockIdx.x) * lists.capacity;
+  constexpr int kPartialUnit = 1 << 16;  // both counts in one sum
+  BlockCount count;
+  for (int base = 0; base < blocks; base += kThreads) {
+    const int block = base + threadIdx.x;
+    bool visited = false, is_whole = false;
+    const BlockEntry entry = own.entry(block, classify, visited, is_whole);
+    visited &= block < blocks;
+    int sum;
+    const int before = block_prefix(!visited ? 0 : is_whole ? 1 : kPartialUnit, sum, warp_sums);
+    if (visited && is_whole) entries[count.whole + before % kPartialUnit] = entry.bits;
+    if (visited && !is_whole) entries[lists.capacity - 1 - count.partial - before / kPartialUnit] = entry.bits;
+    count.whole += sum % kPartialUnit;
+    count.partial += sum / kPartialUnit;
+  }
+  if (threadIdx.x == 0) lists.counts[blockIdx.x] = count;
+}
+
+}  // namespace
+
+cudaError_t run_mask_plan(const MaskPlanParams& params, cudaStream_t stream) {
+  static std::atomic<uint64_t> configured_devices{0};
+  const SeenBits& seen = params.mask.seen;
+  const int64_t strips = static_cast<int64_t>(params.matrices) * (seen.row_strips + seen.key_strips);
+  const int64_t most = 8 * 1024;  // a wave or more of any GPU
+  const cudaError_t status = launch(mask_bounds_kernel, std::min((strips + kWarps - 1) / kWarps, most), kThreads, 0,
+                                    params, params.call.device, stream, configured_devices);
+  if (status != cudaSuccess) return status;
+  const int64_t tiles = static_cast<int64_t>(params.matrices) * params.mask.lists.tiles;
+  return launch(mask_lists_kernel, tiles, kThreads, 0, params, params.call.device, stream, configured_devices);
+}
+
+}  // namespace flash

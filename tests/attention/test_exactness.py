@@ -1,0 +1,158 @@
+"""FLASH_ATTN_ROW_MAX=exact: errors against float64 as FlashAttention-2's, since no row's largest weight is rounded.
+
+The yardstick is SDPA's flash backend; with ALiBi an emulation: P relative to the exact row max, rounded to the dtype of
+V, over the sum of unrounded P.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from reference import attention
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from flash_attn import explain, flash_attn_func
+
+NORM, LARGEST, OTHERS = 1.02, 1.1, 1.05  # of out; of out's largest error; norms of LSE and gradients
+DTYPES = (torch.bfloat16, torch.float16)
+SINK, DOMINANT = 10.0, 12.0  # nats
+
+
+@pytest.fixture(autouse=True)
+def exact_row_max(monkeypatch):
+    monkeypatch.setenv("FLASH_ATTN_ROW_MAX", "exact")
+
+
+def tensors(device, dtype, head_dim, seqlen_q, seqlen_k, std=1.0, heads=4):
+    q = std * torch.randn(1, seqlen_q, heads, head_dim, device=device)
+    k, v = (torch.randn(1, seqlen_k, heads, head_dim, device=device) for _ in "kv")
+    return q.to(dtype), k.to(dtype), v.to(dtype)
+
+
+def raised(q, k, key, nats):
+    """Adds `nats` to the logits of one key in all rows, by the first column of q and k."""
+    q, k = q.clone(), k.clone()
+    q[..., 0], k[..., 0] = 1.0, 0.0
+    k[:, key, :, 0] = nats * q.shape[-1] ** 0.5
+    return q, k
+
+
+def emulated(q, k, v, **kwargs):
+    probs = attention(q, k, v, **kwargs).probs
+    p = probs / probs.amax(-1, keepdim=True)
+    out = torch.einsum("bhqk,bkhd->bqhd", p.to(v.dtype).double(), v.double())
+    return (out / p.sum(-1).transpose(1, 2)[..., None]).to(v.dtype)
+
+
+def flash_backend(q, k, v, causal=False):
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        out = torch.nn.functional.scaled_dot_product_attention(
+            *(x.transpose(1, 2) for x in (q, k, v)), is_causal=causal
+        )
+    return out.transpose(1, 2)
+
+
+def flash_backend_lse(q, k, v):
+    operators = torch.ops.aten
+    operator = operators._scaled_dot_product_flash_attention
+    if not q.is_cuda:
+        operator = operators._scaled_dot_product_flash_attention_for_cpu
+    return operator(*(x.transpose(1, 2) for x in (q, k, v)))[1]
+
+
+def assert_as_exact(ours, theirs, exact):
+    ours, theirs = ours.double() - exact, theirs.double() - exact
+    assert ours.norm() <= NORM * theirs.norm()
+    assert ours.abs().max() <= LARGEST * theirs.abs().max()
+
+
+def check(q, k, v, **kwargs):
+    yardstick = emulated if "alibi_slopes" in kwargs else flash_backend
+    exact = attention(q, k, v, **kwargs).out
+    assert_as_exact(flash_attn_func(q, k, v, **kwargs), yardstick(q, k, v, **kwargs), exact)
+
+
+def sizes(device):
+    return (128, 512, 2048, 4096) if device == "cuda" else (192,)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("head_dim", (64, 96, 128, 192, 256))
+@pytest.mark.parametrize("std", (1.0, 3.0, 8.0))
+@pytest.mark.parametrize("causal", (False, True), ids=("full", "causal"))
+def test_out(device, dtype, head_dim, std, causal):
+    for seqlen in sizes(device):
+        check(*tensors(device, dtype, head_dim, seqlen, seqlen, std), causal=causal)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("nats", (SINK, DOMINANT), ids=("sink", "dominant"))
+def test_one_large_weight(device, dtype, nats):
+    for seqlen in sizes(device):
+        q, k, v = tensors(device, dtype, 128, seqlen, seqlen)
+        key = 0 if nats == SINK else int(torch.randint(seqlen, ()))
+        check(*raised(q, k, key, nats), v)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("head_dim", (64, 128, 160, 256))
+def test_rows_of_one_key_return_its_value(device, dtype, head_dim):
+    q, k, v = tensors(device, dtype, head_dim, 339, 1)
+    slopes = torch.rand(q.shape[2], device=device)
+    for kwargs in ({}, {"alibi_slopes": slopes}):
+        assert torch.equal(flash_attn_func(q, k, v, **kwargs), v.expand_as(q))
+    q, k, v = tensors(device, dtype, head_dim, 256, 256)
+    assert torch.equal(flash_attn_func(q, k, v, causal=True)[:, 0], v[:, 0])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("causal", (False, True), ids=("full", "causal"))
+def test_alibi(device, dtype, causal):
+    for seqlen in sizes(device):
+        q, k, v = tensors(device, dtype, 128, seqlen, seqlen, 3.0)
+        slopes = 0.3 * torch.rand(q.shape[2], device=device)
+        check(q, k, v, causal=causal, alibi_slopes=slopes)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("std", (1.0, 3.0, 8.0))
+def test_lse(device, dtype, std):
+    for seqlen in sizes(device):
+        q, k, v = tensors(device, dtype, 128, seqlen, seqlen, std)
+        exact = attention(q, k, v).lse
+        ours = flash_attn_func(q, k, v, return_attn_probs=True)[1]
+        theirs = flash_backend_lse(q, k, v)
+        assert (ours - exact).norm() <= OTHERS * (theirs - exact).norm()
+
+
+@pytest.mark.devices("cuda")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("std", (1.0, 3.0, 8.0))
+@pytest.mark.parametrize("causal", (False, True), ids=("full", "causal"))
+def test_gradients(device, dtype, std, causal):
+    q, k, v = tensors(device, dtype, 128, 1024, 1024, std)
+    dout = torch.randn_like(q)
+    calls = {
+        "exact": lambda *x: attention(*x, causal=causal).out,
+        "ours": lambda *x: flash_attn_func(*x, causal=causal),
+        "theirs": lambda *x: flash_backend(*x, causal),
+    }
+    grads = {}
+    for name, call in calls.items():
+        inputs = [(x.double() if name == "exact" else x.clone()).requires_grad_() for x in (q, k, v)]
+        out = call(*inputs)
+        grads[name] = torch.autograd.grad(out, inputs, dout.to(out.dtype))
+    for ours, theirs, exact in zip(grads["ours"], grads["theirs"], grads["exact"], strict=True):
+        assert (ours.double() - exact).norm() <= OTHERS * (theirs.double() - exact).norm()
+
+
+@pytest.mark.devices("cuda")
+def test_the_plan_tells_it_and_other_words_are_refused(device, monkeypatch):
+    q, k, v = tensors(device, torch.bfloat16, 128, 512, 512)
+    assert explain(flash_attn_func, q, k, v)["row_max"] == "exact"
+    monkeypatch.setenv("FLASH_ATTN_ROW_MAX", "lagging")
+    assert explain(flash_attn_func, q, k, v)["row_max"] == "lagging"
+    assert explain(flash_attn_func, q, k, v, return_max_logit=True)["row_max"] == "exact"
+    monkeypatch.setenv("FLASH_ATTN_ROW_MAX", "late")
+    with pytest.raises(RuntimeError, match='^FLASH_ATTN_ROW_MAX: expected "exact" or "lagging", got "late"'):
+        flash_attn_func(q, k, v)

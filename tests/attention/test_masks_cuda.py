@@ -1,0 +1,466 @@
+"""Masks as data in the sizes and dtypes of the kernels with block lists; the CPU backend runs the same tests."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, fields
+
+import pytest
+import torch
+from harness import captured, exact_keep_scale
+from reference import assert_accurate, assert_gradient_accurate, attention, visible
+
+from flash_attn import backends
+from flash_attn.masks import AttentionMask
+
+NAN = float("nan")
+INT_MIN, INT_MAX = -(2**31), 2**31 - 1
+BATCH, HEADS, SQ, SK = 2, 6, 205, 300  # several tiles of rows and of keys, the last ones not full
+
+
+@pytest.fixture(autouse=True)
+def _has_kernels(device):
+    if device == "cuda" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("kernels with a mask run on compute capability 9.0")
+
+
+def skip_on_cpu(device, call):
+    """The CPU backend is one code for all head dims."""
+    if device == "cpu" and call.dim > 64:
+        pytest.skip("a head dim of the kernels")
+
+
+def ints(*values, device):
+    return torch.tensor(values, dtype=torch.int32, device=device)
+
+
+def make_mask(kind: str, sq: int, sk: int, device) -> AttentionMask:
+    """Mask heads and batch entries differ from kind to kind."""
+    if kind == "documents":
+        return AttentionMask.documents(ints(3, 90, 91, 190, device=device), sq)
+    if kind == "ranges":
+        lo, hi, lo2, hi2 = torch.randint(-20, sk + 20, (4, BATCH, 2, sq), device=device).sort(0).values
+        rows = torch.arange(sq, device=device) % 7 == 3
+        return AttentionMask.query_ranges(lo, hi.where(~rows, 0), lo2, hi2.where(~rows, 0))
+    if kind == "startend":
+        bounds = torch.randint(0, sq + 1, (BATCH, 3, sk, 4), device=device)
+        bounds[:, :, 5::11] = ints(0, sq, 0, 0, device=device)
+        return AttentionMask.from_startend_row_indices(bounds, False, sq)
+    if kind == "padding":
+        return AttentionMask.key_padding(ints([1] * 250 + [0] * (sk - 250), [0] * sk, device=device))
+    if kind == "blocks":
+        nq, nk = -(-sq // 64), -(-sk // 128)
+        cnt, idx = (
+            torch.randint(0, 3, (1, 6, nq), device=device),
+            torch.randint(0, nk + 1, (1, 6, nq, 3), device=device),
+        )
+        return AttentionMask.from_block_lists(cnt, idx, block_size=(64, 128), seqlen_q=sq, seqlen_k=sk)
+    if kind == "sparse blocks":  # whole, partial and hidden ones
+        kinds = torch.randint(0, 3, (BATCH, 1, -(-sq // 128), -(-sk // 64)), dtype=torch.uint8, device=device)
+        bits = AttentionMask.from_tensor(torch.rand(1, 1, sq, sk, device=device) > 0.8).factors.bits
+        return AttentionMask(make_mask("blocks", sq, sk, device).factors._replace(
+            bits=bits, block_map=kinds, block_size=(128, 64)), sq, sk)  # fmt: skip
+    if kind == "nothing":
+        return AttentionMask.key_padding(torch.zeros(sk, dtype=torch.bool, device=device))
+    if kind == "everything":
+        return AttentionMask.query_ranges(*ints([-5] * sq, [INT_MAX] * sq, device=device))
+    seen = torch.rand(1, 3, sq, sk, device=device) > 0.6
+    seen[:, :, 7:60:9] = False
+    seen[..., 100:103] = False
+    bits = AttentionMask.from_tensor(seen)
+    return bits if kind == "bits" else bits & make_mask("blocks", sq, sk, device) & make_mask("ranges", sq, sk, device)
+
+
+@dataclass
+class Call:
+    """One call of the backend: its arguments other than tensors."""
+
+    mask: str
+    dim: int = 128
+    dim_v: int = 0  # 0: dim
+    causal: bool = False
+    window: tuple = (-1, -1)
+    softcap: float = 0.0
+    alibi: bool = False
+    dropout: float = 0.0
+    sinks: bool = False
+    heads_k: int = 2
+    deterministic: bool = False
+    batch_invariant: bool = False
+    dtype: torch.dtype = torch.bfloat16
+
+    def __str__(self):
+        """What differs from the defaults, as pytest's -k takes it."""
+        values = ((f.name, getattr(self, f.name)) for f in fields(self)[2:] if getattr(self, f.name) != f.default)
+        options = (name if value is True else f"{name}_{value}" for name, value in values)
+        return re.sub(r"\W+", "_", "_".join((self.mask or "any", f"d{self.dim}", *options))).strip("_")
+
+
+CALLS = [
+    Call("documents", causal=True, sinks=True),
+    Call("ranges", 64),
+    Call("startend", heads_k=6),
+    Call("padding", 96, causal=True),
+    Call("blocks", window=(90, 200), heads_k=1),
+    Call("sparse blocks", 64, dtype=torch.float16),
+    Call("bits", 64, sinks=True, batch_invariant=True),
+    Call("all", causal=True, heads_k=3),
+    Call("all", 64),
+    Call("nothing"),
+    Call("everything", 64, causal=True),
+    Call("bits", 32, dtype=torch.float16),
+    Call("bits", 192),
+    Call("startend", 192, dim_v=128, causal=True),
+    Call("ranges", 256, causal=True),
+    Call("sparse blocks", 256, heads_k=1),
+    Call("documents", 40, window=(30, 30)),
+    # dropout and score modifiers
+    Call("ranges", 64, window=(90, 200), softcap=2.0, alibi=True, dropout=0.3),
+    Call("startend", sinks=True, softcap=3.0, heads_k=6),
+    Call("bits", dropout=0.1, causal=True),
+    Call("all", alibi=True),
+    Call("blocks", 192, dropout=0.2),
+    Call("padding", 256, causal=True, softcap=2.0),
+    # dQ in a separate kernel
+    Call("ranges", 64, deterministic=True),
+    Call("all", deterministic=True, sinks=True),
+    Call("startend", deterministic=True, dropout=0.2, alibi=True),
+    Call("bits", 192, dim_v=128, deterministic=True),
+    Call("documents", 256, deterministic=True, softcap=2.0),
+]
+
+
+def make_tensors(call, device) -> dict:
+    """The options that are tensors."""
+    alibi = torch.rand(BATCH, HEADS, device=device) * 0.2 if call.alibi else None
+    return {"alibi_slopes": alibi, "sinks": torch.randn(HEADS, device=device) if call.sinks else None}
+
+
+def inputs(call, device, sq=SQ, sk=SK):
+    dims = (call.dim, call.dim, call.dim_v or call.dim)
+    sizes = zip((sq, sk, sk), (HEADS, call.heads_k, call.heads_k), dims)
+    return [torch.randn(BATCH, n, h, d, device=device).to(call.dtype) for n, h, d in sizes]
+
+
+def numbers(call):
+    """(p_dropout, scale, causal, window, softcap) in the order of the backend."""
+    return call.dropout, call.dim**-0.5, call.causal, *call.window, call.softcap
+
+
+def given(tensors, mask):
+    named = {} if tensors["sinks"] is None else {"sinks": tensors["sinks"]}
+    return named if mask is None else {**named, "mask": mask.factors}
+
+
+def forward(call, device, q, k, v, mask, tensors):
+    """out, LSE, S_dmask, rng_state, max_logit of the backend."""
+    return backends.get(device).fwd(
+        q, k, v, None, tensors["alibi_slopes"], *numbers(call), True, None, True, call.batch_invariant,
+        **given(tensors, mask),
+    )  # fmt: skip
+
+
+def backward(call, device, dout, dlse, q, k, v, results, mask, tensors):
+    out, lse, _, rng_state, _ = results
+    return backends.get(device).bwd(
+        dout, q, k, v, out, lse, None, None, None, tensors["alibi_slopes"], *numbers(call), call.deterministic, None,
+        rng_state, dlse, call.batch_invariant, **given(tensors, mask),
+    )  # fmt: skip
+
+
+def expected(call, q, k, v, dense, tensors, keep, dout, dlse, dtype):
+    """(Attention, gradients of q, k, v and sinks) by the definition, in a dtype."""
+    leaves = {"q": q, "k": k, "v": v, **({} if tensors["sinks"] is None else {"sinks": tensors["sinks"]})}
+    leaves = {name: x.detach().to(dtype).requires_grad_() for name, x in leaves.items()}
+    result = attention(
+        **leaves, causal=call.causal, window=call.window, softcap=call.softcap, alibi_slopes=tensors["alibi_slopes"],
+        keep=keep, rp_dropout=exact_keep_scale(call.dropout) if call.dropout else 1.0, mask=dense, dtype=dtype,
+    )  # fmt: skip
+    lse_grad = dlse.to(dtype).masked_fill(result.lse.isinf(), 0.0)
+    grads = torch.autograd.grad((result.out, result.lse), list(leaves.values()), (dout.to(dtype), lse_grad))
+    return result, dict(zip(leaves, grads))
+
+
+def dense_of(mask, sq, sk):
+    dense = mask.to_dense(sq, sk)
+    return dense.repeat_interleave(HEADS // dense.shape[1], 1).expand(BATCH, HEADS, sq, sk)
+
+
+def check(call, device, q, k, v, mask, tensors):
+    """One training step against the reference; returns (results, gradients, dout, dlse)."""
+    sq, sk = q.shape[1], k.shape[1]
+    results = forward(call, device, q, k, v, mask, tensors)
+    out, lse, s_dmask, _, max_logit = results
+    keep = s_dmask[:, :, :sq, :sk] >= 0 if call.dropout else None
+    dout, dlse = torch.randn_like(out), torch.randn_like(lse)
+    grads = backward(call, device, dout, dlse, q, k, v, results, mask, tensors)
+    arguments = (call, q, k, v, dense_of(mask, sq, sk), tensors, keep, dout, dlse)
+    (right, right_grads), (plain, plain_grads) = (expected(*arguments, t) for t in (torch.float64, call.dtype))
+    assert_accurate(out, right.out, plain.out)
+    assert_accurate(lse, right.lse, plain.lse.to(lse.dtype), "lse", slack=1e-4)
+    assert_accurate(max_logit, right.max_logit, plain.max_logit.to(lse.dtype), "max_logit", slack=1e-4)
+    if call.dropout:
+        assert_accurate(s_dmask[:, :, :sq, :sk].abs(), right.probs.to(call.dtype), plain.probs, "S_dmask")
+    for ours, name in zip([*grads[:3], *grads[4:]], right_grads):
+        assert_gradient_accurate(ours, right_grads[name], plain_grads[name], name)
+    return results, grads, dout, dlse
+
+
+@pytest.mark.parametrize("call", CALLS, ids=str)
+def test_masks(device, call):
+    """Against the reference; NaN in hidden keys and queries changes nothing."""
+    skip_on_cpu(device, call)
+    sk = SQ if call.mask == "documents" else SK
+    mask = make_mask(call.mask, SQ, sk, device)
+    q, k, v = inputs(call, device, SQ, sk)
+    tensors = make_tensors(call, device)
+    results, grads, dout, dlse = check(call, device, q, k, v, mask, tensors)
+    seen = dense_of(mask, SQ, sk) & visible(SQ, sk, call.causal, call.window, device)
+    rows = ~seen.any(3).transpose(1, 2)[..., None]
+    keys = ~seen.any(2).view(BATCH, call.heads_k, -1, sk).any(2).transpose(1, 2)[..., None]
+    q, dout, out = (x.masked_fill(rows, NAN) for x in (q, dout, results[0]))
+    k, v = (x.masked_fill(keys, NAN) for x in (k, v))
+    if call.dropout == 0:
+        again = forward(call, device, q, k, v, mask, tensors)
+        for ours, before in zip((*again[:2], again[4]), (*results[:2], results[4])):
+            assert torch.equal(ours, before)
+    again = backward(call, device, dout, dlse, q, k, v, [out, *results[1:]], mask, tensors)
+    for ours, before in zip((*again[:3], *again[4:]), (*grads[:3], *grads[4:])):
+        if call.deterministic or device == "cpu":
+            assert torch.equal(ours, before)
+        torch.testing.assert_close(ours, before, rtol=0.05, atol=0.05 * before.abs().max().item() + 1e-4)
+
+
+@pytest.mark.devices("cuda")
+@pytest.mark.parametrize("call", (Call("bits", 64, heads_k=6), Call("startend", 64, causal=True)), ids=str)
+@pytest.mark.parametrize("sizes", ((200, 17000), (17000, 200)))
+def test_lists_of_many_blocks(device, call, sizes):
+    """More than the threads of the plan's blocks, in both directions."""
+    q, k, v = inputs(call, device, *sizes)
+    check(call, device, q, k, v, make_mask(call.mask, *sizes, device), make_tensors(call, device))
+
+
+def test_values_of_any_content(device):
+    """Ranges far outside, inverted and at the limits of 32 bits, bits beyond the last key."""
+    limits = ints(INT_MIN, INT_MIN + 1, -1, 0, 1, SK - 1, SK, SK + 1, INT_MAX - 1, INT_MAX, device=device)
+    any_of = [limits[torch.randint(0, len(limits), size, device=device)] for size in ((2, 1, SQ, 4), (1, 3, SK, 4))]
+    words = torch.randint(INT_MIN, INT_MAX, (1, 1, SQ, -(-SK // 32)), dtype=torch.int32, device=device)
+    kinds = torch.randint(0, 256, (1, 1, -(-SQ // 64), -(-SK // 64)), dtype=torch.uint8, device=device)
+    ranges = AttentionMask.query_ranges(*any_of[0].unbind(-1))
+    for factors in (
+        ranges.factors._replace(query_ranges=any_of[0], key_hidden=any_of[1]),
+        ranges.factors._replace(query_ranges=None, bits=words, block_map=kinds, block_size=(64, 64)),
+    ):
+        call = Call("", 64)
+        check(call, device, *inputs(call, device), AttentionMask(factors, SQ, SK), make_tensors(call, device))
+
+
+# ---- packed sequences ----
+
+
+def packed_calls(call, device, lengths, mask, q, k, v, seqused_k=None):
+    """(results, gradients, dout, dlse) of the packed backend; the backward takes no seqused_k."""
+    cu_q, cu_k = (ints(*torch.tensor([0, *n]).cumsum(0), device=device) for n in zip(*lengths))
+    scores = (*map(max, zip(*lengths)), call.dropout, call.dim**-0.5, False, call.causal, *call.window, call.softcap)
+    backend = backends.get(device)
+    results = backend.varlen_fwd(
+        q, k, v, None, cu_q, cu_k, seqused_k, None, None, None, *scores, False, None, mask=mask.factors
+    )
+    if seqused_k is not None:
+        return results
+    dout, dlse = torch.randn_like(results[0]), torch.randn_like(results[1])
+    out, lse, _, state = results
+    grads = backend.varlen_bwd(dout, q, k, v, out, lse, None, None, None, cu_q, cu_k, None, *scores,
+                               call.deterministic, None, state, dlse=dlse, mask=mask.factors)  # fmt: skip
+    return results, grads, dout, dlse
+
+
+PACKED_CALLS = (
+    Call("ranges", 64, causal=True),
+    Call("startend", 128, window=(100, 60)),
+    Call("bits", 128, softcap=3.0),
+    Call("bits", 256),
+    Call("ranges", 128, deterministic=True),
+)
+
+
+@pytest.mark.parametrize("call", PACKED_CALLS, ids=str)
+def test_packed_sequences(device, call):
+    """Ranges and bits count within each sequence; lengths of zero are among them."""
+    skip_on_cpu(device, call)
+    lengths = [(200, 133), (0, 5), (71, 0), (1, 64), (131, 390)]
+    total_q, total_k = (sum(n) for n in zip(*lengths))
+    longest = 390
+    sizes = ((total_q, HEADS), (total_k, call.heads_k), (total_k, call.heads_k))
+    q, k, v = (torch.randn(n, h, call.dim, device=device).to(call.dtype) for n, h in sizes)
+    mask = {
+        "ranges": lambda: AttentionMask.query_ranges(
+            *torch.randint(-3, longest + 9, (2, 3, total_q), device=device).sort(0).values, packed=True
+        ),
+        "startend": lambda: AttentionMask.from_startend_row_indices(
+            torch.randint(0, 210, (2, total_k, 4), device=device), False
+        ),
+        "bits": lambda: AttentionMask.from_tensor(torch.rand(6, total_q, longest, device=device) > 0.4, packed=True),
+    }[call.mask]()  # fmt: skip
+    results, grads, dout, dlse = packed_calls(call, device, lengths, mask, q, k, v)
+
+    def by_definition(dtype):
+        leaves = [x.to(dtype).requires_grad_() for x in (q, k, v)]
+        outs, lses, q0, k0 = [], [], 0, 0
+        for sq, sk in lengths:
+            dense = mask.sequence(q0, q0 + sq, k0, k0 + sk).to_dense()
+            part = attention(
+                leaves[0][None, q0 : q0 + sq], leaves[1][None, k0 : k0 + sk], leaves[2][None, k0 : k0 + sk],
+                causal=call.causal, window=call.window, softcap=call.softcap, dtype=dtype,
+                mask=dense.repeat_interleave(HEADS // dense.shape[1], 1),
+            )  # fmt: skip
+            outs.append(part.out[0])
+            lses.append(part.lse[0])
+            q0, k0 = q0 + sq, k0 + sk
+        out, lse = torch.cat(outs), torch.cat(lses, 1)
+        grad = dlse.to(dtype).masked_fill(lse.isinf(), 0.0)
+        return out, lse, *torch.autograd.grad((out, lse), leaves, (dout.to(dtype), grad))
+
+    right, plain = by_definition(torch.float64), by_definition(call.dtype)
+    assert_accurate(results[0], right[0], plain[0])
+    assert_accurate(results[1], right[1], plain[1].to(results[1].dtype), "lse", slack=1e-4)
+    for name, *three in zip("qkv", grads, right[2:], plain[2:]):
+        assert_gradient_accurate(*three, name)
+
+
+def test_seqused_k_hides_the_keys_after_it(device):
+    call, lengths, used = Call("bits", 64), [(150, 200), (90, 70)], (130, 7)
+    q, k, v = (torch.randn(n, h, 64, device=device).bfloat16() for n, h in ((240, HEADS), (270, 2), (270, 2)))
+    seen = torch.rand(1, 240, 200, device=device) > 0.5
+    few = seen.clone()
+    few[:, :150, used[0] :], few[:, 150:, used[1] :] = False, False
+    mask, same = (AttentionMask.from_tensor(x, packed=True) for x in (seen, few))
+    results = packed_calls(call, device, lengths, mask, q, k, v, ints(*used, device=device))
+    for ours, right in zip(results[:2], packed_calls(call, device, lengths, same, q, k, v)[0][:2]):
+        torch.testing.assert_close(ours, right, rtol=0.01, atol=0.01)
+
+
+# ---- launches, errors ----
+
+
+@pytest.mark.devices("cuda")
+def test_a_deterministic_backward_repeats_its_bits(device):
+    call = Call("all", 64, deterministic=True)
+    q, k, v = inputs(call, device)
+    mask, tensors = make_mask("all", SQ, SK, device), make_tensors(call, device)
+    results = forward(call, device, q, k, v, mask, tensors)
+    dout, dlse = torch.randn_like(results[0]), torch.randn_like(results[1])
+    first, *others = (backward(call, device, dout, dlse, q, k, v, results, mask, tensors) for _ in range(3))
+    for grads in others:
+        assert all(torch.equal(ours, right) for ours, right in zip(grads[:3], first[:3]))
+
+
+@pytest.mark.devices("cuda")
+@pytest.mark.parametrize("kind", ("ranges", "bits", "blocks"))
+def test_a_graph_reads_the_mask_of_each_replay(device, kind):
+    call = Call(kind, 64, deterministic=True)
+    q, k, v = inputs(call, device)
+    mask, other, tensors = *(make_mask(kind, SQ, SK, device) for _ in range(2)), make_tensors(call, device)
+    dout, dlse = torch.randn_like(q), torch.randn(BATCH, HEADS, SQ, device=device)
+
+    def step():
+        results = forward(call, device, q, k, v, mask, tensors)
+        return [*results[:2], *backward(call, device, dout, dlse, q, k, v, results, mask, tensors)[:3]]
+
+    graph, ours = captured(step)
+    for _ in range(2):
+        for factor, new in zip(mask.factors.tensors().values(), other.factors.tensors().values()):
+            factor.copy_(new)
+        graph.replay()
+        assert all(torch.equal(a, b) for a, b in zip(ours, step()))
+        other = make_mask(kind, SQ, SK, device)
+
+
+@pytest.mark.devices("cuda")
+def test_plans_of_calls_with_a_mask(device):
+    call = Call("bits", 128)
+    q, k, v = inputs(call, device)
+    mask = make_mask("bits", SQ, SK, device)
+    rest = (None, *numbers(call))
+    plan = backends.get(device).explain_fwd(q, k, v, None, *rest, False, None, mask=mask.factors)
+    assert (plan["kernel"], plan["variant"]) == ("wgmma", "listed") and "mask_plan,attention" in plan["stages"]
+    plain = backends.get(device).explain_fwd(q, k, v, None, *rest, False, None)
+    assert "mask_plan" not in plain["stages"] and plain["variant"] != "listed"
+    lse = torch.empty(BATCH, HEADS, SQ, device=device)
+    for deterministic in (False, True):
+        plan = backends.get(device).explain_bwd(
+            q, q, k, v, q, lse, None, None, None, *rest, deterministic, None, None, mask=mask.factors
+        )
+        assert (plan["kernel"], plan["variant"], plan["dq_pass"]) == ("wgmma", "listed", deterministic)
+
+
+def refused(function, message, *args, **named):
+    with pytest.raises((RuntimeError, TypeError)) as caught:
+        function(*args, **named)
+    assert str(caught.value) == message
+
+
+@pytest.mark.devices("cuda")
+def test_errors(device):
+    """What the CPU backend says of tensors that do not fit, and what kernels with a mask do not take."""
+    q = torch.randn(2, 5, 4, 64, device=device).bfloat16()
+    backend = backends.get(device)
+    rest = (None, None, 0.0, 1.0, False, -1, -1, 0.0, False, None)
+
+    def fails(message, **named):
+        refused(backend.fwd, message, q, q, q, *rest, **named)
+
+    def ranges(*sizes, dtype=torch.int32, where=device):
+        return AttentionMask.query_ranges(*torch.zeros(2, *sizes, dtype=dtype, device=where)).factors
+
+    fails("mask.query_ranges: expected a batch of 1 or 2, got shape [3, 2, 5, 2]", mask=ranges(3, 2, 5))
+    fails("mask.query_ranges: expected a head count that divides 4, got shape [2, 3, 5, 2]", mask=ranges(2, 3, 5))
+    fails("mask.query_ranges: expected 5 x 2 or 4 as its last two sizes, got shape [2, 1, 6, 2]", mask=ranges(2, 1, 6))
+    on_cpu = "mask.query_ranges: expected a tensor on q's device (cuda:0), got one on cpu"
+    fails(on_cpu, mask=ranges(2, 1, 5, where="cpu"))
+    good = ranges(2, 1, 5)
+    fails("mask.query_ranges: expected dtype int32, got int64",
+          mask=good._replace(query_ranges=good.query_ranges.long()))  # fmt: skip
+    strided = good.query_ranges.expand(2, 2, 5, 2)
+    fails("mask.query_ranges: expected a contiguous tensor, got strides [10, 0, 2, 1]",
+          mask=good._replace(query_ranges=strided))  # fmt: skip
+    bits = AttentionMask.from_tensor(torch.ones(5, 40, dtype=torch.bool, device=device)).factors
+    fails("mask.bits: expected 5 x 1 as its last two sizes, got shape [1, 1, 5, 2]", mask=bits)
+    packed = AttentionMask.query_ranges(*torch.zeros(2, 5, dtype=torch.int32, device=device), packed=True).factors
+    fails("mask: expected a mask of dense sequences, got one of packed sequences", mask=packed)
+    fails("mask: expected MaskFactors, got Tensor", mask=torch.ones(5, 5, device=device))
+    kinds = torch.ones(1, 1, 1, 1, dtype=torch.uint8, device=device)
+    for size, message in (((96, 64), "multiples of 64 on CUDA, got (96, 64)"), ((64, 0), "positive ints, got (64, 0)")):
+        blocks = good._replace(query_ranges=None, block_map=kinds, block_size=size)
+        fails(f"mask: expected a block_size of {message}", mask=blocks)
+    lse, sums = torch.zeros(2, 4, 5, device=device), torch.zeros(2, 5, 4, 64, device=device)
+    refused(
+        backend.bwd, "accumulate_dkv: expected False with a mask on CUDA, got True", q, q, q, q, q, lse, None, sums,
+        sums, None, *rest[2:8], False, None, mask=good, accumulate_dkv=True,
+    )  # fmt: skip
+    bias = torch.zeros(2, 4, 5, 5, device=device)
+    fails("attn_bias: expected None on CUDA, got a tensor", attn_bias=bias)
+    fails("rel_bias: expected None on CUDA, got a tensor", rel_bias=bias[0, :, 0])
+    out = good.query_ranges.view(torch.bfloat16)
+    overlapping = out.new_empty(2 * 5 * 4 * 64)
+    factor = overlapping[:40].view(torch.int32).view(2, 1, 5, 2).zero_()
+    refused(
+        backend.fwd, "out: expected memory that does not overlap mask.query_ranges, got elements of both", q, q, q,
+        overlapping.view(2, 5, 4, 64), *rest[1:], mask=good._replace(query_ranges=factor),
+    )  # fmt: skip
+    codes, scale = q.to(torch.float8_e4m3fn), torch.ones(4, device=device)
+    refused(
+        backend.fwd, "k: expected float16 or bfloat16 with a mask on CUDA, got float8_e4m3fn", q, codes, codes, *rest,
+        mask=good, k_descale=scale, v_descale=scale,
+    )  # fmt: skip
+    refused(backend.fwd_kvcache, "mask: expected None over a KV cache, got one", q, q, q, *[None] * 10, 1.0, False, -1,
+            -1, 0.0, True, 0, mask=good)  # fmt: skip
+    pages, cu = torch.randn(2, 16, 4, 64, device=device).bfloat16(), ints(0, 5, device=device)
+    table, pad = ints([0, 1], device=device), ints(1, device=device)
+    lengths = (5, 20, 0.0, 0.3, False, False, -1, -1, 0.0, False, None)
+    refused(backend.varlen_fwd, "block_table: expected None with a mask on CUDA, got a tensor", q[0], pages, pages,
+            None, cu, cu, None, None, table, None, *lengths, mask=packed)  # fmt: skip
+    refused(backend.varlen_fwd, "leftpad_k: expected None with a mask on CUDA, got a tensor", q[0], q[0], q[0],
+            None, cu, cu, None, pad, None, None, *lengths, mask=packed)  # fmt: skip
+    refused(backend.varlen_fwd, "mask: expected a mask of packed sequences, got one of dense sequences", q[0], q[0],
+            q[0], None, cu, cu, None, None, None, None, *lengths, mask=good)  # fmt: skip

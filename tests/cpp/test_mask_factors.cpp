@@ -1,0 +1,150 @@
+// core/mask_factors.h and core/block_list.h against brute force: what a query sees, classes of blocks, words of bits.
+#include <algorithm>
+#include <vector>
+
+#include "check.h"
+#include "core/block_list.h"
+#include "core/mask_factors.h"
+#include "random_masks.h"
+
+namespace {
+
+using flash::BlockClass;
+using flash::BlockEntry;
+using flash::BlockList;
+using flash::IntervalBounds;
+using flash::Intervals;
+using flash::kMaskStrip;
+using flash::kUnbounded;
+using flash::MaskFactors;
+using flash::MaskMatrices;
+using flash::Visibility;
+using flash::Window;
+using random_masks::draw;
+using random_masks::Problem;
+
+IntervalBounds bounds_of(const MaskFactors& factors, bool of_rows, int begin, int end) {
+  IntervalBounds bounds;
+  if ((of_rows ? factors.query_ranges : factors.key_hidden) == nullptr) return bounds;
+  for (int i = begin; i < end; ++i) bounds.add(of_rows ? factors.keys_of(i) : factors.hidden_rows_of(i));
+  return bounds;
+}
+
+void check_elements(const Problem& problem) {
+  for (int row = 0; row < problem.seqlen_q; ++row) {
+    for (int key = 0; key < problem.seqlen_k; ++key) {
+      check::that(problem.factors.sees(row, key) == problem.sees(row, key), "what a query sees", row, key,
+                  problem.seqlen_q, problem.seqlen_k);
+    }
+  }
+}
+
+// Returns how many blocks were settled by bounds.
+int check_classes(const Problem& problem, const Visibility& window) {
+  int settled = 0;
+  for (int row = 0; row < problem.seqlen_q; row += kMaskStrip) {
+    const int row_end = std::min(row + kMaskStrip, problem.seqlen_q);
+    const IntervalBounds rows = bounds_of(problem.factors, true, row, row_end);
+    for (int key = 0; key < problem.seqlen_k; key += kMaskStrip) {
+      const int key_end = std::min(key + kMaskStrip, problem.seqlen_k);
+      const IntervalBounds keys = bounds_of(problem.factors, false, key, key_end);
+      int seen = 0;
+      for (int i = row; i < row_end; ++i) {
+        for (int j = key; j < key_end; ++j) {
+          seen += problem.sees(i, j) && j >= window.key_begin(i) && j < window.key_end(i);
+        }
+      }
+      const BlockClass found = flash::class_by_bounds(problem.factors, window, rows, keys, row, row_end, key, key_end);
+      const int all = (row_end - row) * (key_end - key);
+      check::that(found != BlockClass::kHidden || seen == 0, "a hidden block", row, key, seen, window.window.left);
+      check::that(found != BlockClass::kWhole || seen == all, "a whole block", row, key, seen, all);
+      settled += found != BlockClass::kPartial;
+    }
+  }
+  return settled;
+}
+
+void check_random_problems() {
+  int settled = 0;
+  for (int i = 0; i < 1500; ++i) {
+    const Problem problem(draw(1, 200), draw(1, 260), i % 16);
+    if (i < 200) check_elements(problem);
+    Visibility window{problem.seqlen_q, problem.seqlen_k, {}};
+    settled += check_classes(problem, window);
+    window.window = {draw(0, 1) ? kUnbounded : draw(0, 200), draw(0, 50)};
+    settled += check_classes(problem, window);
+  }
+  check::that(settled > 3000, "bounds settle blocks", settled);
+}
+
+void check_interval_words() {
+  for (int first = 0; first <= 64; first += 32) {
+    for (int begin = -40; begin < 110; ++begin) {
+      for (int end = -40; end < 110; ++end) {
+        uint32_t expected = 0u;
+        for (int i = 0; i < 32; ++i) expected |= begin <= first + i && first + i < end ? 1u << i : 0u;
+        check::that(MaskFactors::interval_word(begin, end, first) == expected, "interval word", first, begin, end);
+      }
+    }
+  }
+  check::that(MaskFactors::interval_word(-0x7fffffff - 1, 0x7fffffff, 0x7fffff00) == ~0u, "the largest interval");
+}
+
+// Mask heads and batch entries of factors that differ in them, as tensors of running numbers.
+void check_matrices() {
+  constexpr int kBatch = 3, kHeads = 12, kRows = 5, kKeys = 7;
+  const auto matrices = [](int heads, bool per_batch) {
+    MaskMatrices result;
+    result.heads = heads;
+    result.per_batch = per_batch;
+    result.group = flash::FastDiv(kHeads / heads);
+    return result;
+  };
+  std::vector<int> numbers(kBatch * kHeads * kRows * kKeys * 4);
+  for (size_t i = 0; i < numbers.size(); ++i) numbers[i] = static_cast<int>(i);
+  for (const int heads : {1, 2, 3, 4, 6, 12}) {
+    for (const bool per_batch : {false, true}) {
+      const MaskMatrices own = matrices(heads, per_batch);
+      MaskFactors factors;
+      factors.query_ranges = factors.key_hidden = numbers.data();
+      factors.query_intervals = 2;
+      factors.key_intervals = 1;
+      factors.of_ranges = own;
+      factors.of_hidden = matrices(4, true);
+      for (int batch = 0; batch < kBatch; ++batch) {
+        for (int head = 0; head < kHeads; ++head) {
+          const int matrix = own.index(batch, head), expected = (per_batch ? batch * heads : 0) + head * heads / kHeads;
+          check::that(matrix == expected && matrix < own.count(kBatch), "matrix", heads, per_batch, batch, head);
+          check::that(own.batch_of(matrix) == (per_batch ? batch : 0), "its batch entry", heads, batch, head);
+          check::that(own.index(own.batch_of(matrix), own.first_head_of(matrix)) == matrix, "its head", heads, head);
+          const MaskFactors of = factors.of(batch, head, kRows, kKeys, 1, 2);
+          check::that(*of.query_ranges == (expected * kRows + 1) * 4, "ranges of a matrix", heads, batch, head);
+          check::that(*of.key_hidden == ((batch * 4 + head / 3) * kKeys + 2) * 2, "hidden of a matrix", batch, head);
+        }
+      }
+    }
+  }
+}
+
+void check_entries() {
+  BlockEntry entry = BlockEntry::of_block((1 << BlockEntry::kIndexBits) - 1);
+  for (int strip = 0; strip < flash::kMaxTileStrips; ++strip) entry.set(strip, static_cast<BlockClass>(strip % 3));
+  check::that(entry.block() == (1 << BlockEntry::kIndexBits) - 1, "block of an entry", entry.block());
+  for (int strip = 0; strip < flash::kMaxTileStrips; ++strip) {
+    check::that(entry.strip(strip) == static_cast<BlockClass>(strip % 3), "strip of an entry", strip);
+  }
+  const uint32_t entries[6] = {10, 11, 12, 99, 21, 20};
+  const BlockList list{entries, 3, 5, 6};
+  const int expected[5] = {10, 11, 12, 20, 21};
+  for (int i = 0; i < list.count(); ++i) check::that(list.at(i).block() == expected[i], "order of visits", i);
+}
+
+}  // namespace
+
+int main() {
+  check_interval_words();
+  check_matrices();
+  check_entries();
+  check_random_problems();
+  return check::report();
+}
