@@ -109,7 +109,9 @@ void check_table() {
     check::that(plan.family == row.family && plan.variant == row.variant && plan.head_dim == row.head_dim, "kernel",
                 row.name, flash::plan::family_name(plan.family), flash::plan::variant_name(plan.variant),
                 plan.head_dim);
-    const int block_m = plan.head_dim == 512 ? (plan.small_tile ? 16 : 32) : plan.small_tile && plan.head_dim == 256 ? 32 : 64;
+    const int block_m = plan.head_dim == 512                      ? (plan.small_tile ? 16 : 32)
+                        : plan.small_tile && plan.head_dim == 256 ? 32
+                                                                  : 64;
     check::that(plan.block_m == block_m && plan.block_n == row.block_n && plan.stages == row.stages, "tile", row.name,
                 plan.block_n, plan.stages);
     check::that(plan.threads == row.threads && plan.smem_bytes == row.smem_bytes, "threads", row.name, plan.threads,

@@ -14,12 +14,12 @@ constexpr int kA100SmemBytes = 163 * 1024;
 void check_tile(const FwdTile& tile, bool is_everywhere) {
   const int d = tile.head_dim;
   check::that(tile.block_n > 0 && tile.block_n % 16 == 0, "block_n is a multiple of the MMA depth", d, tile.block_n);
-  check::that(tile.warps > 0 && tile.block_m * tile.col_warps % (16 * tile.warps) == 0, "each warp owns whole MMA rows", d, tile.block_m,
-              tile.warps);
+  check::that(tile.warps > 0 && tile.block_m * tile.col_warps % (16 * tile.warps) == 0, "each warp owns whole MMA rows",
+              d, tile.block_m, tile.warps);
   check::that(tile.warps * 32 <= 1024, "threads", d, tile.warps);
   check::that(tile.blocks_per_sm >= 1, "blocks", d);
-  check::that(flash::plan::fwd_smem_bytes(tile, Dtype::kBf16) <= (is_everywhere ? kSmallestSmemBytes : kA100SmemBytes), "shared memory", d,
-              flash::plan::fwd_smem_bytes(tile, Dtype::kBf16));
+  check::that(flash::plan::fwd_smem_bytes(tile, Dtype::kBf16) <= (is_everywhere ? kSmallestSmemBytes : kA100SmemBytes),
+              "shared memory", d, flash::plan::fwd_smem_bytes(tile, Dtype::kBf16));
   check::that(tile.blocks_per_sm * tile.warps * 32 * 255 <= 65536 * 2, "register file", d, tile.blocks_per_sm);
   check::that(d % 32 == 0 && d <= flash::plan::kMaxHeadDim, "head dim", d);
 }

@@ -46,10 +46,10 @@ struct KvConfig {
   using KvSwizzle = VectorSwizzle<kHeadDim * kTile.kv_bytes / 2>;
   static constexpr int kVectorCols = 16 / kTile.kv_bytes;  // of K and V
   // Loads of K and V: kLanesPerRow lanes to a row, a 16-byte vector each.
-  static constexpr int kLanesPerRow = KvSwizzle::kWide ? (KvSwizzle::kVectors == 24   ? 8
-                                                            : KvSwizzle::kVectors > 32 ? 32
-                                                                                       : KvSwizzle::kVectors)
-                                                         : 4;
+  static constexpr int kLanesPerRow = KvSwizzle::kWide ? (KvSwizzle::kVectors == 24  ? 8
+                                                          : KvSwizzle::kVectors > 32 ? 32
+                                                                                     : KvSwizzle::kVectors)
+                                                       : 4;
   static constexpr int kRowsPerIteration = 32 / kLanesPerRow;
   static constexpr int kWarpRows = kStep / kGroupWarps;  // rows of a step that one warp loads
   static constexpr int kRowIterations = kWarpRows / kRowsPerIteration;

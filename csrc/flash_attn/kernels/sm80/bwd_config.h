@@ -45,7 +45,8 @@ struct BwdConfig {
   using SmemLayoutP = SwizzledTile<kBlockM, kBlockN>;    // and dS
   using SmemLayoutDq = SmemLayoutQ;
   using RowCopyT = RowCopy<Element, kThreads, kAtomCols, kHeadDim>;
-  static constexpr int kQCopyThreads = kBlockM < RowCopyT::kRowsPerIteration ? kBlockM * RowCopyT::kThreadsPerRow : kThreads;
+  static constexpr int kQCopyThreads =
+      kBlockM < RowCopyT::kRowsPerIteration ? kBlockM * RowCopyT::kThreadsPerRow : kThreads;
   using RowCopyQ = RowCopy<Element, kQCopyThreads, kAtomCols, kHeadDim>;
 
   static constexpr int kSmemQ = kBlockM * kHeadDim;  // elements

@@ -1,5 +1,5 @@
-// What the warps that share the rows of a tile exchange through shared memory: each has some of the keys of a block, and
-// multiplies the probabilities of all of them by its columns of V.
+// What the warps that share the rows of a tile exchange through shared memory: each has some of the keys of a block,
+// and multiplies the probabilities of all of them by its columns of V.
 #pragma once
 
 #include <cute/tensor.hpp>
