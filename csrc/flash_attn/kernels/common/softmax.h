@@ -83,14 +83,15 @@ struct Softmax {
     return true;
   }
 
-  // update() where other warps have other columns of the rows. `maxima`: of the block's scores, of all columns.
+  // update() where other warps have other columns of the rows. `maxima`: of the block's scores, of all columns. Negative
+  // ones count as 0, as in may_exceed(): a first block of fully masked rows must set is_large.
   template <class Scores, class Out>
   __device__ __forceinline__ void update_shared(Scores& scores, Out& out, const float (&maxima)[kRows], float scale,
                                                 float threshold_log2) {
     using namespace cute;
     bool exceeds = false;
 #pragma unroll
-    for (int mi = 0; mi < kRows; ++mi) exceeds |= (maxima[mi] - row_max[mi]) * scale > threshold_log2;
+    for (int mi = 0; mi < kRows; ++mi) exceeds |= (fmaxf(maxima[mi], 0.0f) - row_max[mi]) * scale > threshold_log2;
     if (__any_sync(0xffffffffu, exceeds)) {
       raise_row_maxima(maxima, scale, [&](int mi, float correction) {
 #pragma unroll
