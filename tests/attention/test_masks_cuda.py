@@ -436,7 +436,7 @@ def test_errors(device):
     lse, sums = torch.zeros(2, 4, 5, device=device), torch.zeros(2, 5, 4, 64, device=device)
     refused(
         backend.bwd, "accumulate_dkv: expected False with a mask on CUDA, got True", q, q, q, q, q, lse, None, sums,
-        sums, None, *rest[2:8], False, None, mask=good, accumulate_dkv=True,
+        sums, None, *rest[2:8], False, None, None, mask=good, accumulate_dkv=True,
     )  # fmt: skip
     bias = torch.zeros(2, 4, 5, 5, device=device)
     fails("attn_bias: expected None on CUDA, got a tensor", attn_bias=bias)
