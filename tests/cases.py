@@ -268,8 +268,19 @@ FULL_FEATURES: dict[str, tuple] = {
 
 # Head dims of q and k, and of v: every pair of values of two of these features occurs in some value_dim_cases() case.
 VALUE_DIM_FEATURES: dict[str, tuple] = {
-    "head_dims": ((192, 128), (128, 192), (64, 32), (40, 256), (256, 24), (100, 37), (37, 100), (8, 3), (1, 250), (64, 512),
-                  (512, 200)),
+    "head_dims": (
+        (192, 128),
+        (128, 192),
+        (64, 32),
+        (40, 256),
+        (256, 24),
+        (100, 37),
+        (37, 100),
+        (8, 3),
+        (1, 250),
+        (64, 512),
+        (512, 200),
+    ),
     "lengths": ((20, 257), (65, 129), (129, 127), (128, 300), (200, 73)),
     "heads": ((2, 2), (8, 2), (5, 1)),
     "kind": ("dense", "packed", "padded", "seqused", "leftpad"),

@@ -449,7 +449,9 @@ def test_errors(device):
         overlapping.view(2, 5, 4, 64), *rest[1:], mask=good._replace(query_ranges=factor),
     )  # fmt: skip
     wide, wide_lse = torch.randn(2, 5, 4, 320, device=device).bfloat16(), torch.zeros(2, 4, 5, device=device)
-    no_kernel = "mask: expected None where no wgmma kernel runs the call (compute capability 9.0, head dim 320), got one"
+    no_kernel = (
+        "mask: expected None where no wgmma kernel runs the call (compute capability 9.0, head dim 320), got one"
+    )
     refused(backend.fwd, no_kernel, wide, wide, wide, *rest, mask=good)
     refused(backend.bwd, no_kernel, wide, wide, wide, wide, wide, wide_lse, None, None, None, None, *rest[2:8], False,
             None, mask=good)  # fmt: skip

@@ -1,6 +1,7 @@
 """GPUs with 99 KB of shared memory for a thread block (sm_86, 89, 120), which FLASH_ATTN_SMEM_LIMIT makes of any.
 
-At head dim 32 and above 128 their backward has other tiles, above 256 the forward too. Forward and cache take fewer stages.
+At head dim 32 and above 128 their backward has other tiles, above 256 the forward too. Forward and cache take fewer
+stages.
 """
 
 from __future__ import annotations

@@ -85,8 +85,8 @@ struct Softmax {
     return true;
   }
 
-  // update() where other warps have other columns of the rows. `maxima`: of the block's scores, of all columns. Negative
-  // ones count as 0, as in may_exceed(): a first block of fully masked rows must set is_large.
+  // update() where other warps have other columns of the rows. `maxima`: of the block's scores, of all columns.
+  // Negative ones count as 0, as in may_exceed(): a first block of fully masked rows must set is_large.
   template <class Scores, class Out>
   __device__ __forceinline__ void update_shared(Scores& scores, Out& out, const float (&maxima)[kRows], float scale,
                                                 float threshold_log2) {
