@@ -82,6 +82,31 @@ struct Softmax {
     if (!__any_sync(0xffffffffu, may_exceed_threshold(scores, scale, threshold_log2))) return false;
     float new_max[kRows];
     set_maxima(scores, new_max);
+    raise_row_maxima(new_max, scale, correct);
+    return true;
+  }
+
+  // update() where other warps have other columns of the rows. `maxima`: of the block's scores, of all columns.
+  // Negative ones count as 0, as in may_exceed(): a first block of fully masked rows must set is_large.
+  template <class Scores, class Out>
+  __device__ __forceinline__ void update_shared(Scores& scores, Out& out, const float (&maxima)[kRows], float scale,
+                                                float threshold_log2) {
+    using namespace cute;
+    bool exceeds = false;
+#pragma unroll
+    for (int mi = 0; mi < kRows; ++mi) exceeds |= (fmaxf(maxima[mi], 0.0f) - row_max[mi]) * scale > threshold_log2;
+    if (__any_sync(0xffffffffu, exceeds)) {
+      raise_row_maxima(maxima, scale, [&](int mi, float correction) {
+#pragma unroll
+        for (int ni = 0; ni < size<1>(out); ++ni) out(mi, ni) *= correction;
+      });
+    }
+    exponentiate(scores, scale);
+  }
+
+  // Raises row_max to the maxima of a block.
+  template <class Correct>
+  __device__ __forceinline__ void raise_row_maxima(const float (&new_max)[kRows], float scale, const Correct& correct) {
     bool large = false;
 #pragma unroll
     for (int mi = 0; mi < kRows; ++mi) {
@@ -100,7 +125,6 @@ struct Softmax {
       correct(mi, correction);
     }
     is_large = __any_sync(0xffffffffu, large);
-    return true;
   }
 
   // Maxima of whole rows.
