@@ -11,7 +11,7 @@ from .factors import MaskFactors
 
 DEVICES = ("cpu",)  # whose backends take all three
 MASK_DEVICES = ("cpu", "cuda")  # whose backends take a mask
-SDPA_MASK_DEVICES = ("cpu",)  # those of them to which a bool attn_mask of SDPA goes
+MAX_MASKED_HEAD_DIM = 256  # of the kernels with a mask on CUDA
 
 
 def mask_factors(

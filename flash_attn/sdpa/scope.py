@@ -18,7 +18,7 @@ from torch.nn.attention.bias import CausalBias, CausalVariant
 import flash_attn
 from flash_attn.flash_attn_interface import flash_attn_func
 from flash_attn.limits import MAX_HEAD_DIM
-from flash_attn.masks.arguments import DEVICES, SDPA_MASK_DEVICES
+from flash_attn.masks.arguments import DEVICES, MASK_DEVICES, MAX_MASKED_HEAD_DIM
 from flash_attn.ops import arguments, context
 from flash_attn.scoped import Scoped
 
@@ -38,7 +38,7 @@ def use(devices: str | Sequence[str] = ("cuda",)) -> Iterator[None]:
     """Compute `torch.nn.functional.scaled_dot_product_attention` by these kernels within a `with` block.
 
     Calls that they serve come here, all others go to PyTorch as before. Served: query, key and value of four
-    dimensions, float16 or bfloat16 (or cast to them by torch.autocast), head dims up to 256, of plain tensors outside
+    dimensions, float16 or bfloat16 (or cast to them by torch.autocast), head dims up to 512, of plain tensors outside
     of torch.func transforms; attn_mask may be one of `torch.nn.attention.bias`, on the CPU also a bool tensor or one of
     numbers. is_causal is aligned to the top left corner, as PyTorch's, whatever the lengths.
 
@@ -159,15 +159,15 @@ def _served_inputs(
         and heads > 0
         and seqlen_q > 0
         and seqlen_k > 0  # of no batch cuDNN returns None
-        and (attn_mask is None or _mask_fits(attn_mask, query, seqlen_k))
+        and (attn_mask is None or _mask_fits(attn_mask, query, seqlen_k, max(head_dim, value_dim)))
         and 0.0 <= dropout_p < 1.0
         and (scale is None or math.isfinite(scale))
     )
     return (query, key, value, attn_mask) if fits else None
 
 
-def _mask_fits(attn_mask: Any, query: Tensor, seqlen_k: int) -> bool:
-    """Whether flash_attn_func takes this mask for this query and number of keys."""
+def _mask_fits(attn_mask: Any, query: Tensor, seqlen_k: int, head_dim: int) -> bool:
+    """Whether flash_attn_func takes this mask for this query, number of keys and greater head dim."""
     if type(attn_mask) is CausalBias:
         return query.shape[2] == attn_mask.seq_len_q and seqlen_k == attn_mask.seq_len_kv
     if type(attn_mask) not in _TENSOR_TYPES or attn_mask.layout is not torch.strided or attn_mask.is_nested:
@@ -176,18 +176,18 @@ def _mask_fits(attn_mask: Any, query: Tensor, seqlen_k: int) -> bool:
     fits: bool = (
         attn_mask.device == query.device
         and attn_mask.dtype in (torch.bool, torch.float32, query.dtype)
-        and _takes_mask(query.device, attn_mask.dtype)
+        and _takes_mask(query.device, attn_mask.dtype, head_dim)
         and 2 <= attn_mask.dim() <= 4
         and all(n in (1, full) for n, full in zip(attn_mask.shape[::-1], sizes))
     )
     return fits
 
 
-def _takes_mask(device: torch.device, dtype: torch.dtype) -> bool:
+def _takes_mask(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
     """Whether the kernels of a device take an attn_mask of this dtype; otherwise the call is PyTorch's."""
-    if dtype != torch.bool:
-        return device.type in DEVICES
-    return device.type in SDPA_MASK_DEVICES and (device.type == "cpu" or _has_list_kernels(device.index or 0))
+    if dtype != torch.bool or device.type == "cpu":
+        return device.type in (MASK_DEVICES if dtype == torch.bool else DEVICES)
+    return device.type in MASK_DEVICES and head_dim <= MAX_MASKED_HEAD_DIM and _has_list_kernels(device.index or 0)
 
 
 @cache

@@ -15,7 +15,8 @@ from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 import flash_attn.sdpa
 from flash_attn.dropout import dropout_mask
-from flash_attn.masks.arguments import DEVICES, SDPA_MASK_DEVICES
+from flash_attn.masks.arguments import DEVICES, MAX_MASKED_HEAD_DIM
+from flash_attn.sdpa.scope import _takes_mask
 
 BOTH = ("cuda", "cpu")
 ORIGINAL = F.scaled_dot_product_attention
@@ -102,18 +103,20 @@ def test_gpus_that_take_a_mask(monkeypatch, capability, archs, taken):
     monkeypatch.setitem(flash_attn.__build__, "archs", archs)
     scope._has_list_kernels.cache_clear()
     gpu = torch.device("cuda", 0)
-    for devices in (("cpu",), ("cpu", "cuda")):
-        monkeypatch.setattr(scope, "SDPA_MASK_DEVICES", devices)
-        assert scope._takes_mask(gpu, torch.bool) == (taken and "cuda" in devices)
-        assert not scope._takes_mask(gpu, torch.float16) and scope._takes_mask(torch.device("cpu"), torch.bool)
+    for head_dim in (64, MAX_MASKED_HEAD_DIM, MAX_MASKED_HEAD_DIM + 1):
+        assert scope._takes_mask(gpu, torch.bool, head_dim) == (taken and head_dim <= MAX_MASKED_HEAD_DIM)
+        assert not scope._takes_mask(gpu, torch.float16, head_dim)
+        assert scope._takes_mask(torch.device("cpu"), torch.bool, head_dim)
     scope._has_list_kernels.cache_clear()
 
 
 @pytest.mark.parametrize("kind", ("bool", "numbers", "float32", "expanded"))
 @pytest.mark.parametrize("name", MASKS)
-def test_masks(masked_device, scope, name, kind):
+def test_masks(device, scope, name, kind):
     """Against torch itself, with the gradient of numbers; rows without keys are among those of bool masks."""
-    device = masked_device
+    dtype = torch.float32 if kind in ("numbers", "float32") else torch.bool
+    if not _takes_mask(torch.device(device), dtype, 64):
+        pytest.skip(f"torch computes a mask of {dtype} on this device")
     inputs, shape = make(device, 31, 50), MASKS[name]
     mask = torch.randn(shape, device=device, dtype=inputs[0].dtype)
     leaves = [*inputs]
@@ -165,7 +168,7 @@ def test_scales_and_value_dims(device, scope, value_dim, scale):
     check(out, inputs, scale=scale)
 
 
-@pytest.mark.parametrize("dim", (1, 20, 256))
+@pytest.mark.parametrize("dim", (1, 20, 256, 512))
 def test_head_dims(device, scope, dim):
     inputs = make(device, 20, 20, dim=dim, dtype=torch.bfloat16)
     out, ours = served(device, sdpa, *inputs, is_causal=True)
@@ -195,7 +198,7 @@ def not_served(device):
     bias = torch.randn(40, 40, device=device, dtype=q.dtype)
     half = (q, k, v)
     return {
-        "mask": (single if device in SDPA_MASK_DEVICES else half, {"attn_mask": mask}),
+        "mask": (single, {"attn_mask": mask}),
         "bias": ((*single, bias.float()) if device in DEVICES else (*half, bias), {}),
         "bias of three dimensions": (single, {"attn_mask": bias.float()[None]}),
         "float32": (single, {"is_causal": True}),
@@ -203,7 +206,7 @@ def not_served(device):
         "three dimensions": ((q[0], k[0], v[0]), {}),
         "five dimensions": ((q[None], k[None], v[None]), {}),
         "broadcast batch": ((q, k[:1], v[:1]), {}),
-        "head dim": ([torch.cat([x] * 17, -1) for x in (q, k, v)], {}),
+        "head dim": ([torch.cat([x] * 33, -1) for x in (q, k, v)], {}),
         "no keys": ((q, k[:, :, :0], v[:, :, :0]), {}),
         "no queries": ((q[:, :, :0], k, v), {}),
         "causal bias in float32": ((*single, causal_lower_right(40, 40)), {}),
