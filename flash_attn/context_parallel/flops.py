@@ -6,7 +6,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import register_flop_formula
 
 from flash_attn.context_parallel.cp_plan import plan_of
 from flash_attn.context_parallel.operators import CpArgs, CpBackwardArgs
@@ -26,13 +25,13 @@ def _pairs(call: Any) -> int:
     return int(batch * sum((s.stop - s.start) * (bounds[s.document + 1] - bounds[s.document]) for s in own))
 
 
-@register_flop_formula(_core.cp_fwd, get_raw=True)
+@flops.register(_core.cp_fwd)
 def _forward(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
     call = CpArgs(*args, **kwargs)
     return flops.forward_flops(call.q, call.v, _pairs(call))
 
 
-@register_flop_formula(_core.cp_bwd, get_raw=True)
+@flops.register(_core.cp_bwd)
 def _backward(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
     call = CpBackwardArgs(*args, **kwargs)
     return flops.backward_flops(call.q, call.v, _pairs(call))

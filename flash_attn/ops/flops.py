@@ -13,12 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.functional_tensor import FunctionalTensor
-from torch.utils.flop_counter import register_flop_formula
+from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 from flash_attn.ops.attention_args import AttentionArgs, AttentionBackwardArgs, KvCacheArgs, Tangents
 from flash_attn.ops.calls import unpack
 from flash_attn.utils.derived_buffers import has_values
 
+_Formula = Callable[..., int]
 _core, _public = torch.ops.flash_attn_core, torch.ops.flash_attn
 
 
@@ -82,7 +83,19 @@ def _pairs_of(args: AttentionArgs | AttentionBackwardArgs, q: Tensor, k: Tensor)
     return _packed_pairs(args.cu_seqlens_q, args.cu_seqlens_k, args.max_seqlen_q, args.max_seqlen_k, used, padding)
 
 
-@register_flop_formula(_core.fwd, get_raw=True)
+def register(*operators: Any) -> Callable[[_Formula], _Formula]:
+    """Decorates the formula of these operators, which takes their arguments as they are."""
+
+    def registered(formula: _Formula) -> _Formula:
+        for operator in operators:
+            register_flop_formula(operator, get_raw=True)(formula)
+            flop_registry.setdefault(operator, formula)  # torch 2.4 registers overloads, and looks for the operator
+        return formula
+
+    return registered
+
+
+@register(_core.fwd)
 def _forward(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
     call = AttentionArgs(*args, **kwargs)
     q, k, v = unpack(call.q, call.k, call.v)
@@ -90,28 +103,28 @@ def _forward(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
     return forward_flops(q, v, pairs) + latent_flops(call.qv, pairs)
 
 
-@register_flop_formula(_core.bwd, get_raw=True)
+@register(_core.bwd)
 def _backward(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
     call = AttentionBackwardArgs(*args, **kwargs)
     q, k, v = unpack(call.q, call.k, call.v)
     return backward_flops(q, v, _pairs_of(call, q, k))
 
 
-@register_flop_formula(_core.jvp, get_raw=True)
+@register(_core.jvp)
 def _jvp(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
     call = AttentionArgs(*args[len(Tangents._fields) :], **kwargs)
     q, k, v = unpack(call.q, call.k, call.v)
     return _products(q, v, _pairs_of(call, q, k), 3, 3)
 
 
-@register_flop_formula(_core.hvp, get_raw=True)
+@register(_core.hvp)
 def _hvp(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
     call = AttentionBackwardArgs(*args[len(Tangents._fields) :], **kwargs)
     q, k, v = unpack(call.q, call.k, call.v)
     return _products(q, v, _pairs_of(call, q, k), 7, 5)
 
 
-@register_flop_formula([_core.kvcache_fwd, _core.kvcache_append_fwd], get_raw=True)
+@register(_core.kvcache_fwd, _core.kvcache_append_fwd)
 def _kvcache(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
     call = KvCacheArgs(*args, **kwargs)
     batch, seqlen_q = call.q.shape[:2]
@@ -134,7 +147,7 @@ def register_by_name(operator: Any, flops: Callable[[dict[str, Any]], int]) -> N
     def formula(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
         return flops({**dict(zip(names, args)), **kwargs})
 
-    register_flop_formula(operator, get_raw=True)(formula)
+    register(operator)(formula)
 
 
 def _pairs_by_name(call: dict[str, Any]) -> int:
