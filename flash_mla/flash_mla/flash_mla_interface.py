@@ -74,8 +74,8 @@ def flash_mla_with_kvcache(
         softmax_scale: float. Default: 1 / sqrt(head_dim).
         causal: bool. Query i of seqlen_q sees all but the last seqlen_q - 1 - i keys; not with indices.
         is_fp8_kvcache: bool. k_cache has bytes (num_pages, page_size, 1, 656 or 584) in the layouts of README.md.
-        indices: int32 (batch, seqlen_q, topk). The rows of k_cache that each query sees: page * page_size + row. One that
-            names no row is skipped, one that comes twice counts twice.
+        indices: int32 (batch, seqlen_q, topk). The rows of k_cache that each query sees: page * page_size + row. One
+            that names no row is skipped, one that comes twice counts twice.
         attn_sink: (nheads,) float32. A further logit, in natural-log units, without a value: out is scaled by
             exp(lse) / (exp(lse) + exp(attn_sink)).
         topk_length: int32 (batch,). How many of the leftmost indices count.

@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import flash_attn
 from flash_attn.context_parallel import CpPlan, LocalGroup, flash_attn_cp_func
+from flash_attn.context_parallel.plan.steps import METHODS
 from flash_attn.flash_attn_interface import _flash_attn_backward, _flash_attn_varlen_forward
 
 HEADS, HEADS_K, HEAD_DIM = 4, 2, 16
@@ -143,7 +144,7 @@ def test_operators_of_flash_attention_3(device):
         )
 
 
-@pytest.mark.parametrize("method", ("all_gather", "ring", "ulysses"))
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("bounds", ((0, 23), (0, 5, 23)))
 def test_context_parallel(device, method, bounds):
     """The ranks' sum is what one GPU counts, and counting changes no result."""
