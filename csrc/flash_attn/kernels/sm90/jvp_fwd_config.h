@@ -43,6 +43,8 @@ struct JvpFwdConfig {
   // One loop for blocks with and without a mask. The first block of a warpgroup has a visible key for some row.
   static constexpr bool kDescending = true;
   static constexpr bool kTransposedV = false;
+  static constexpr bool kListed = false;
+  using Order = KvBlockOrder;
   using TripCount = DescendingTripCount<typename MaskOf<JvpFwdConfig>::Bounds>;
   template <class Mask>
   __device__ __forceinline__ static TripCount trip_count(const Mask& mask, const KvBlockOrder& order, int row_begin,
