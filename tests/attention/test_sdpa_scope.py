@@ -112,6 +112,7 @@ def test_gpus_that_take_a_mask(monkeypatch, capability, archs, taken):
 
 @pytest.mark.parametrize("kind", ("bool", "numbers", "float32", "expanded"))
 @pytest.mark.parametrize("name", MASKS)
+@pytest.mark.needs_torch((2, 5), "makes NaN of rows without keys")
 def test_masks(masked_device, scope, name, kind):
     """Against torch itself, with the gradient of numbers; rows without keys are among those of bool masks."""
     device = masked_device
@@ -360,6 +361,7 @@ def test_devices(device):
     assert F.scaled_dot_product_attention is ORIGINAL
 
 
+@pytest.mark.needs_torch((2, 5), "has no enable_gqa")
 def test_other_threads_are_outside(device):
     """Scopes of two threads overlap; each sees its own."""
     inputs = [x.detach() for x in make(device)]
@@ -402,6 +404,7 @@ def test_compiled_code_of_two_threads(device):
     assert found == [True, False, True, False, True]
 
 
+@pytest.mark.needs_torch((2, 5), "has no enable_gqa")
 def test_tasks_have_separate_scopes(device):
     inputs = [x.detach() for x in make(device)]
 
@@ -420,6 +423,7 @@ def test_tasks_have_separate_scopes(device):
     assert asyncio.run(both()) == [True, False]
 
 
+@pytest.mark.needs_torch((2, 5), "has no enable_gqa")
 def test_another_replacement_stays(device, monkeypatch):
     """A function that another package puts there, before, within or after a scope, is called and comes back."""
     calls = []

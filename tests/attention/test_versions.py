@@ -323,7 +323,6 @@ print("equal")
 """
 
 
-@pytest.mark.needs_torch((2, 11), "has a Triton without it")
 def test_triton_kernels_under_the_interpreter():
     """The same of the paths that only a GPU takes."""
     pytest.importorskip("triton")

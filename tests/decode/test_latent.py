@@ -213,6 +213,7 @@ def test_explained_and_counted(device):
 
 
 @pytest.mark.devices("cpu")
+@pytest.mark.needs_torch((2, 11), "has no fake CUDA tensors without a driver")
 def test_refused_where_no_kernel_is(device):
     """By name, in eager calls and where shapes alone are computed, as in compiled code."""
     refusal = "^qv: expected None on cuda, got a tensor: kernels have head dims of q and v "

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 import torch.utils.checkpoint
+from interpreted import run_interpreted
 
 from flash_attn.layers.rotary import (
     RotaryEmbedding,
@@ -365,9 +362,7 @@ print("equal")
 def test_triton_kernel_under_the_interpreter():
     """The kernel's own code without a GPU: Triton's interpreter against the PyTorch composition."""
     pytest.importorskip("triton")
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    run = subprocess.run([sys.executable, "-c", INTERPRETED], env=environment, capture_output=True, text=True)
-    assert run.stdout.strip() == "equal", run.stderr
+    run_interpreted(INTERPRETED)
 
 
 def test_alias():
