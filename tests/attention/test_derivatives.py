@@ -509,7 +509,8 @@ def test_compiled_code_drops_no_tangent(device):
     assert torch.equal(compiled(tangent, fullgraph=False)(q, t), tangent(q, t))
     function = compiled(lambda q: flash_attn_func(q, k, v))
     function(q)
-    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match=message):
+    errors = (NotImplementedError, torch._dynamo.exc.Unsupported)  # the latter of torch 2.14 itself
+    with forward_ad.dual_level(), pytest.raises(errors, match=f"{message}|dual tensor"):
         function(forward_ad.make_dual(q, t))
 
 
