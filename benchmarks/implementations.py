@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.metadata
 import importlib.util
 from dataclasses import dataclass, replace
 from typing import Callable
@@ -131,9 +132,10 @@ class Implementation:
     """`build(row, inputs)` returns the call, made and run within `context()`.
 
     offers: what it can do; further_limits(row, device_type, mode): any other reason why a row cannot run, or None;
-    package: the module that must be installed; compiles: whether every shape costs it seconds of compilation; groups:
-    the groups of rows that it joins without being named; problem(row, inputs): the (row, inputs) that it computes, is
-    checked by and whose FLOPs count; max_error: of its result, relative to float64.
+    package: the module that must be installed; distribution: what must be installed instead, if its modules lie in
+    another package's name; compiles: whether every shape costs it seconds of compilation; groups: the groups of rows
+    that it joins without being named; problem(row, inputs): the (row, inputs) that it computes, is checked by and whose
+    FLOPs count; max_error: of its result, relative to float64.
     """
 
     name: str
@@ -143,6 +145,7 @@ class Implementation:
     further_limits: Callable = lambda row, device_type, mode: None
     context: Callable = contextlib.nullcontext
     package: str = "torch"
+    distribution: str = ""
     compiles: bool = False
     groups: tuple[str, ...] = ()
     problem: Callable = lambda row, inputs: (row, inputs)
@@ -162,7 +165,14 @@ class Implementation:
         return (over_cache.BUILDERS[self.name] if row.over_cache else self.build)(row, inputs)
 
     @property
+    def needed(self):
+        """What must be installed, in words."""
+        return f"the distribution {self.distribution}" if self.distribution else f"the module {self.package}"
+
+    @property
     def installed(self):
+        if self.distribution:
+            return any(importlib.metadata.distributions(name=self.distribution))
         return importlib.util.find_spec(self.package) is not None
 
     def in_its_groups(self):
@@ -269,6 +279,10 @@ IMPLEMENTATIONS = {
             "flash_attn_3", "FlashAttention-3", package_peers.flash_attn_3, COMMON - {CPU, ALIBI, DROPOUT},
             package="flash_attn_interface",
         ),
+        Implementation(
+            "flash_attn_4", "FlashAttention-4", package_peers.flash_attn_4, COMMON - {CPU, ALIBI, DROPOUT},
+            distribution="flash-attn-4",
+        ),
     )
 }  # fmt: skip
 
@@ -287,7 +301,7 @@ def choose(names, groups=()):
         if name not in IMPLEMENTATIONS:
             raise ValueError(f"{name}: expected one of all, {', '.join(IMPLEMENTATIONS)}")
         if not IMPLEMENTATIONS[name].installed:
-            raise ValueError(f"{name}: the module {IMPLEMENTATIONS[name].package} is not installed")
+            raise ValueError(f"{name}: {IMPLEMENTATIONS[name].needed} is not installed")
     joining = [impl for impl in IMPLEMENTATIONS.values() if set(impl.groups) & set(groups) and impl.name not in names]
     chosen = [IMPLEMENTATIONS[name] for name in dict.fromkeys(["ours", *names])]
     return chosen + [impl.in_its_groups() for impl in joining if impl.installed]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import os
 import sys
 
 import torch
@@ -30,6 +32,33 @@ def flash_attn_3(row, inputs):
         longest = max(row.seqlens)
         return lambda: first(fa3.flash_attn_varlen_func(q, k, v, cu, cu, longest, longest, **options))
     return lambda: first(fa3.flash_attn_func(q, k, v, **options))
+
+
+def flash_attn_4_functions():
+    """The module flash_attn.cute of the distribution flash-attn-4.
+
+    It is a part of this package's name, which is extended by its folder in this process only.
+    """
+    import flash_attn
+
+    folder = str(importlib.metadata.distribution("flash-attn-4").locate_file("flash_attn"))
+    if folder not in flash_attn.__path__:
+        flash_attn.__path__.append(folder)
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")  # what it compiles is there in the next run
+    import flash_attn.cute
+
+    return flash_attn.cute
+
+
+def flash_attn_4(row, inputs):
+    """FlashAttention-4, which compiles a kernel in its first call of a kind."""
+    fa4, case, q, k, v, cu = flash_attn_4_functions(), row.case, inputs.q, inputs.k, inputs.v, inputs.cu_seqlens
+    window = tuple(None if bound < 0 else bound for bound in case.window)
+    options = {"causal": case.causal, "window_size": window, "softcap": case.softcap}
+    if row.seqlens:
+        options.update(cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=max(row.seqlens), max_seqlen_k=max(row.seqlens))
+        return lambda: first(fa4.flash_attn_varlen_func(q, k, v, **options))
+    return lambda: first(fa4.flash_attn_func(q, k, v, **options))
 
 
 def cudnn_fp8(row, inputs):

@@ -6,6 +6,7 @@ Each block is a function of stored results (results.py) and gives lines of Markd
 
 from __future__ import annotations
 
+import math
 from statistics import geometric_mean
 
 import cp_tables
@@ -13,7 +14,9 @@ from markdown import markdown_table, mask, rewritten, wrapped
 from plots import PLOTTED_GROUPS
 from results import ROOT, device_name, environment_line, measured_commit, stored
 from scores import (
+    PEERS,
     PLAIN,
+    best_ratios,
     gigabytes_per_second,
     judged_pairs,
     memory_lines,
@@ -27,7 +30,13 @@ from scores import (
     speed,
 )
 
-README_PEERS = ("sdpa_flash", "sdpa_cudnn")
+PEER_TITLES = {
+    "sdpa_flash": "FlashAttention-2 (SDPA)",
+    "sdpa_cudnn": "cuDNN (SDPA)",
+    "flash_attn_3": "FlashAttention-3",
+    "flash_attn_4": "FlashAttention-4",
+}
+SHORT = 1024  # tokens of the longest sequence of a short call
 FP8 = {"ours": "`bf16`", "ours_fp8": "`fp8`", "ours_fp8_fast": "`fp8 fast`", "cudnn_fp8": "`cudnn`"}
 
 
@@ -41,28 +50,37 @@ def gain(ratio):
     return "–" if ratio is None else f"{ratio:.2f}×"
 
 
-def mean_and_worst(found):
-    """Geometric mean and worst of [(label, ratio)] in a cell."""
-    values = [ratio for _, ratio in found]
-    return f"{geometric_mean(values):.2f}× ({min(values):.2f}×)" if values else "–"
+def mean_and_worst(values, shapes=0):
+    """Geometric mean and worst of ratios in a cell; how many they are, if they are not of all `shapes`."""
+    if not values:
+        return "–"
+    of = f", {len(values)} shapes" if shapes not in (0, len(values)) else ""
+    return f"{geometric_mean(values):.2f}× ({min(values):.2f}×{of})"
+
+
+def against_best(rows):
+    """Ratios to the fastest peer of each row in a cell, and how often it is faster than ours."""
+    values = [ratio for _, ratio, _ in best_ratios(rows)]
+    slower = sum(value < 1 for value in values)
+    return mean_and_worst(values) + f", {slower} of {len(values)} slower" * (slower > 0)
 
 
 # ---- forward and backward --------------------------------------------------------------------------------------------
 
 
-def cell_entry(row, peers):
-    mine = row["results"]["ours"]
-    against = [gain(row["results"][peer]["ms"] / mine["ms"] if peer in row["results"] else None) for peer in peers]
-    return f"{significant(mine['tflops'])} ({', '.join(against)})"
+def cell_entry(row):
+    """TFLOPS, and the speed relative to the fastest peer, which is named."""
+    against = "".join(f" ({gain(ratio)} {PEERS[peer]})" for _, ratio, peer in best_ratios([row]))
+    return significant(row["results"]["ours"]["tflops"]) + against
 
 
 def cell_tables(result):
     """A table per mode: a line per head dim and mask, a column per sequence length."""
-    peers, lines = [name for name in result["implementations"] if name in README_PEERS], []
+    lines = []
     for mode in modes(result):
         cells = [row for row in rows_of(result, PLOTTED_GROUPS, mode) if "ours" in row["results"]]
         lengths = sorted({row["seqlen_k"] for row in cells})
-        entries = {(row["head_dim"], row["causal"], row["seqlen_k"]): cell_entry(row, peers) for row in cells}
+        entries = {(row["head_dim"], row["causal"], row["seqlen_k"]): cell_entry(row) for row in cells}
         rows = [
             [str(head_dim), mask(causal), *(entries.get((head_dim, causal, n), "") for n in lengths)]
             for head_dim, causal in sorted({(row["head_dim"], row["causal"]) for row in cells})
@@ -274,30 +292,38 @@ def fp8_block():
 # ---- the README ------------------------------------------------------------------------------------------------------
 
 
+def speed_line(title, measured, peers, speed="", groups=None, mode="fwd", longest=math.inf):
+    """A row of the table: our speed, ours relative to each of `peers`, and to the fastest of each shape."""
+    rows = [row for row in rows_of(measured, groups, mode) if "ours" in row["results"] and row["seqlen_k"] <= longest]
+    fastest = max(row["results"]["ours"]["tflops"] for row in rows)
+    each = ([ratio for _, ratio, _ in best_ratios(rows, (peer,))] for peer in peers)
+    cells = [mean_and_worst(values, len(rows)) for values in each]
+    shapes = len({row["id"] for row in rows})
+    return [f"{title}, {shapes} shapes", speed or f"up to {fastest:.0f} TFLOPS", *cells, against_best(rows)]
+
+
 def speed_block():
-    """Six rows of speed."""
-    trained, other, decoded = (stored(name) for name in ("grid", "fwd_other", "decode"))
-
-    def line(title, result, group, mode):
-        rows = [row for row in rows_of(result, group, mode) if "ours" in row["results"]]
-        fastest = max(row["results"]["ours"]["tflops"] for row in rows)
-        against = [mean_and_worst(ratios(result, result, peer, mode, group)) for peer in README_PEERS]
-        return [f"{title}, {len(rows)} shapes", f"up to {fastest:.0f} TFLOPS", *against]
-
+    """A row of speed for each kind of call; peers that were not measured have no column."""
+    names = ("grid", "grid_b4h8", "fwd_other", "fwd_bwd", "decode")
+    trained, short, other, mma_sync, decoded = map(stored, names)
+    peers = [name for name in PEER_TITLES if name in trained["implementations"]]
     decode = rows_of(decoded, "decode", "fwd")
     share = max(gigabytes_per_second(row, "ours") for row in decode) / decoded["read_ceiling"]["gbs"]
-    against = mean_and_worst(ratios(decoded, decoded, "sdpa_flash", "fwd", "decode"))
     rows = [
-        line("forward", trained, "cells", "fwd"),
-        line("backward", trained, "cells", "bwd"),
-        line("forward and backward", trained, "cells", "fwd+bwd"),
-        line("packed sequences, forward", other, "varlen", "fwd"),
-        [f"decoding, {len(decode)} caches", f"up to {share:.0%} of the read ceiling", against, "–"],
-        line("prompts over a cache", decoded, "prefill_cache", "fwd"),
+        speed_line("forward", trained, peers, groups="cells"),
+        speed_line("backward", trained, peers, groups="cells", mode="bwd"),
+        speed_line(f"short forward, s ≤ {SHORT}", short, peers, groups="b4h8", longest=SHORT),
+        speed_line(f"short backward, s ≤ {SHORT}", short, peers, groups="b4h8", mode="bwd", longest=SHORT),
+        speed_line("eager calls where the host decides", other, peers, groups="small_eager"),
+        speed_line("packed sequences, forward", other, peers, groups="varlen"),
+        speed_line("mma.sync kernels, forward and backward", mma_sync, peers, groups="cells", mode=None),
+        speed_line("decoding", decoded, peers, f"up to {share:.0%} of the read ceiling", "decode"),
+        speed_line("prompts over a cache", decoded, peers, groups="prefill_cache"),
     ]
-    header = ["", "this package", "FlashAttention-2 (SDPA)", "cuDNN (SDPA)"]
-    told = f"Geometric mean of our speed relative to theirs (worst shape). {environment_line(trained)}."
-    return [*markdown_table(header, rows), "", told, "All shapes: [docs/benchmarks.md](docs/benchmarks.md)."]
+    header = ["", "this package", *(PEER_TITLES[peer] for peer in peers), "the fastest of them, shape by shape"]
+    told = "Geometric mean of our speed relative to theirs (worst shape), and how often ours is slower. "
+    told += f"{environment_line(trained)}."
+    return [*markdown_table(header, rows), "", f"{told} All shapes: [docs/benchmarks.md](docs/benchmarks.md)."]
 
 
 def plot_block():

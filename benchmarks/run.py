@@ -60,6 +60,7 @@ def parse(arguments):
     parser.add_argument("--groups", nargs="+", default=list(GROUPS), choices=ALL_GROUPS)
     peers = f"all, or some of {', '.join(list(IMPLEMENTATIONS)[1:])}"
     parser.add_argument("--peers", nargs="*", default=list(DEFAULT_PEERS), metavar="PEER", help=peers)
+    parser.add_argument("--also", nargs="*", default=[], metavar="PEER", help="peers too, where they are installed")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
     parser.add_argument("--quick", action="store_true", help="a third of the cells, fewer rounds; shorter on a CPU")
     parser.add_argument(
@@ -77,7 +78,8 @@ def parse(arguments):
     options = parser.parse_args(arguments)
     try:
         measured_groups = [group for group in options.groups if set(modes_of(group)) & set(options.mode)]
-        options.implementations = choose(options.peers, measured_groups)
+        also = [name for name in options.also if name not in IMPLEMENTATIONS or IMPLEMENTATIONS[name].installed]
+        options.implementations = choose([*options.peers, *also], measured_groups)
     except ValueError as error:
         parser.error(str(error))
     return options

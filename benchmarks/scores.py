@@ -7,6 +7,8 @@ from statistics import geometric_mean
 
 PLAIN = "ours_plain"  # computes another problem than the row's: the row's speed relative to it is its share of plain
 DETERMINISTIC = "ours_deterministic"
+# The fastest of other packages, in the words of a table; which a result has depends on what was installed.
+PEERS = {"sdpa_flash": "FA2", "sdpa_cudnn": "cuDNN", "flash_attn_3": "FA3", "flash_attn_4": "FA4"}
 OURS = ("ours", DETERMINISTIC, PLAIN, "ours_fp8", "ours_fp8_fast")
 
 
@@ -49,6 +51,17 @@ def ratios(result, baseline, peer, mode, group="cells", name="ours"):
         for row in rows_of(result, group, mode)
         if name in row["results"] and peer in theirs.get(row["id"], {})
     ]
+
+
+def best_ratios(rows, peers=tuple(PEERS)):
+    """[(label, time of the fastest of `peers` ÷ time of ours, that peer)] of the rows that have ours and a peer."""
+    found = []
+    for row in rows:
+        times = {peer: row["results"][peer]["ms"] for peer in peers if peer in row["results"]}
+        if times and "ours" in row["results"]:
+            fastest = min(times, key=times.get)
+            found.append((row["label"], times[fastest] / row["results"]["ours"]["ms"], fastest))
+    return found
 
 
 def score_line(found, title):

@@ -13,7 +13,7 @@ dtypes       q, k, v of one dtype: float16 or bfloat16; on CPU tensors float32 a
              256 (and an equal head_dim_v) on compute capability 9.0 (docs/fp8.md), decodes over 8-bit k and v, and
              converts what many queries see.
 heads        nheads divisible by nheads_k; query head i reads K/V head i // (nheads / nheads_k).
-head_dim     up to 256, on CPU tensors 512. On CUDA one that is no multiple of 8 costs a padded copy of the inputs.
+head_dim     up to 512. On CUDA one that is no multiple of 8 costs a padded copy of the inputs.
 head_dim_v   of v and out, where a function names it: head_dim or another one, to the same limit. Where it differs, CUDA
              takes the time of the larger head dim for both; on Hopper 192 and 128 do not, but for a forward with
              dropout, softcap or ALiBi. Where the larger is up to 32, on GPUs other than Hopper, for small problems and
@@ -498,7 +498,7 @@ def flash_attn_func(
     Arguments:
         q: (batch, seqlen_q, nheads, head_dim), float16 or bfloat16, on the CPU also float32 and float64.
         k: (batch, seqlen_k, nheads_k, head_dim) of q's dtype. Query head i reads K/V head i // (nheads / nheads_k).
-        v: (batch, seqlen_k, nheads_k, head_dim_v) of q's dtype. Head dims up to 256 (CPU: 512), any strides.
+        v: (batch, seqlen_k, nheads_k, head_dim_v) of q's dtype. Head dims up to 512, any strides.
         <options>
 
     Keyword arguments:
@@ -703,7 +703,7 @@ def flash_attn_varlen_func(
     Arguments:
         q: (total_q, nheads, head_dim), float16 or bfloat16, on the CPU also float32 and float64.
         k: (total_k, nheads_k, head_dim) of q's dtype, or (num_pages, page_size, nheads_k, head_dim) with block_table.
-        v: like k, its last axis head_dim_v. Head dims up to 256 (CPU: 512); nheads a multiple of nheads_k; any strides.
+        v: like k, its last axis head_dim_v. Head dims up to 512; nheads a multiple of nheads_k; any strides.
         cu_seqlens_q: int32 or int64 (batch + 1,). Sequence i has the rows cu_seqlens_q[i] to cu_seqlens_q[i + 1] of q.
         cu_seqlens_k: int32 or int64 (batch + 1,), the same for k and v (lengths of keys, when paged).
         max_seqlen_q, max_seqlen_k: int, or integer tensor of one element: upper bounds of the lengths, which size

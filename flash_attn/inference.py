@@ -71,7 +71,7 @@ def flash_attn_with_kvcache(
 
     Arguments:
         q: (batch, seqlen_q, nheads, head_dim), float16 or bfloat16, on the CPU also float32 and float64. Head dims up
-            to 256.
+            to 512, over an 8-bit cache on CUDA 256.
         k_cache: (batch_cache, seqlen_cache, nheads_k, head_dim), or (num_pages, page_size, nheads_k, head_dim) with
             block_table, of any page size; q's dtype, or float8_e4m3fn or int8. nheads a multiple of nheads_k. Any
             strides with a contiguous last dimension; never copied.

@@ -10,7 +10,7 @@ from torch import Tensor
 from flash_attn._types import WindowSize
 from flash_attn.batch_invariance import is_batch_invariant
 from flash_attn.eight_bit import EIGHT_BIT, named
-from flash_attn.limits import MAX_CPU_HEAD_DIM, max_head_dim
+from flash_attn.limits import MAX_HEAD_DIM
 from flash_attn.ops import arguments, calls, context, library
 from flash_attn.ops.attention_args import KvCachePlanArgs
 
@@ -76,11 +76,9 @@ class KvCachePlan:
             arguments.integer(name, size, least=least.get(name, 0)) for name, size in zip(_SIZES, sizes)
         )
         self._check_heads(*self._sizes[3:5])
-        most = max_head_dim(cache_seqlens.device.type)
-        if self._sizes[5] > most:
-            raise RuntimeError(f"head_dim: expected a head dim of at most {most}, got {head_dim}")
-        if self._head_dim_v > MAX_CPU_HEAD_DIM:
-            raise RuntimeError(f"head_dim_v: expected a head dim of at most {MAX_CPU_HEAD_DIM}, got {head_dim_v}")
+        for name, size in (("head_dim", self._sizes[5]), ("head_dim_v", self._head_dim_v)):
+            if size > MAX_HEAD_DIM:
+                raise RuntimeError(f"{name}: expected a head dim of at most {MAX_HEAD_DIM}, got {size}")
         self._window = arguments.normal_window(arguments.flag("causal", causal), window_size)
         self.num_splits = arguments.integer("num_splits", num_splits, least=0)
         self.batch_invariant = arguments.flag("batch_invariant", batch_invariant) or is_batch_invariant()

@@ -1,8 +1,4 @@
-"""Limits that both backends have."""
+"""Limits of the kernels and of the CPU backend."""
 
-MAX_HEAD_DIM = 256  # of CUDA kernels; csrc/flash_attn/plan/tiles.h has the same: kMaxHeadDim
-MAX_CPU_HEAD_DIM = 512  # also that of v in a call with qv
-
-
-def max_head_dim(device_type: str) -> int:
-    return MAX_CPU_HEAD_DIM if device_type == "cpu" else MAX_HEAD_DIM
+MAX_HEAD_DIM = 512  # csrc/flash_attn/plan/tiles.h has the same: kMaxHeadDim
+MAX_EIGHT_BIT_HEAD_DIM = 256  # of 8-bit k and v that CUDA kernels read; csrc/flash_attn/plan/kv_tiles.h: kMaxKv8HeadDim

@@ -3,8 +3,6 @@
 All is here but V in column-major order. Whether the CUDA extension is: `flash_attn.__build__`.
 """
 
-from flash_attn.limits import MAX_HEAD_DIM
-
 _FEATURES = (
     "BACKWARD",
     "SPLIT",
@@ -18,7 +16,7 @@ _FEATURES = (
     "VARLEN",
     "CLUSTER",
 )
-_HEAD_DIMS = (64, 96, 128, 192, MAX_HEAD_DIM)
+_HEAD_DIMS = (64, 96, 128, 192, 256)
 
 CONFIG = {
     "build_flags": {

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 
-HEAD_DIMS = (8, 16, 32, 40, 64, 72, 80, 96, 104, 128, 136, 160, 192, 200, 224, 256)
+HEAD_DIMS = (8, 16, 32, 40, 64, 72, 80, 96, 104, 128, 136, 160, 192, 200, 224, 256, 320, 512)
 GQA_RATIOS = (1, 3, 4, 5, 7, 8, 12)
 PAGE_SIZES = (1, 7, 16, 48, 256, 1000)
 SEQLENS_Q = (0, 1, 63, 64, 65, 127, 128, 129, 1000)
@@ -223,7 +223,10 @@ def cache_groups(dtype: str = "bfloat16") -> dict[str, list[Case]]:
             case((64, 2048), softcap=30.0),
             case((64, 2048), alibi="heads"),
         ],
-        "decode_mla": [case(n, (h, 1), 64, head_dim=64, head_dim_v=512) for h in (16, 128) for n in CACHE_SIZES],
+        "decode_mla": [
+            case(n, (h, 1), 64, head_dim=64, head_dim_v=512)
+            for h in (16, 64, 128) for n in (*CACHE_SIZES, (64, 4096), (128, 4096))
+        ],
         "prefill_cache": [
             case(n, page_size=p, queries=s)
             for n, s in (((1, 8192), 512), ((1, 32768), 2048), ((8, 4096), 128))
@@ -268,7 +271,19 @@ FULL_FEATURES: dict[str, tuple] = {
 
 # Head dims of q and k, and of v: every pair of values of two of these features occurs in some value_dim_cases() case.
 VALUE_DIM_FEATURES: dict[str, tuple] = {
-    "head_dims": ((192, 128), (128, 192), (64, 32), (40, 256), (256, 24), (100, 37), (37, 100), (8, 3), (1, 250)),
+    "head_dims": (
+        (192, 128),
+        (128, 192),
+        (64, 32),
+        (40, 256),
+        (256, 24),
+        (100, 37),
+        (37, 100),
+        (8, 3),
+        (1, 250),
+        (64, 512),
+        (512, 200),
+    ),
     "lengths": ((20, 257), (65, 129), (129, 127), (128, 300), (200, 73)),
     "heads": ((2, 2), (8, 2), (5, 1)),
     "kind": ("dense", "packed", "padded", "seqused", "leftpad"),

@@ -6,8 +6,10 @@ length, rows after the last sequence) is NaN, and so are the query rows of no se
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
+import pytest
 import torch
 from cases import OPTIONS, Case
 from reference import (
@@ -21,6 +23,7 @@ from reference import (
 
 from flash_attn import backends, flash_attn_func, flash_attn_varlen_func
 from flash_attn.dropout import dropout_threshold
+from flash_attn.ops import eager
 
 NAN = float("nan")
 FP64_SLACK = 1e-10
@@ -307,6 +310,14 @@ def backend_varlen_forward(problem: Problem, q=None, k=None, v=None, out=None, s
         q.shape[-1] ** -0.5 if scale is None else scale, False, c.causal, c.window[0], c.window[1],
         replaced.get("softcap", c.softcap), return_softmax, None,
     )  # fmt: skip
+
+
+@contextmanager
+def by_function():
+    """Every call by FlashAttnFunc and so by the functions of the backend; plain CUDA tensors would pass them by."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(eager, "attention", lambda *args: NotImplemented)
+        yield
 
 
 def captured(call):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 
+import pytest
 import torch
+from harness import by_function
 from reference import assert_accurate, assert_gradient_accurate, attention
 
 from flash_attn import backends
@@ -64,8 +66,6 @@ def recorded(device, name):
         calls.append(args)
         return function(*args, **named)
 
-    setattr(backend, name, recording)
-    try:
+    with pytest.MonkeyPatch.context() as patch, by_function():
+        patch.setattr(backend, name, recording)
         yield calls
-    finally:
-        setattr(backend, name, function)

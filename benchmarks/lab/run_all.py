@@ -71,7 +71,9 @@ def grid(name, shows, modes, groups, peers, seconds, more="", page="docs/benchma
 
 
 LAB_PAGE = "benchmarks/lab/README.md"
-EVERYONE = "sdpa_flash sdpa_cudnn flex triton naive"
+ALSO = "--also flash_attn_3 flash_attn_4"  # where they are installed
+FASTEST = f"sdpa_flash sdpa_cudnn {ALSO}"
+EVERYONE = f"sdpa_flash sdpa_cudnn flex triton naive {ALSO}"
 SHORT = " --min-rounds 8 --min-ms 25"
 EXPERIMENTS = (
     Experiment(
@@ -79,16 +81,16 @@ EXPERIMENTS = (
         "{python} benchmarks/lab/triton_ladder.py --budget 75 --out {result}", 75, LAB_PAGE, compiles=90,
     ),
     grid("grid", "every implementation on the same cells: the README's figures", "fwd bwd fwd+bwd", "cells gqa",
-         EVERYONE, 240, SHORT),
+         EVERYONE, 250, SHORT),
     grid("decode", "attention over a KV cache, of 16 and of 8 bits", "fwd",
          "decode decode_layers decode_eager decode_tokens decode_append decode_invariant decode_8bit decode_features "
-         "prefill_cache", "sdpa_flash", 36),
-    grid("grid_b4h8", "every implementation at batch 4 and 8 heads", "fwd bwd fwd+bwd", "b4h8", EVERYONE, 130, SHORT),
+         "prefill_cache", FASTEST, 45),
+    grid("grid_b4h8", "every implementation at batch 4 and 8 heads", "fwd bwd fwd+bwd", "b4h8", EVERYONE, 125, SHORT),
     grid("fwd_other", "what features, packing and small problems cost", "fwd",
-         "gqa window varlen varlen_equal features value_dim small one_wave small_eager", "sdpa_flash sdpa_cudnn", 45),
+         "gqa window varlen varlen_equal features value_dim small one_wave small_eager", FASTEST, 55),
     grid("deterministic", "the deterministic backward", "bwd", "deterministic", "sdpa_flash", 22),
     grid("fwd_bwd", "the mma.sync forward and backward", "fwd bwd", "cells dims gqa window varlen features",
-         "sdpa_flash sdpa_cudnn", 60, environment=(("FLASH_ATTN_FAMILY", "mma_sync"),)),
+         FASTEST, 70, environment=(("FLASH_ATTN_FAMILY", "mma_sync"),)),
     grid("fp8", "the e4m3 forward", "fwd", "fp8", "", 60, " --max-ms 900", page="docs/fp8.md"),
     Experiment(
         "minimal", "what each technique of the teaching kernel gives", "bash examples/minimal/run.sh {out}/minimal", 45,

@@ -47,7 +47,7 @@ def flash_attn_cp_func(
         q: (batch, num_tokens, nheads, head_dim) with a dense plan, (num_tokens, nheads, head_dim) with a packed one:
             this rank's tokens, as `plan.shard` gives them; float16 or bfloat16, on the CPU also float32 and float64.
         k: the same tokens, (..., nheads_k, head_dim) of q's dtype, nheads a multiple of nheads_k.
-        v: the same tokens, (..., nheads_k, head_dim_v) of q's dtype. Head dims up to 256.
+        v: the same tokens, (..., nheads_k, head_dim_v) of q's dtype. Head dims up to 512.
         <dropout>
         <scores>
         alibi_slopes: float32 (nheads,) or (batch, nheads); with a packed plan (documents, nheads). Scores get

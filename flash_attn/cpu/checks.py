@@ -11,7 +11,7 @@ from typing import cast
 
 import torch
 
-from flash_attn.limits import MAX_CPU_HEAD_DIM
+from flash_attn.limits import MAX_HEAD_DIM
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 MAX_LENGTH = 2**30 - 1  # the kernels count in 32 bits; the same limit here, so that both accept a call or neither does
@@ -81,7 +81,7 @@ def check_query(q: torch.Tensor, axes: str, *further_dtypes: torch.dtype, least_
     check_dtype("q", q, *DTYPES, *further_dtypes)
     check_rank("q", q, axes)
     check_last_stride("q", q)
-    require(q.shape[-1] <= MAX_CPU_HEAD_DIM, "q", f"a head dim of at most {MAX_CPU_HEAD_DIM}", q.shape[-1])
+    require(q.shape[-1] <= MAX_HEAD_DIM, "q", f"a head dim of at most {MAX_HEAD_DIM}", q.shape[-1])
     require(q.shape[-1] >= least_dim, "q", f"a head dim of at least {least_dim}", q.shape[-1])
     check_sizes("q", q, "sequences")
 
@@ -136,8 +136,8 @@ def check_key_value(
     check_sizes(k_name, k, "pages")
     value_dim = v.shape[-1] if v.dim() == k.dim() else q.shape[-1]
     check_like_query(v_name, v, q, [*k.shape[:-1], value_dim], dtype=dtypes[1])
-    in_range = 1 <= value_dim <= MAX_CPU_HEAD_DIM
-    require(in_range, v_name, f"a head dim from 1 to {MAX_CPU_HEAD_DIM}", value_dim)
+    in_range = 1 <= value_dim <= MAX_HEAD_DIM
+    require(in_range, v_name, f"a head dim from 1 to {MAX_HEAD_DIM}", value_dim)
     h, h_k = q.shape[-2], k.shape[-2]
     divisible = h % h_k == 0 if h_k > 0 else h == 0
     require(divisible, "q", f"a head count divisible by the K/V head count {h_k}", h)

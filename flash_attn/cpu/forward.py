@@ -314,8 +314,8 @@ def fwd(
     """Forward attention of equally long sequences.
 
     Arguments:
-        q: (b, sq, h, d), float16, bfloat16, float32 or float64, d <= 256; k: (b, sk, h_k, d), h divisible by h_k;
-            v: (b, sk, h_k, d_v), d_v <= 256. k and v also float8_e4m3fn or int8; q also float8_e4m3fn, with k of it.
+        q: (b, sq, h, d), float16, bfloat16, float32 or float64, d <= 512; k: (b, sk, h_k, d), h divisible by h_k;
+            v: (b, sk, h_k, d_v), d_v <= 512. k and v also float8_e4m3fn or int8; q also float8_e4m3fn, with k of it.
         out: None or a tensor (b, sq, h, d_v) (any strides) that is written and returned.
         alibi_slopes: None or float32 (h) or (b, h): bias -slope * |i + sk - sq - j|.
         p_dropout: drop probability in [0, 1); gen: None or the CPU generator that makes the seed.

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from flash_attn.limits import MAX_CPU_HEAD_DIM
+from flash_attn.limits import MAX_HEAD_DIM
 
 from . import checks
 from .entry import entry_point
@@ -107,8 +107,8 @@ def kvcache_plan(
         checks.require(0 <= size <= checks.MAX_INT, name, "a size in [0, 2^31)", size)
     least = 0 if head_dim_v else 1
     for name, dim, smallest in (("head_dim", head_dim, least), ("head_dim_v", head_dim_v, 0)):
-        in_range = smallest <= dim <= MAX_CPU_HEAD_DIM
-        checks.require(in_range, name, f"a value from {smallest} to {MAX_CPU_HEAD_DIM}", dim)
+        in_range = smallest <= dim <= MAX_HEAD_DIM
+        checks.require(in_range, name, f"a value from {smallest} to {MAX_HEAD_DIM}", dim)
     divisible = heads % heads_k == 0 if heads_k > 0 else heads == 0
     checks.require(divisible, "nheads", f"a head count divisible by the K/V head count {heads_k}", heads)
     if heads_k > 0:

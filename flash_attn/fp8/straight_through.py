@@ -55,7 +55,7 @@ def flash_attn_straight_through_func(
     Arguments:
         q: (batch, seqlen_q, nheads, head_dim), float16 or bfloat16.
         k: (batch, seqlen_k, nheads_k, head_dim) of q's dtype. Query head i reads K/V head i // (nheads / nheads_k).
-        v: (batch, seqlen_k, nheads_k, head_dim_v) of q's dtype. Head dims up to 256.
+        v: (batch, seqlen_k, nheads_k, head_dim_v) of q's dtype. Head dims up to 512.
         <straight_through>
 
     Returns:
@@ -109,7 +109,7 @@ def flash_attn_varlen_straight_through_func(
     Arguments:
         q: (total_q, nheads, head_dim), float16 or bfloat16.
         k: (total_k, nheads_k, head_dim) of q's dtype. Query head i reads K/V head i // (nheads / nheads_k).
-        v: (total_k, nheads_k, head_dim_v) of q's dtype. Head dims up to 256.
+        v: (total_k, nheads_k, head_dim_v) of q's dtype. Head dims up to 512.
         cu_seqlens_q: int32 or int64 (batch + 1,). Sequence i has the rows cu_seqlens_q[i] to cu_seqlens_q[i + 1] of q.
         cu_seqlens_k: int32 or int64 (batch + 1,), the same for k and v.
         max_seqlen_q, max_seqlen_k: int, or integer tensor of one element: upper bounds of the lengths.

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from flash_attn import eight_bit
+from flash_attn.limits import MAX_EIGHT_BIT_HEAD_DIM
 from flash_attn.ops import arguments
 from flash_attn.ops.attention_args import AttentionArgs, KvCacheArgs
 from flash_attn.ops.rows import sequence_of_rows
@@ -45,7 +46,8 @@ def needs_copies(args: AttentionArgs) -> bool:
     by_sequence = any(x is not None and x.dim() == 2 and x.shape[0] > 1 for x in (args.k_descale, args.v_descale))
     by_sequence = by_sequence or (args.v_per_channel and args.v_descale is not None and args.v_descale.dim() == 3)
     may_overlap = args.seqused_k is not None and args.block_table is None  # a row may be a key of two sequences
-    return v.dtype is not k.dtype or v.shape[-1] != k.shape[-1] or k.shape[-1] % 8 != 0 or (may_overlap and by_sequence)
+    has_kernel = k.shape[-1] % 8 == 0 and k.shape[-1] <= MAX_EIGHT_BIT_HEAD_DIM
+    return v.dtype is not k.dtype or v.shape[-1] != k.shape[-1] or not has_kernel or (may_overlap and by_sequence)
 
 
 def attend_copies(args: AttentionArgs, attend: Callable[[AttentionArgs], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:

@@ -38,7 +38,7 @@ def use(devices: str | Sequence[str] = ("cuda",)) -> Iterator[None]:
     """Compute `torch.nn.functional.scaled_dot_product_attention` by these kernels within a `with` block.
 
     Calls that they serve come here, all others go to PyTorch as before. Served: query, key and value of four
-    dimensions, float16 or bfloat16 (or cast to them by torch.autocast), head dims up to 256, of plain tensors outside
+    dimensions, float16 or bfloat16 (or cast to them by torch.autocast), head dims up to 512, of plain tensors outside
     of torch.func transforms; attn_mask may be one of `torch.nn.attention.bias`, on the CPU also a bool tensor or one of
     numbers. is_causal is aligned to the top left corner, as PyTorch's, whatever the lengths.
 

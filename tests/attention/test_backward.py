@@ -52,7 +52,7 @@ def test_many_key_blocks(device, features):
     check_training_step(make_problem(Case(1, 300, 2000, 2, 1, 32, DTYPE, **features), device))
 
 
-@pytest.mark.parametrize("head_dim,head_dim_v", ((64, 0), (128, 0), (192, 128), (256, 0)))
+@pytest.mark.parametrize("head_dim,head_dim_v", ((64, 0), (128, 0), (192, 128), (256, 0), (512, 0)))
 def test_key_blocks_that_no_row_sees(device, head_dim, head_dim_v):
     """Most thread blocks take only such blocks, one after the other, where there are more than run at once."""
     batch, heads = (4, 4) if device == "cuda" else (1, 2)
@@ -61,7 +61,7 @@ def test_key_blocks_that_no_row_sees(device, head_dim, head_dim_v):
     assert (dk[:, :3900] == 0).all() and (dv[:, :3900] == 0).all()
 
 
-@pytest.mark.parametrize("head_dim", HEAD_DIMS + (1, 37, 251))
+@pytest.mark.parametrize("head_dim", HEAD_DIMS + (1, 37, 251, 300))
 def test_head_dims(device, head_dim):
     check_training_step(make_problem(Case(1, 50, 90, 2, 1, head_dim, "float16", causal=True), device))
 
@@ -71,10 +71,10 @@ def test_gqa_ratios(device, ratio):
     check_training_step(make_problem(Case(2, 40, 60, ratio * 2, 2, 64, DTYPE, causal=True), device))
 
 
-@pytest.mark.parametrize("scale", (0.0, -0.3, 1.0))
-def test_softmax_scales(device, scale):
+@pytest.mark.parametrize("head_dim, scale", ((64, 0.0), (64, -0.3), (64, 1.0), (512, 1.0)))
+def test_softmax_scales(device, head_dim, scale):
     for softcap in (0.0, 5.0):
-        problem = make_problem(Case(2, 60, 80, 2, 2, 64, DTYPE, causal=True, softcap=softcap), device)
+        problem = make_problem(Case(2, 60, 80, 2, 2, head_dim, DTYPE, causal=True, softcap=softcap), device)
         check_training_step(problem, softmax_scale=scale)
 
 

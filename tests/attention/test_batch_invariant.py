@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.utils.checkpoint
 from cases import pairwise
+from harness import by_function
 
 import flash_attn
 from flash_attn import (
@@ -369,7 +370,8 @@ def modes(device, monkeypatch):
 
     for name in ("fwd", "varlen_fwd", "bwd", "varlen_bwd", "fwd_kvcache"):
         monkeypatch.setattr(backend, name, functools.partial(spy, name, getattr(backend, name)))
-    yield seen
+    with by_function():
+        yield seen
     set_batch_invariant(False)
 
 

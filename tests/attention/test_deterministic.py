@@ -10,7 +10,7 @@ from cases import Case
 from harness import check_gradients, make_problem, run
 
 DTYPE = "bfloat16"
-TILE_HEAD_DIMS = (32, 64, 96, 128, 192, 256)
+TILE_HEAD_DIMS = (32, 64, 96, 128, 192, 256, 512)
 # Each with more thread blocks than a head has key blocks, and with row blocks to which many of them add.
 SHAPES = {
     "full": Case(2, 700, 1100, 6, 6, 0, DTYPE),

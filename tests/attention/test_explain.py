@@ -60,7 +60,7 @@ def allocations():
     return torch.cuda.memory_stats()["allocation.all.allocated"]
 
 
-@pytest.mark.parametrize("head_dims", [(64, 64), (128, 64), (40, 36), (192, 128)], ids=str)
+@pytest.mark.parametrize("head_dims", [(64, 64), (128, 64), (40, 36), (192, 128), (320, 512)], ids=str)
 def test_explaining_launches_and_allocates_nothing(device, head_dims):
     extension = backends.get("cuda")
     q, k, v = qkv(device, *head_dims)

@@ -44,7 +44,7 @@ def test_sequence_lengths(device, seqlen_q, seqlen_k):
         check_public_call(make_problem(case, device))
 
 
-@pytest.mark.parametrize("head_dim", HEAD_DIMS + (1, 4, 37, 44, 100, 251))
+@pytest.mark.parametrize("head_dim", HEAD_DIMS + (1, 4, 37, 44, 100, 251, 300))
 def test_head_dims(device, head_dim):
     for dtype in ("float16", "bfloat16"):
         check_public_call(make_problem(Case(1, 70, 150, 2, 2, head_dim, dtype, causal=True), device))
@@ -91,15 +91,16 @@ def test_fully_masked_rows_are_zero_with_infinite_lse(device):
     assert torch.isposinf(lse[:, :, :150]).all() and torch.isfinite(lse[:, :, 150:]).all()
 
 
-@pytest.mark.parametrize("scale", (0.0, -0.3, 1.0, 1e-4))
-def test_softmax_scales(device, scale):
+@pytest.mark.parametrize("head_dim, scale", ((64, 0.0), (64, -0.3), (64, 1.0), (64, 1e-4), (512, -0.3), (512, 1.0)))
+def test_softmax_scales(device, head_dim, scale):
     for softcap, alibi in ((0.0, "none"), (10.0, "heads"), (0.0, "batch")):
-        case = Case(2, 90, 140, 2, 2, 64, DTYPE, causal=True, softcap=softcap, alibi=alibi)
+        case = Case(2, 90, 140, 2, 2, head_dim, DTYPE, causal=True, softcap=softcap, alibi=alibi)
         problem = make_problem(case, device)
         out, lse, _ = run(problem, softmax_scale=scale)
         check_forward(problem, out, lse, scale=scale)
     for seqlen_q, causal, window in ((90, False, (-1, -1)), (140, True, (-1, -1)), (90, False, (30, 9))):
-        problem = make_problem(Case(2, seqlen_q, 140, 2, 2, 64, DTYPE, causal=causal, window=window), device)
+        case = Case(2, seqlen_q, 140, 2, 2, head_dim, DTYPE, causal=causal, window=window)
+        problem = make_problem(case, device)
         out, lse, _ = run(problem, softmax_scale=scale)
         check_forward(problem, out, lse, scale=scale)
 
@@ -136,12 +137,13 @@ def test_softcaps(device, softcap):
         {"alibi": "heads", "window": (1500, 200)},
         {"dropout": 0.2},
         {"kind": "packed", "page_size": 16, "causal": True},
+        {"head_dim": 512},
     ),
     ids=str,
 )
 def test_running_maximum_over_many_key_blocks(device, trend, features):
     """The maximum of a row rises with every block, or is in the first one."""
-    problem = make_problem(Case(1, 140, 2600, 2, 1, 64, DTYPE, **features), device)
+    problem = make_problem(Case(1, 140, 2600, 2, 1, **{"head_dim": 64, "dtype": DTYPE, **features}), device)
     size = {"rising": (0.1, 3.0), "falling": (3.0, 0.1), "level": (1.0, 1.0)}[trend]
     if problem.layout is None:
         problem.k.mul_(torch.linspace(*size, 2600, device=device)[:, None, None])
@@ -164,7 +166,7 @@ def test_alibi_slopes_expanded_over_the_batch(device):
 
 
 @pytest.mark.devices("cuda")
-@pytest.mark.parametrize("head_dim", (64, 128, 256))
+@pytest.mark.parametrize("head_dim", (64, 128, 256, 512))
 @pytest.mark.parametrize("causal", (False, True))
 def test_large_problems(device, head_dim, causal):
     check_public_call(make_problem(Case(2, 2048, 3000, 4, 2, head_dim, DTYPE, causal=causal), device))

@@ -157,7 +157,7 @@ def test_values_of_another_head_dim(device):
     check(out, lse, attention(q, k, 2 * v.double()), device)
 
 
-@pytest.mark.parametrize("head_dim", (20, 33))
+@pytest.mark.parametrize("head_dim", (20, 33, 320))
 def test_head_dims_that_are_padded(device, head_dim):
     q, k, v = (random_8_bit(device, B, n, h, head_dim) for n, h in ((SQ, H), (SK, HK), (SK, HK)))
     out, lse, _ = flash_attn_func(q, k, v, return_attn_probs=True, k_descale=1.3)

@@ -436,7 +436,7 @@ def test_errors(device):
     lse, sums = torch.zeros(2, 4, 5, device=device), torch.zeros(2, 5, 4, 64, device=device)
     refused(
         backend.bwd, "accumulate_dkv: expected False with a mask on CUDA, got True", q, q, q, q, q, lse, None, sums,
-        sums, None, *rest[2:8], False, None, mask=good, accumulate_dkv=True,
+        sums.clone(), None, *rest[2:8], False, None, None, mask=good, accumulate_dkv=True,
     )  # fmt: skip
     bias = torch.zeros(2, 4, 5, 5, device=device)
     fails("attn_bias: expected None on CUDA, got a tensor", attn_bias=bias)
@@ -448,6 +448,13 @@ def test_errors(device):
         backend.fwd, "out: expected memory that does not overlap mask.query_ranges, got elements of both", q, q, q,
         overlapping.view(2, 5, 4, 64), *rest[1:], mask=good._replace(query_ranges=factor),
     )  # fmt: skip
+    wide, wide_lse = torch.randn(2, 5, 4, 320, device=device).bfloat16(), torch.zeros(2, 4, 5, device=device)
+    no_kernel = (
+        "mask: expected None where no wgmma kernel runs the call (compute capability 9.0, head dim 320), got one"
+    )
+    refused(backend.fwd, no_kernel, wide, wide, wide, *rest, mask=good)
+    refused(backend.bwd, no_kernel, wide, wide, wide, wide, wide, wide_lse, None, None, None, None, *rest[2:8], False,
+            None, mask=good)  # fmt: skip
     codes, scale = q.to(torch.float8_e4m3fn), torch.ones(4, device=device)
     refused(
         backend.fwd, "k: expected float16 or bfloat16 with a mask on CUDA, got float8_e4m3fn", q, codes, codes, *rest,

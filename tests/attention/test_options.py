@@ -319,7 +319,7 @@ def refused(error, names):
     """Whether a message names one of the options, or what comes with it."""
     text = str(error)
     names = [x for name in map(argument, names) for x in (name, *NEEDED.get(name, ()))]
-    return any(text.startswith(f"{x}:") or f"'{x}'" in text for x in names)
+    return any(text.startswith(f"{x}:") or f"'{x}'" in text or f" with a {x} " in text for x in names)
 
 
 def outcome(device, kind, names):

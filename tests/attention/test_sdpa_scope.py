@@ -167,7 +167,7 @@ def test_scales_and_value_dims(device, scope, value_dim, scale):
     check(out, inputs, scale=scale)
 
 
-@pytest.mark.parametrize("dim", (1, 20, 256))
+@pytest.mark.parametrize("dim", (1, 20, 256, 512))
 def test_head_dims(device, scope, dim):
     inputs = make(device, 20, 20, dim=dim, dtype=torch.bfloat16)
     out, ours = served(device, sdpa, *inputs, is_causal=True)

@@ -1,6 +1,7 @@
 """GPUs with 99 KB of shared memory for a thread block (sm_86, 89, 120), which FLASH_ATTN_SMEM_LIMIT makes of any.
 
-At head dim 32 and above 128 their backward has other tiles. Forward and cache take fewer stages.
+At head dim 32 and above 128 their backward has other tiles, above 256 the forward too. Forward and cache take fewer
+stages.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ pytestmark = pytest.mark.devices("cuda")
 
 DTYPE = "bfloat16"
 LIMIT = 99 * 1024
-HEAD_DIMS = (32, 136, 160, 192, 224, 256)
+HEAD_DIMS = (32, 136, 160, 192, 224, 256, 512)
 
 
 @pytest.fixture(autouse=True)
@@ -39,20 +40,20 @@ def test_dense(device, monkeypatch, head_dim, features):
     check(Case(2, 333, 401, 4, 2, head_dim, DTYPE, **features), device, monkeypatch)
 
 
-@pytest.mark.parametrize("head_dim", (32, 192, 256))
+@pytest.mark.parametrize("head_dim", (32, 192, 256, 512))
 def test_float16(device, monkeypatch, head_dim):
     check(Case(1, 300, 300, 6, 2, head_dim, "float16", causal=True), device, monkeypatch)
 
 
 @pytest.mark.parametrize("kind", ("packed", "padded"))
 @pytest.mark.parametrize("features", ("full", "causal", "window", "everything"))
-@pytest.mark.parametrize("head_dim", (32, 192, 256))
+@pytest.mark.parametrize("head_dim", (32, 192, 256, 512))
 def test_packed(device, monkeypatch, head_dim, features, kind):
     options = dict(FEATURES[features], alibi="batch") if features == "everything" else FEATURES[features]
     check(Case(7, 200, 350, 4, 2, head_dim, DTYPE, kind=kind, **options), device, monkeypatch)
 
 
-@pytest.mark.parametrize("head_dim", (32, 192, 256))
+@pytest.mark.parametrize("head_dim", (32, 192, 256, 512))
 @pytest.mark.parametrize(
     "seqlen_q, seqlen_k", [(1, 1), (1, 1500), (64, 129), (65, 127), (129, 64), (193, 20), (500, 0), (63, 33)]
 )
@@ -62,7 +63,7 @@ def test_lengths(device, monkeypatch, head_dim, seqlen_q, seqlen_k, causal):
 
 
 @pytest.mark.parametrize("dropout", (0.0, 0.2))
-@pytest.mark.parametrize("head_dim", (32, 192, 256))
+@pytest.mark.parametrize("head_dim", (32, 192, 256, 512))
 def test_deterministic_twice(device, monkeypatch, head_dim, dropout):
     problem = make_problem(Case(2, 700, 1100, 8, 4, head_dim, DTYPE, causal=True, dropout=dropout), device)
     first, dout, dlse, kept = gradients(problem, monkeypatch, "mma_sync", deterministic=True)
@@ -73,7 +74,7 @@ def test_deterministic_twice(device, monkeypatch, head_dim, dropout):
 
 @pytest.mark.parametrize("is_packed", (False, True), ids=("dense", "packed"))
 @pytest.mark.parametrize("slopes, dropout, window", [(False, 0.0, (-1, 0)), (True, P, (-1, -1))])
-@pytest.mark.parametrize("head_dim", (32, 160, 192, 256))
+@pytest.mark.parametrize("head_dim", (32, 160, 192, 256, 512))
 def test_origins_and_sums_in_float32(device, monkeypatch, head_dim, slopes, dropout, window, is_packed):
     monkeypatch.setenv("FLASH_ATTN_FAMILY", "mma_sync")
     call = Call(device, is_packed, (4, 2), (head_dim, head_dim))
@@ -90,16 +91,17 @@ def test_origins_and_sums_in_float32(device, monkeypatch, head_dim, slopes, drop
         close(ours, other, name)
 
 
-@pytest.mark.parametrize("head_dim", (32, 64, 128, 192, 256))
+@pytest.mark.parametrize("head_dim", (32, 64, 128, 192, 256, 512))
 def test_plans_fit(device, head_dim):
     q, k, v = (torch.randn(2, 200, 2, head_dim, device=device, dtype=torch.bfloat16) for _ in "qkv")
     plans = explain(flash_attn_func, *(x.requires_grad_() for x in (q, k, v)), dropout_p=0.1)
     for plan in plans.values():
         assert plan["kernel"] == "mma_sync" and 0 < plan["smem_bytes"] <= LIMIT
-    assert plans["backward"]["block_n"] == 64 and plans["backward"]["block_m"] == (32 if head_dim == 256 else 64)
+    small_tile = {256: (32, 64), 512: (16, 32)}.get(head_dim, (64, 64))
+    assert (plans["backward"]["block_m"], plans["backward"]["block_n"]) == small_tile
 
 
-@pytest.mark.parametrize("head_dim", (64, 128, 256))
+@pytest.mark.parametrize("head_dim", (64, 128, 256, 512))
 @pytest.mark.parametrize("seqlen_q", (1, 8, 40))
 def test_cache(device, monkeypatch, head_dim, seqlen_q):
     q = torch.randn(3, seqlen_q, 8, head_dim, device=device, dtype=torch.bfloat16)

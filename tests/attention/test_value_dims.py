@@ -17,7 +17,7 @@ from torch.library import opcheck
 
 from flash_attn import KvCachePlan, backends, flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from flash_attn import flash_attn_interface as interface
-from flash_attn.limits import max_head_dim
+from flash_attn.limits import MAX_HEAD_DIM
 from flash_attn.ops import library  # noqa: F401
 
 DTYPE = "bfloat16"
@@ -213,7 +213,7 @@ def test_head_dims_beyond_those_of_kernels(device, dims):
 
 def test_errors(device):
     q, k, v = (torch.randn(2, n, 2, 16, device=device).bfloat16() for n in (5, 7, 7))
-    most = max_head_dim(device)
+    most = MAX_HEAD_DIM
     wide = torch.randn(2, 7, 2, most + 8, device=device).bfloat16()
     out = torch.full_like(q, 7.0)
     fails(f"v: expected a head dim from 1 to {most}, got {most + 8}", backend_forward, q, k, wide, out)

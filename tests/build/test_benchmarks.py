@@ -18,10 +18,12 @@ sys.path.append(str(ROOT / "benchmarks"))
 import check
 import implementations
 import measure
+import pages
 import report
 import results
 import rows
 import run
+import scores
 import timing
 import torch_peers
 
@@ -156,6 +158,59 @@ def test_flex_agrees_with_the_reference(row):
     assert check.relative_error(row, inputs, "fwd", out) < 1e-5
 
 
+FLASH_ATTN_4 = """
+import torch
+
+calls = []
+
+
+def flash_attn_func(q, k, v, **options):
+    calls.append(options)
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=options["causal"], enable_gqa=True)
+    return out.transpose(1, 2), None
+"""
+
+
+def test_flash_attn_4_is_found_within_the_name_of_this_package(tmp_path, monkeypatch):
+    """By its distribution; the names of this package stay its own."""
+    import flash_attn
+
+    peer = implementations.IMPLEMENTATIONS["flash_attn_4"]
+    if peer.installed:
+        pytest.skip("the real one is installed")
+    with pytest.raises(ValueError, match="flash_attn_4: the distribution flash-attn-4 is not installed"):
+        implementations.choose(["flash_attn_4"])
+    metadata, module = tmp_path / "flash_attn_4-4.0.0.dist-info", tmp_path / "flash_attn" / "cute"
+    for folder in (metadata, module):
+        folder.mkdir(parents=True)
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: flash-attn-4\nVersion: 4.0.0\n")
+    (module / "__init__.py").write_text(FLASH_ATTN_4)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(flash_attn, "__path__", list(flash_attn.__path__))
+    ours = flash_attn.flash_attn_func
+    try:
+        assert peer.installed
+        inputs = implementations.make_inputs(TINY, CPU)
+        assert check.relative_error(TINY, inputs, "fwd", peer.build(TINY, inputs)()) < 1e-5
+        window = dataclasses.replace(TINY, case=dataclasses.replace(TINY.case, window=(7, -1)))
+        peer.build(window, inputs)()
+        assert flash_attn.cute.calls[-1]["window_size"] == (7, None)
+        assert flash_attn.flash_attn_func is ours
+    finally:
+        sys.modules.pop("flash_attn.cute", None)
+        vars(flash_attn).pop("cute", None)
+
+
+def test_peers_that_are_missing_may_be_left_out(monkeypatch, capsys):
+    monkeypatch.setattr(implementations.Implementation, "installed", property(lambda self: self.package == "torch"))
+    options = run.parse(["--peers", "naive", "--also", "flash_attn_3", "sdpa_math"])
+    assert [peer.name for peer in options.implementations] == ["ours", "naive", "sdpa_math"]
+    with pytest.raises(SystemExit):
+        run.parse(["--also", "flash_attn_33"])
+    assert "flash_attn_33: expected one of" in capsys.readouterr().err
+
+
 def test_wrong_results_are_not_timed():
     inputs = implementations.make_inputs(TINY, CPU, requires_grad=True)
     right = implementations.IMPLEMENTATIONS["naive"]
@@ -228,6 +283,23 @@ def test_the_commit_is_that_of_the_package(result, built, shown):
     changed = {**result, "build": {**result["build"], "commit": built}, "git": git}
     assert results.measured_commit(changed) == results.measured_commit(results.compact(changed)) == shown
     assert results.environment_line(changed).endswith(f", commit {shown}")
+
+
+def test_pages_name_the_fastest_peer_of_each_row():
+    def row(length, **ms):
+        times = {name: {"ms": time, "tflops": 8 / time} for name, time in ms.items()}
+        return {"group": "cells", "mode": "fwd", "id": str(length), "label": f"s{length}", "seqlen_k": length,
+                "results": times}  # fmt: skip
+
+    found = [row(512, ours=2.0, sdpa_flash=8.0, flash_attn_3=1.0), row(2048, ours=2.0, sdpa_flash=8.0, triton=1.0),
+             row(4096, sdpa_flash=1.0)]  # fmt: skip
+    assert scores.best_ratios(found) == [("s512", 0.5, "flash_attn_3"), ("s2048", 4.0, "sdpa_flash")]
+    assert pages.cell_entry(found[0]) == "4.00 (0.50× FA3)"
+    cells = pages.speed_line("title", {"rows": found}, ["sdpa_flash", "flash_attn_3"], groups="cells")
+    flash, fa3 = "4.00× (4.00×)", "0.50× (0.50×, 1 shapes)"
+    assert cells == ["title, 2 shapes", "up to 4 TFLOPS", flash, fa3, "1.41× (0.50×), 1 of 2 slower"]
+    short = pages.speed_line("title", {"rows": found}, ["sdpa_flash"], groups="cells", longest=1024)
+    assert short[-1] == "0.50× (0.50×), 1 of 1 slower"
 
 
 # ---- publishing ------------------------------------------------------------------------------------------------------

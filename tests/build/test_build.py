@@ -208,8 +208,8 @@ def test_the_tree_has_every_instantiation():
         (d, t) for d in (32, 64, 96, 128, 192, 256) for t in ("fp16", "bf16")
     }
     assert {(f.path.stem, f.arguments) for f in files if f.head_dim_v} == {
-        (f"flash_{direction}_hdim192_128_{t}_sm90", f"Dtype::{name}, 192, 128")
-        for direction in ("fwd", "bwd")
+        (f"flash_{direction}_hdim{d}_{d_v}_{t}_sm90", f"Dtype::{name}, {d}, {d_v}")
+        for direction, d, d_v in (("fwd", 192, 128), ("bwd", 192, 128), ("mla", 64, 512))
         for t, name in kernel_manifest.DTYPES.items()
     }
 
@@ -229,7 +229,7 @@ def test_the_wgmma_family_is_compiled_for_its_architecture_only():
         for t in ("fp16", "bf16")
     }
     assert {(f.only_arch, f.direction, f.function) for f in hopper} == {
-        ("90", direction, f"run_mha_{direction}_wgmma_") for direction in ("fwd", "fwd_fp8", "fwd_jvp", "bwd")
+        ("90", direction, f"run_mha_{direction}_wgmma_") for direction in ("fwd", "fwd_fp8", "fwd_jvp", "bwd", "mla")
     }
     assert {f.only_arch for f in files if f.family == "sm80"} == {None}
     assert kernel_build.gencode_flags(["80", "90"], only_arch="90") == ["-gencode=arch=compute_90a,code=sm_90a"]

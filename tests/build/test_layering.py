@@ -12,6 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CSRC = ROOT / "csrc" / "flash_attn"
 SOURCES = sorted(p for p in CSRC.rglob("*") if p.suffix in (".h", ".cpp", ".cu", ".cuh"))
 
+KERNELS = ["core", "params", "plan", "kernels/common"]
 # layer of csrc/flash_attn -> the other layers that it may include
 LAYERS = {
     "core": [],
@@ -19,12 +20,12 @@ LAYERS = {
     "plan": ["core", "params"],
     "kernels/common": ["core", "params", "plan"],
     "kernels/tma": ["core", "params", "kernels/common"],
-    "kernels/sm80": ["core", "params", "plan", "kernels/common"],
-    "kernels/sm90": ["core", "params", "plan", "kernels/common", "kernels/tma"],
-    "kernels/decode": ["core", "params", "plan", "kernels/common", "kernels/sm80"],
-    "kernels/mla": ["core", "params", "plan", "kernels/common", "kernels/sm80", "kernels/decode"],
-    "kernels/auxiliary": ["core", "params", "plan", "kernels/common"],
-    "instantiations": ["kernels/sm80", "kernels/sm90", "kernels/decode"],
+    "kernels/sm80": KERNELS,
+    "kernels/sm90": [*KERNELS, "kernels/tma"],
+    "kernels/decode": [*KERNELS, "kernels/sm80"],
+    "kernels/mla": [*KERNELS, "kernels/tma", "kernels/sm80", "kernels/sm90", "kernels/decode"],
+    "kernels/auxiliary": KERNELS,
+    "instantiations": ["kernels/sm80", "kernels/sm90", "kernels/decode", "kernels/mla"],
     "api": ["core", "params", "plan"],
     "flash_api.cpp": ["core", "params", "plan", "api"],
 }

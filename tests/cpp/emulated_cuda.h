@@ -1,6 +1,6 @@
-// Enough of CUDA on a CPU to run the kernels of examples/minimal: the threads of one block are fibers that
-// advance in lockstep from one collective operation to the next. Asynchronous copies land only when they are waited
-// for. Counts the bank conflicts of ldmatrix.
+// Enough of CUDA on a CPU to run a few kernels: the threads of one block are fibers, which switch where they wait, for
+// a collective operation or for a barrier, in the order of threads or of warps at random. Asynchronous copies land at
+// once or only when they are waited for. Counts the bank conflicts of ldmatrix and stmatrix.
 #pragma once
 
 #include <ucontext.h>
@@ -14,6 +14,7 @@
 #include <functional>
 #include <limits>
 #include <memory>
+#include <random>
 #include <vector>
 
 #define __global__
@@ -62,14 +63,18 @@ struct Slot {
   int operation = 0;
   uint32_t a[4] = {}, b[2] = {};
   float value = 0.0f;
+  uint64_t bits = 0;
   const bf16* row = nullptr;
 };
+
+// Who takes part in an operation. kConsumers: all but the first 128 threads.
+enum Scope { kWarp, kConsumers, kBlock, kScopes };
 
 struct Fiber {
   ucontext_t context;
   std::unique_ptr<char[]> stack;
-  Slot slots[2];  // alternate: a lane may reach the next operation before another has read this one
-  int count = 0;  // of operations so far
+  Slot slots[kScopes][2];    // alternate: a lane may reach the next operation before another has read this one
+  int counts[kScopes] = {};  // of operations so far
   bool done = false;
   std::vector<Copy> open_copies;
   std::vector<std::vector<Copy>> groups;
@@ -80,42 +85,54 @@ static int current = 0;
 static ucontext_t scheduler;
 static std::function<void()> body;
 static long bank_conflicts = 0, votes = 0, yes_votes = 0;  // votes of warps
+static long progress = 0;                                  // what fibers have done so far
+static bool at_random = false, lands_early = false;
 
 inline void fail(const char* what) {
   std::fprintf(stderr, "emulation: %s\n", what);
   std::exit(2);
 }
 
+inline void yield() { swapcontext(&fibers[current].context, &scheduler); }
+
 inline void enter() {
   body();
   fibers[current].done = true;
-  swapcontext(&fibers[current].context, &scheduler);
+  yield();
 }
 
-// Publishes a slot and returns when every thread of the block has published one for the same operation.
-inline int meet(const Slot& slot) {
+template <class Condition>
+void wait_until(const Condition& condition) {
+  while (!condition()) yield();
+  ++progress;
+}
+
+// Publishes a slot and returns when every thread of the scope has published one for the same operation.
+inline int meet(const Slot& slot, Scope scope = kWarp) {
+  const int warp_begin = current / 32 * 32, begin = scope == kWarp ? warp_begin : scope == kConsumers ? 128 : 0;
+  const int end = scope == kWarp ? warp_begin + 32 : static_cast<int>(fibers.size());
   Fiber& fiber = fibers[current];
-  const int parity = fiber.count++ % 2;
-  fiber.slots[parity] = slot;
-  swapcontext(&fiber.context, &scheduler);
+  const int count = ++fiber.counts[scope], parity = count % 2;
+  fiber.slots[scope][parity] = slot;
+  ++progress;
+  int first = begin;  // that has not come
+  wait_until([&] {
+    while (first < end && fibers[first].counts[scope] >= count) ++first;
+    return first == end;
+  });
+  for (int i = begin; i < end; ++i) {
+    if (fibers[i].slots[scope][parity].operation != slot.operation) fail("threads at different operations");
+  }
   return parity;
 }
 
-inline const Slot& lane_slot(int lane, int parity) { return fibers[current / 32 * 32 + lane].slots[parity]; }
+inline const Slot& lane_slot(int lane, int parity) { return fibers[current / 32 * 32 + lane].slots[kWarp][parity]; }
 
 // Eight 16-byte accesses are served at once if they fall on eight different groups of four banks.
 inline void count_conflicts(const bf16* const (&rows)[8]) {
   int hits[8] = {};
   for (const bf16* row : rows) ++hits[reinterpret_cast<uintptr_t>(row) / 16 % 8];
   for (int group = 0; group < 8; ++group) bank_conflicts += std::max(hits[group] - 1, 0);
-}
-
-inline void check_lockstep() {
-  for (const Fiber& fiber : fibers) {
-    if (fiber.done != fibers[0].done || fiber.count != fibers[0].count) fail("threads diverged");
-    const int parity = (fiber.count + 1) % 2;
-    if (fiber.slots[parity].operation != fibers[0].slots[parity].operation) fail("threads at different operations");
-  }
 }
 
 inline void run_block(int threads, const std::function<void()>& work) {
@@ -131,12 +148,24 @@ inline void run_block(int threads, const std::function<void()>& work) {
     fiber.context.uc_stack.ss_size = kStackBytes;
     makecontext(&fiber.context, enter, 0);
   }
-  while (!fibers[0].done) {
-    for (current = 0; current < threads; ++current) {
+  static std::mt19937 generator(1);
+  int left = threads;
+  const auto resume = [&](int first, int end) {
+    for (current = first; current < end; ++current) {
+      if (fibers[current].done) continue;
       threadIdx.x = current;
       swapcontext(&scheduler, &fibers[current].context);
+      left -= fibers[current].done, progress += fibers[current].done;
     }
-    check_lockstep();
+  };
+  while (left > 0) {
+    for (int i = 0; at_random && i < 64; ++i) {
+      const int first = static_cast<int>(generator() % (threads / 32)) * 32;
+      for (int turns = generator() % 16; turns > 0; --turns) resume(first, first + 32);
+    }
+    const long before = progress;
+    resume(0, threads);
+    if (left > 0 && progress == before) fail("all threads wait");
   }
 }
 
@@ -216,21 +245,65 @@ inline int __popc(uint32_t bits) { return __builtin_popcount(bits); }
 inline void __syncthreads() {
   emulation::Slot slot;
   slot.operation = 5;
-  emulation::meet(slot);
+  emulation::meet(slot, emulation::kBlock);
 }
 
-inline bool __syncthreads_or(bool value) {
-  emulation::Slot slot;
+namespace emulation {
+
+inline bool any_of(Scope scope, bool value) {
+  Slot slot;
   slot.operation = 8;
   slot.value = value;
-  const int parity = emulation::meet(slot);
+  const int parity = meet(slot, scope);
   bool any = false;
-  for (const emulation::Fiber& fiber : emulation::fibers) any |= fiber.slots[parity].value != 0.0f;
+  for (const Fiber& fiber : fibers) any |= fiber.slots[scope][parity].value != 0.0f;
   return any;
 }
 
+// stmatrix.x4
+inline void store_matrices(bf16* row, uint32_t r0, uint32_t r1, uint32_t r2, uint32_t r3) {
+  Slot slot;
+  slot.operation = 11;
+  slot.row = row;
+  const int parity = meet(slot), lane = threadIdx.x % 32;
+  const uint32_t registers[4] = {r0, r1, r2, r3};
+  for (int i = 0; i < 4; ++i) {
+    const bf16* rows[8];
+    for (int j = 0; j < 8; ++j) rows[j] = lane_slot(8 * i + j, parity).row;
+    if (lane == 0) count_conflicts(rows);
+    std::memcpy(const_cast<bf16*>(rows[lane / 4]) + lane % 4 * 2, &registers[i], 4);
+  }
+}
+
+}  // namespace emulation
+
+inline bool __syncthreads_or(bool value) { return emulation::any_of(emulation::kBlock, value); }
+
+inline void __syncwarp() {
+  emulation::Slot slot;
+  slot.operation = 9;
+  emulation::meet(slot);
+}
+
+template <class Value>
+Value __shfl_sync(uint32_t, Value value, int lane) {
+  emulation::Slot slot;
+  slot.operation = 10;
+  std::memcpy(&slot.bits, &value, sizeof(Value));
+  const int parity = emulation::meet(slot);
+  std::memcpy(&value, &emulation::lane_slot(lane, parity).bits, sizeof(Value));
+  return value;
+}
+
+namespace emulation {
+
+inline void land(const Copy& copy) { copy.valid ? std::memcpy(copy.to, copy.from, 16) : std::memset(copy.to, 0, 16); }
+
+}  // namespace emulation
+
 inline void copy_async(bf16* to, const bf16* from, bool valid) {
   if (reinterpret_cast<uintptr_t>(to) % 16 || reinterpret_cast<uintptr_t>(from) % 16) emulation::fail("unaligned copy");
+  if (emulation::lands_early) return emulation::land({to, from, valid});
   emulation::fibers[emulation::current].open_copies.push_back({to, from, valid});
 }
 
@@ -244,8 +317,7 @@ template <int kNewest>
 inline void wait_for_copies_but() {
   auto& groups = emulation::fibers[emulation::current].groups;
   while (groups.size() > kNewest) {
-    for (const auto& copy : groups.front())
-      copy.valid ? std::memcpy(copy.to, copy.from, 16) : std::memset(copy.to, 0, 16);
+    for (const auto& copy : groups.front()) emulation::land(copy);
     groups.erase(groups.begin());
   }
 }

@@ -1,4 +1,4 @@
-// Runs the mma.sync MLA decode kernel thread by thread on the CPU (emulated_cuda.h) against attention in double: pages
+// Runs the MLA decode kernels thread by thread on the CPU (emulated_cuda.h) against attention in double: pages
 // of any size, causal tokens, splits with their combine in double, left padding, invalid requests, missing pages,
 // sinks, packed queries. Rows that are no keys are NaN.
 #include "emulated_cuda.h"
@@ -16,6 +16,9 @@
 struct float2 {
   float x, y;
 };
+struct uint4 {
+  uint32_t x, y, z, w;
+};
 struct float4 {
   float x, y, z, w;
 };
@@ -26,14 +29,20 @@ inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 inline float __frcp_rn(float a) { return 1.0f / a; }
 
 #include "kernels/mla/kernel.h"
+#include "kernels/mla/wgmma_kernel.h"
 
 namespace {
 
 using flash::Dtype;
 using flash::Flash_mla_params;
 using flash::mla::MlaConfig;
+using flash::mla::MlaConsumer;
+using flash::mla::MlaProducer;
 using flash::mla::MlaStorage;
 using flash::mla::MlaTile;
+using flash::mla::MlaWgmmaConfig;
+using flash::mla::MlaWgmmaStorage;
+using flash::mla::MlaWork;
 
 constexpr int kLatent = flash::kMlaLatentDim, kRope = flash::kMlaRopeDim, kDim = kLatent + kRope;
 std::mt19937 generator(7);
@@ -44,7 +53,9 @@ struct Case {
   bool causal;
   std::vector<int> leftpad;
   bool sinks, packed = false;
-  int missing = -1;  // the request without its first page
+  int missing = -1;     // the request without its first page
+  float growth = 0.0f;  // of the keys from one to the next
+  int capacity = 128;   // in keys, rounded up to pages
 };
 
 struct Queries {
@@ -114,10 +125,9 @@ void compare(const Expected& ours, const Expected& expected, int request, int to
   check::that(same, "lse: request", request, "token", token, "head", head, ours.lse, expected.lse);
 }
 
-template <int kRows, int kStages>
-void run(const Case& c) {
-  using Config = MlaConfig<Dtype::kBf16, kRows, kStages>;
-  static MlaStorage<Config> storage;
+// launch(params): all thread blocks of a kernel with tiles of `tile_rows` rows.
+template <class Launch>
+void run(const Case& c, int tile_rows, const Launch& launch) {
   const int batch = static_cast<int>(c.lengths.size()), h = c.heads;
   std::vector<Queries> queries;
   std::vector<int> segments{0}, key_ranges;
@@ -127,7 +137,8 @@ void run(const Case& c) {
     total += std::abs(count);
   }
   segments.push_back(queries.back().first + queries.back().count), segments.push_back(total);
-  const int slots = (128 + c.page_size - 1) / c.page_size, pages = batch * slots + 2, capacity = slots * c.page_size;
+  const int slots = (c.capacity + c.page_size - 1) / c.page_size, pages = batch * slots + 2,
+            capacity = slots * c.page_size;
   std::vector<bf16> rows(static_cast<size_t>(pages) * c.page_size * kDim, bf16{0x7fff}), q = normal(total * h * kDim);
   std::vector<int> table(batch * slots), order(pages);
   for (int i = 0; i < pages; ++i) order[i] = i;
@@ -140,7 +151,8 @@ void run(const Case& c) {
     const int first = c.leftpad.empty() ? 0 : c.leftpad[i], end = std::min(c.lengths[i], capacity);
     key_ranges.insert(key_ranges.end(), {first, std::max(end - first, 0)});
     for (int key = first; key < end; ++key) {
-      const std::vector<bf16> row = normal(kDim);
+      std::vector<bf16> row = normal(kDim);
+      for (bf16& value : row) value.bits = to_bf16(to_float(value) * (1.0f + static_cast<float>(key) * c.growth));
       std::copy(row.begin(), row.end(), row_of(i, key));
     }
     for (int slot = 0; slot < slots; ++slot) {
@@ -169,15 +181,14 @@ void run(const Case& c) {
   params.sinks_ptr = c.sinks ? sinks.data() : nullptr;
   params.b = batch, params.h = h, params.seqlen_q = static_cast<int>(seqlen_q);
   params.splits = c.splits, params.is_causal = c.causal;
-  params.row_tiles = (params.seqlen_q * h + kRows - 1) / kRows;
+  params.row_tiles = (params.seqlen_q * h + tile_rows - 1) / tile_rows;
   if (c.packed) {
     params.segments_q = segments.data(), params.key_ranges = key_ranges.data();
-    params.row_tiles = flash::varlen_slot_count(total * h, batch, kRows);
+    params.row_tiles = flash::varlen_slot_count(total * h, batch, tile_rows);
   }
   params.softmax_scale_log2 = 1.44269504f / std::sqrt(static_cast<float>(kDim));
-  for (blockIdx.x = 0; blockIdx.x < (c.packed ? 1 : batch) * params.row_tiles * c.splits; ++blockIdx.x) {
-    emulation::run_block(Config::kThreads, [&] { MlaTile<Config>(params, storage).run(); });
-  }
+  const int blocks = (c.packed ? 1 : batch) * params.row_tiles * c.splits;
+  for (blockIdx.x = 0; blockIdx.x < blocks; ++blockIdx.x) launch(params);
   std::vector<bool> in_sequence(total);
   const auto compare_row = [&](int request, int first, int token, int head, const Expected& expected) {
     const int64_t row = (int64_t{first} + token) * h + head;
@@ -206,16 +217,59 @@ void run(const Case& c) {
   }
 }
 
+template <int kRows, int kStages>
+void run_mma_sync(const Case& c) {
+  using Config = MlaConfig<Dtype::kBf16, kRows, kStages>;
+  static MlaStorage<Config> storage;
+  run(c, kRows, [](const Flash_mla_params& params) {
+    emulation::run_block(Config::kThreads, [&] { MlaTile<Config>(params, storage).run(); });
+  });
+}
+
+// When products are computed, when copies land, and in which order threads run.
+struct Timing {
+  bool computes_late, lands_early, at_random;
+};
+
+void run_wgmma(Case c, const Timing& timing) {
+  c.capacity = 320;
+  using Config = MlaWgmmaConfig<Dtype::kBf16>;
+  static MlaWgmmaStorage<Config> storage;
+  emulation::computes_late = timing.computes_late;
+  emulation::lands_early = timing.lands_early;
+  emulation::at_random = timing.at_random;
+  run(c, Config::kRows, [](const Flash_mla_params& params) {
+    std::memset(static_cast<void*>(&storage), 0xff, sizeof(storage));
+    flash::mla::init_barriers(storage);
+    emulation::run_block(Config::kThreads, [&] {
+      const MlaWork work(params, Config::kRows, Config::kKeys);
+      const int warp = threadIdx.x / 32;
+      if (warp < 4) MlaProducer<Config>(params, storage, work, warp).run();
+      if (warp / 4 == 1) MlaConsumer<Config, 0>(params, storage, work).run();
+      if (warp / 4 == 2) MlaConsumer<Config, 1>(params, storage, work).run();
+    });
+  });
+}
+
 }  // namespace
 
 int main() {
-  run<16, 3>({{70, 0, -1, 128}, {1, 1, 1, 1}, 16, 1, 1, false, {}, false});
-  run<16, 2>({{33, 200}, {3, 3}, 12, 16, 1, true, {}, true});
-  run<32, 3>({{90, 31}, {4, 4}, 8, 7, 1, true, {20, 31}, true});
-  run<32, 3>({{100, 5}, {2, 2}, 20, 64, 3, true, {}, false});
-  run<16, 3>({{70, 60}, {1, 1}, 4, 16, 2, false, {3, 17}, false, false, 1});
-  run<16, 3>({{70, 9, 0, 200}, {-2, 1, 0, 3, 5, -1}, 12, 16, 1, true, {}, true, true});
-  run<32, 3>({{40, 100, 33}, {4, 1, 2}, 16, 1, 3, true, {4, 0, 33}, false, true});
+  run_mma_sync<16, 3>({{70, 0, -1, 128}, {1, 1, 1, 1}, 16, 1, 1, false, {}, false});
+  run_mma_sync<16, 2>({{33, 200}, {3, 3}, 12, 16, 1, true, {}, true});
+  run_mma_sync<32, 3>({{90, 31}, {4, 4}, 8, 7, 1, true, {20, 31}, true});
+  run_mma_sync<32, 3>({{100, 5}, {2, 2}, 20, 64, 3, true, {}, false});
+  run_mma_sync<16, 3>({{70, 60}, {1, 1}, 4, 16, 2, false, {3, 17}, false, false, 1});
+  run_mma_sync<16, 3>({{70, 9, 0, 200}, {-2, 1, 0, 3, 5, -1}, 12, 16, 1, true, {}, true, true});
+  run_mma_sync<32, 3>({{40, 100, 33}, {4, 1, 2}, 16, 1, 3, true, {4, 0, 33}, false, true});
+  const Timing early{false, true, false}, late{true, false, false}, mixed{true, true, true}, random{false, false, true};
+  for (const Timing& timing : {early, late, mixed, random}) {
+    run_wgmma({{70, 0, -1, 330}, {1, 1, 1, 1}, 16, 1, 1, false, {}, false}, timing);
+    run_wgmma({{300, 31}, {4, 4}, 20, 7, 1, true, {20, 31}, true}, timing);
+  }
+  run_wgmma({{280, 5}, {1, 1}, 70, 64, 2, true, {}, false}, mixed);
+  run_wgmma({{70, 60}, {1, 1}, 4, 16, 2, false, {3, 17}, false, false, 1}, random);
+  run_wgmma({{70, 9, 0, 270}, {-2, 1, 0, 3, 5, -1}, 12, 16, 1, true, {}, true, true}, late);
+  run_wgmma({{300, 150}, {1, 1}, 3, 64, 1, false, {}, false, false, -1, 0.02f}, mixed);
   check::that(emulation::bank_conflicts == 0, "bank conflicts", emulation::bank_conflicts);
   return check::report();
 }

@@ -475,7 +475,7 @@ void check_clusters() {
   check::that(!plan_decode({16, 1, 32, 8, 128, 4096, 0, true}, kDevices[0]).in_clusters, "batch invariant");
 }
 
-// Every row and key belongs to a thread block, none has less than a few steps, and no split makes a second wave.
+// Every row and key belongs to a thread block, none has less than a few steps, and splits fill a few waves.
 void check_mla_plan(const Device& device, flash::plan::MlaProblem problem) {
   const flash::plan::MlaPlan plan = flash::plan::plan_mla(device, problem);
   const int64_t rows = problem.tokens * problem.heads, batch = std::max<int64_t>(problem.batch, 1);
@@ -484,11 +484,34 @@ void check_mla_plan(const Device& device, flash::plan::MlaProblem problem) {
   check::that(plan.tile_rows == 16 || device.smem_per_block > 99 * 1024, "MLA shared memory", rows);
   check::that(problem.num_splits == 0 || plan.splits <= problem.num_splits, "MLA num_splits", plan.splits);
   const int64_t tiles = problem.is_packed ? (rows + plan.tile_rows - 1) / plan.tile_rows : batch * plan.row_tiles;
-  check::that(plan.splits == 1 || plan.splits * tiles <= device.multiprocessors, "MLA waves", plan.splits);
-  const int64_t steps = (problem.capacity + flash::plan::kMlaKeys - 1) / flash::plan::kMlaKeys;
-  check::that(plan.splits == 1 || steps / plan.splits >= flash::plan::kMlaLeastSteps, "MLA steps", steps);
+  check::that(plan.splits == 1 || plan.splits * tiles <= 4 * device.multiprocessors, "MLA waves", plan.splits);
+  const int64_t keys = problem.capacity / plan.splits;
+  check::that(plan.splits == 1 || keys >= flash::plan::kMlaLeastKeys, "MLA keys of a split", keys);
+  check::that(plan.family == Family::kMmaSync || device.capability == 90, "MLA family", rows);
   problem.may_split = false;
   check::that(flash::plan::plan_mla(device, problem).splits == 1, "MLA one split");
+}
+
+// wgmma has tiles of 64 rows, on its architecture. Batch-invariant calls decide by what a token brings.
+void check_mla_families() {
+  const auto family = [](const Device& device, int64_t tokens, int64_t heads, bool batch_invariant,
+                         const char* forced) {
+    flash::plan::MlaProblem problem{64, tokens, heads, 4096, false, 0, !batch_invariant};
+    problem.batch_invariant = batch_invariant;
+    const flash::plan::MlaPlan plan = flash::plan::plan_mla(device, problem, forced);
+    check::that((plan.tile_rows == 64) == (plan.family == Family::kWgmma), "MLA rows of a tile", plan.tile_rows);
+    return plan.family;
+  };
+  Device without_kernels = kH200;
+  without_kernels.wgmma_head_dims = 0;
+  check::that(family(kH200, 1, 128, false, nullptr) == Family::kWgmma, "MLA 128 heads");
+  check::that(family(kH200, 1, 8, false, nullptr) == Family::kMmaSync, "MLA 8 heads");
+  check::that(family(kH200, 8, 8, false, nullptr) == Family::kWgmma, "MLA 8 tokens of 8 heads");
+  check::that(family(kH200, 8, 8, true, nullptr) == Family::kMmaSync, "MLA 8 tokens of 8 heads, batch-invariant");
+  check::that(family(kH200, 1, 1, false, "wgmma") == Family::kWgmma, "MLA forced wgmma");
+  check::that(family(kH200, 1, 128, false, "mma_sync") == Family::kMmaSync, "MLA forced mma.sync");
+  check::that(family(without_kernels, 1, 128, false, "wgmma") == Family::kMmaSync, "MLA not built");
+  check::that(family(kA100, 1, 128, false, "wgmma") == Family::kMmaSync, "MLA on another GPU");
 }
 
 void check_mla() {
@@ -529,5 +552,6 @@ int main() {
   check_whole_tiles();
   check_clusters();
   check_mla();
+  check_mla_families();
   return check::report();
 }

@@ -226,8 +226,8 @@ int main() {
   using flash::plan::FwdVariant;
   for (FwdVariant variant : {FwdVariant::kPlain, FwdVariant::kShort, FwdVariant::kDropout, FwdVariant::kScoreMod,
                              FwdVariant::kMasked, FwdVariant::kOneWave, FwdVariant::kDirect}) {
-    for (int i = flash::plan::kSm90FirstHeadDim; i < flash::plan::kNumHeadDims; ++i) {
-      const int head_dim = flash::plan::kFwdTiles[0][i].head_dim;
+    for (int i = 0; i < flash::plan::kNumSm90FwdHeadDims; ++i) {
+      const int head_dim = flash::plan::kFwdTiles[0][flash::plan::kSm90FirstHeadDim + i].head_dim;
       const auto tile = flash::plan::sm90_fwd_tile(head_dim, variant);
       check_tile(tile, head_dim, variant);
       const auto policy = flash::plan::sm90_fwd_policy(head_dim, head_dim, variant);
@@ -241,7 +241,7 @@ int main() {
   check_backward_tile(flash::plan::kSm90TwoPassTile);
   check_backward_tile(flash::plan::kSm90BwdGeneralValueDimTile);
   check_value_dims();
-  for (int head_dim = 33; head_dim <= flash::plan::kMaxHeadDim; ++head_dim) {
+  for (int head_dim = 33; head_dim <= flash::plan::kMaxWgmmaHeadDim; ++head_dim) {
     const auto tile = flash::plan::sm90_fwd_tile(head_dim, flash::plan::FwdVariant::kPlain);
     check::that(tile.head_dim == flash::plan::fwd_tile(head_dim, flash::plan::FwdVariant::kPlain).head_dim,
                 "one head dim of instantiation for both families", head_dim, tile.head_dim);

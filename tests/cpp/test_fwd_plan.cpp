@@ -106,6 +106,8 @@ std::vector<Row> table() {
       {"d 64 on A100", long_64, kA100, kMma, V::kPlain, 128, 128, 128, 49152, 4096, 1, false, true},
       {"d 128, short, on A100", dense(1, 512, 8, 128), kA100, kMma, V::kShort, 64, 64, 128, 49152, 64, 1, false, true},
       {"d 256 on L40", dense(2, 8192, 8, 256), kL40, kMma, V::kPlain, 64, 64, 128, 98304, 2048, 1, false, true},
+      {"d 512", dense(2, 8192, 8, 512), kH100, kMma, V::kPlain, 64, 32, 256, 135680, 2048, 1, false, true},
+      {"d 512 on L40", dense(2, 8192, 8, 512), kL40, kMma, V::kShort, 32, 32, 128, 100608, 4096, 1, false, true},
       {"d 128, origins, on L40", changed(long_128, origins), kL40, kMma, V::kDropout, 128, 32, 128, 49152, 2048, 1,
        false, true},
       {"d 128, dropout, on L40", changed(long_128, dropout), kL40, kMma, V::kDropout, 128, 32, 128, 49152, 2048, 1,

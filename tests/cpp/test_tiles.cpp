@@ -8,30 +8,32 @@ using flash::Dtype;
 using flash::plan::FwdTile;
 
 constexpr int kSmallestSmemBytes = 99 * 1024;  // a thread block's limit on sm_86, sm_89 and sm_120
+constexpr int kA100SmemBytes = 163 * 1024;
 
-void check_tile(const FwdTile& tile) {
+// is_everywhere: the variant runs on every GPU.
+void check_tile(const FwdTile& tile, bool is_everywhere) {
   const int d = tile.head_dim;
   check::that(tile.block_n > 0 && tile.block_n % 16 == 0, "block_n is a multiple of the MMA depth", d, tile.block_n);
-  check::that(tile.warps > 0 && tile.block_m % (16 * tile.warps) == 0, "each warp owns whole MMA rows", d, tile.block_m,
-              tile.warps);
+  check::that(tile.warps > 0 && tile.block_m * tile.col_warps % (16 * tile.warps) == 0, "each warp owns whole MMA rows",
+              d, tile.block_m, tile.warps);
   check::that(tile.warps * 32 <= 1024, "threads", d, tile.warps);
   check::that(tile.blocks_per_sm >= 1, "blocks", d);
-  check::that(flash::plan::fwd_smem_bytes(tile, Dtype::kBf16) <= kSmallestSmemBytes, "shared memory", d,
-              flash::plan::fwd_smem_bytes(tile, Dtype::kBf16));
+  check::that(flash::plan::fwd_smem_bytes(tile, Dtype::kBf16) <= (is_everywhere ? kSmallestSmemBytes : kA100SmemBytes),
+              "shared memory", d, flash::plan::fwd_smem_bytes(tile, Dtype::kBf16));
   check::that(tile.blocks_per_sm * tile.warps * 32 * 255 <= 65536 * 2, "register file", d, tile.blocks_per_sm);
   check::that(d % 32 == 0 && d <= flash::plan::kMaxHeadDim, "head dim", d);
 }
 
 void check_backward_tile(const flash::plan::BwdTile& tile, bool is_small) {
-  const int d = tile.head_dim, warps = tile.warps;
-  auto check_grid = [&](const char* what, int rows, int cols, int warps_m) {
+  const int d = tile.head_dim;
+  auto check_grid = [&](const char* what, int rows, int cols, int warps_m, int warps) {
     check::that(warps % warps_m == 0 && rows % (16 * warps_m) == 0 && cols % (16 * (warps / warps_m)) == 0, what, d,
                 rows, cols, warps_m);
   };
-  check_grid("S and dP split into whole warp tiles", tile.block_m, tile.block_n, tile.sdp_warps_m);
-  check_grid("dK and dV split into whole warp tiles", tile.block_n, d, tile.dkv_warps_m);
-  check_grid("dQ splits into whole warp tiles", tile.block_m, d, tile.dq_warps_m);
-  constexpr int kA100SmemBytes = 163 * 1024;
+  check_grid("S and dP split into whole warp tiles", tile.block_m, tile.block_n, tile.sdp_warps_m, tile.sdp_warps());
+  check::that(tile.half_warps == 0 || 2 * tile.half_warps <= tile.warps, "warps of S and others of dP", d);
+  check_grid("dK and dV split into whole warp tiles", tile.block_n, d, tile.dkv_warps_m, tile.warps);
+  check_grid("dQ splits into whole warp tiles", tile.block_m, d, tile.dq_warps_m, tile.warps);
   const bool is_everywhere = is_small || d <= 128;
   check::that(
       flash::plan::bwd_smem_bytes(tile, 1, Dtype::kBf16) <= (is_everywhere ? kSmallestSmemBytes : kA100SmemBytes),
@@ -61,7 +63,8 @@ int main() {
   for (flash::plan::FwdVariant variant : kVariants) {
     int previous = 0;
     for (const FwdTile& tile : flash::plan::kFwdTiles[static_cast<int>(variant)]) {
-      check_tile(tile);
+      const bool has_short = flash::plan::mma_sync_has_short(tile.head_dim);
+      check_tile(tile, variant != flash::plan::FwdVariant::kPlain || !has_short || tile.head_dim < 512);
       check::that(tile.head_dim > previous, "head dims grow", tile.head_dim, previous);
       previous = tile.head_dim;
     }

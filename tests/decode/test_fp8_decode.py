@@ -218,6 +218,15 @@ def test_plan_of_the_other_width_is_rejected(device):
     assert plan.tensor.numel() != plan_for(problem).tensor.numel()
 
 
+@pytest.mark.devices("cuda")
+def test_a_head_dim_without_kernels_is_named(device):
+    problem, *descales = problem_of(device, INT8, head_dim=320, dtype="float16")
+    with pytest.raises(RuntimeError, match="^k_cache: expected a head dim of at most 256 with 8 bits, got 320"):
+        call(problem, device, *descales)
+    with pytest.raises(RuntimeError, match="^head_dim: expected a head dim of at most 256 with 8 bits, got 320"):
+        plan_for(problem)
+
+
 def test_plan_names_its_dtype(device):
     lengths = torch.tensor([5], dtype=torch.int32, device=device)
     with pytest.raises(TypeError, match="^kv_cache_dtype: expected None or a torch.dtype, got 'int8'"):

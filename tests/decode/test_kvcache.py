@@ -26,7 +26,7 @@ def test_dtypes(device, dtype):
     check_call(KvCase(seqlen_q=2, seqlen_new=2, causal=True, dtype=dtype, rotary_dim=32), device)
 
 
-@pytest.mark.parametrize("head_dim", (*HEAD_DIMS, 3, 37, 100, 250))
+@pytest.mark.parametrize("head_dim", (*HEAD_DIMS, 3, 37, 100, 250, 300))
 def test_head_dims(device, head_dim):
     """Those that are no multiple of 8 too, whose cache rows are not aligned.
 
@@ -78,7 +78,7 @@ def test_chunks_of_a_prompt(device, seqlen_q, features):
 
 
 @pytest.mark.parametrize("length", (5000, 0, -1))
-@pytest.mark.parametrize("head_dim", (64, 128, 256))
+@pytest.mark.parametrize("head_dim", (64, 128, 256, 512))
 @pytest.mark.parametrize("seqlen_q", (1, 5, 13))
 @pytest.mark.parametrize("page_size", (0, 32))
 def test_one_sequence(device, length, head_dim, seqlen_q, page_size):
@@ -98,7 +98,7 @@ def test_splits(device, num_splits):
     check_call(case, device, num_splits=num_splits)
 
 
-@pytest.mark.parametrize("head_dim", (64, 128, 256))
+@pytest.mark.parametrize("head_dim", (64, 128, 256, 512))
 @pytest.mark.parametrize("num_splits", (2, 7, 40))
 def test_slots_that_nobody_writes(device, num_splits, head_dim):
     """More than 32 CTAs a tile, most of which leave no partial result: NaN in the memory of the others is not read."""
@@ -155,7 +155,7 @@ def test_left_padding(device, seqlen_new):
 
 
 @pytest.mark.parametrize("interleaved", (False, True))
-@pytest.mark.parametrize("head_dim,rotary_dim", ((64, 64), (64, 32), (64, 10), (128, 96), (37, 20)))
+@pytest.mark.parametrize("head_dim,rotary_dim", ((64, 64), (64, 32), (64, 10), (128, 96), (37, 20), (512, 128)))
 @pytest.mark.parametrize("mask", ({}, {"causal": True}, {"window": (30, 2)}), ids=str)
 def test_rotary(device, interleaved, head_dim, rotary_dim, mask):
     case = KvCase(head_dim=head_dim, rotary_dim=rotary_dim, interleaved=interleaved, seqlen_q=3, seqlen_new=5, **mask)

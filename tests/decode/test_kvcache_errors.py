@@ -7,7 +7,7 @@ import torch
 from kvcache_harness import KvCase, check_append, check_attention, make_problem, run, storage_bits
 
 from flash_attn import flash_attn_with_kvcache
-from flash_attn.limits import max_head_dim
+from flash_attn.limits import MAX_HEAD_DIM
 
 CAPACITY = 96
 
@@ -140,7 +140,7 @@ def test_arguments_are_named(device):
 def test_tensors_are_named(device):
     problem = make_problem(KvCase((50,) * 4), device)
     q, k_cache, v_cache = problem.q, problem.k_cache, problem.v_cache
-    most = max_head_dim(device)
+    most = MAX_HEAD_DIM
     wide = q.repeat(1, 1, 1, most // 64 + 1)
     for message, arguments in (
         ("k_cache: expected the dtype of q", {"k_cache": k_cache.half()}),

@@ -7,7 +7,7 @@ import torch
 from kvcache_harness import KvCase, check_append, check_attention, check_call, make_problem, plan_for, run, storage_bits
 
 from flash_attn import KvCachePlan, backends
-from flash_attn.limits import max_head_dim
+from flash_attn.limits import MAX_HEAD_DIM
 
 SPLITS = (0, 1, 3, 128, 2**30, 2**31 - 1, 2**31, 2**40, 2**63 - 1)
 LENGTHS = (3000, 0, -1, 1, 511)
@@ -71,7 +71,7 @@ def test_windows_wider_than_32_bits_are_unbounded(device, window):
 def test_sizes_of_a_plan(device, sizes, message):
     lengths = torch.zeros(3, dtype=torch.int32, device=device)
     seqlen_q, heads, heads_k, head_dim, seqlen_cache = sizes
-    message = message.replace("{most}", str(max_head_dim(device)))
+    message = message.replace("{most}", str(MAX_HEAD_DIM))
 
     def backend_plan():
         return backends.get(device).kvcache_plan(

@@ -99,7 +99,7 @@ def test_layouts_of_pages(device, layout, head_dim):
     check_call(case, device)
 
 
-@pytest.mark.parametrize("head_dim", (8, 72, 100, 192, 256))
+@pytest.mark.parametrize("head_dim", (8, 72, 100, 192, 256, 512))
 def test_head_dims(device, head_dim):
     """Few rows, and more than any tile holds."""
     for new in (2, 70):

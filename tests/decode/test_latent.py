@@ -48,6 +48,27 @@ def test_scores_of_keys_and_values(device, latent_case, options):
         run(make_problem(latent_case, device), **options)
 
 
+@pytest.mark.devices("cuda")
+@pytest.mark.parametrize("family", ("mma_sync", "wgmma"))
+@pytest.mark.parametrize("num_splits", (0, 3))
+@pytest.mark.parametrize("latent_case", [case for case in CASES if has_kernel("cuda", case)], ids=str)
+def test_either_kernel(device, latent_case, num_splits, family, monkeypatch):
+    monkeypatch.setenv("FLASH_ATTN_FAMILY", family)
+    check_call(latent_case, device, num_splits=num_splits)
+
+
+def test_scores_that_rise(device):
+    """Keys grow from page to page, so that the largest score of a row is often a new one."""
+    problem = make_problem(KvCase((900, 200), page_size=16, capacity=1024, layout="latent", **LATENT), device)
+    pages, slots = problem.k_cache.shape[0], problem.table.shape[1]
+    growth = torch.ones(pages, device=device, dtype=problem.q.dtype)
+    for row in problem.table.clamp(0, pages - 1):
+        growth[row] = torch.linspace(0.1, 3.0, slots, device=device, dtype=problem.q.dtype)
+    for keys in (problem.k_cache, problem.v_cache):
+        keys.mul_(growth.view(-1, 1, 1, 1))
+    check_attention(problem, *run(problem))
+
+
 @pytest.mark.parametrize("options", ({"window_size": (9, 0)}, {"softcap": 1.0}, {"softmax_scale": -1.0}), ids=str)
 def test_scores_without_kernels(device, options):
     problem = make_problem(KvCase(page_size=16, layout="latent", **LATENT), device)
@@ -206,6 +227,9 @@ def test_explained_and_counted(device):
         cache_seqlens=problem.lengths, block_table=problem.table,
     )["forward"]  # fmt: skip
     assert (plan["head_dim"], plan["head_dim_v"]) == (64, 512)
+    if device == "cuda":
+        has_wgmma = torch.cuda.get_device_capability() == (9, 0) and "90" in flash_attn.__build__["archs"]
+        assert (plan["kernel"], plan["block_m"]) == (("mla_wgmma", 64) if has_wgmma else ("mla_mma_sync", 16))
     for call in (run, packed):
         with FlopCounterMode(display=False) as counter:
             call(problem)

@@ -14,6 +14,7 @@ from kvcache_harness import KvCase, check_append, check_attention, make_problem,
 from flash_attn import flash_attn_combine
 
 PAIRS = {"nheads": 128, "nheads_k": 128}
+LATENT = {"nheads_k": 1, "head_dim": 64, "head_dim_v": 512, "layout": "latent"}
 CASES = (
     (KvCase(seqlen_new=1), {}),
     (KvCase((300, 0, -1, 17), seqlen_new=1, capacity=330, page_size=16, rotary_dim=32, nheads=8), {"num_splits": 4}),
@@ -48,6 +49,10 @@ CASES = (
     # So many tiles that each has two K/V heads.
     (KvCase((150, 0, -1, 17), 1, 1, 160, page_size=16, **PAIRS), {}),
     (KvCase((150, 17, 64, 0), 2, 2, 160, head_dim=24, layout="unaligned", causal=True, **PAIRS), {"num_splits": 3}),
+    # Latent rows: many query rows to a key, and few.
+    (KvCase((300, 0, -1, 17), 3, capacity=330, page_size=1, causal=True, sinks=True, nheads=40, **LATENT), {}),
+    (KvCase((400, 64), capacity=420, page_size=16, nheads=16, **LATENT), {"num_splits": 3}),
+    (KvCase((400, 64), 2, capacity=420, page_size=5, causal=True, nheads=6, dtype="float16", **LATENT), {}),
 )
 # Over 8-bit caches: (case, dtype, shape of descales, options).
 EIGHT_BIT_CASES = (
@@ -85,7 +90,10 @@ def check(case, options, device, planned):
     problem = make_problem(case, device)
     before = on_cpu(problem.clone())
     if planned:
-        options = {"plan": plan_for(problem, **options), "out": torch.empty_like(problem.q)}
+        options = {
+            "plan": plan_for(problem, **options),
+            "out": torch.empty_like(problem.q if problem.qv is None else problem.qv),
+        }
     out, lse = run(problem, **options)
     after = on_cpu(problem)
     check_append(after, before)

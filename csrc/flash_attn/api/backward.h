@@ -180,7 +180,7 @@ inline plan::BwdPlan plan_call(const BwdCall& call, Flash_bwd_params& params, co
   problem.mask_matrices = mask_matrix_count(call.scores.mask, params);
   if (problem.has_mask()) check_mask_options(call);
   const plan::BwdPlan plan = plan::plan_bwd(problem, device_of(params.device, call.sm_margin), forced_family());
-  if (problem.has_mask()) check_mask_plan(plan.mask, params.device);
+  if (problem.has_mask()) check_mask_plan(plan.mask, params);
   return plan;
 }
 

@@ -17,6 +17,7 @@
 
 #include "params/dtype.h"
 #include "params/flash.h"
+#include "plan/kv_tiles.h"
 #include "plan/tiles.h"
 
 namespace flash {
@@ -198,6 +199,13 @@ inline void value(const at::Tensor& v, const at::Tensor& k) {
   }
 }
 
+// Of k or v of 8 bits.
+inline void eight_bit_head_dim(const char* name, int64_t head_dim) {
+  if (head_dim > plan::kMaxKv8HeadDim) {
+    fail(name, "expected a head dim of at most ", int64_t{plan::kMaxKv8HeadDim}, " with 8 bits, got ", head_dim);
+  }
+}
+
 // `expected`: the shape of k, with -1 on axes that k itself decides. takes_8bit: k and v may have 8 bits and one head
 // dim.
 inline void key_value(const at::Tensor& k, const at::Tensor& v, const at::Tensor& q, at::IntArrayRef expected_,
@@ -215,6 +223,7 @@ inline void key_value(const at::Tensor& k, const at::Tensor& v, const at::Tensor
   last_stride("k", k);
   sizes("k", k, "pages");
   if (are_8bit) {
+    eight_bit_head_dim("k", k.size(-1));
     same_dtype("v", v, "k", k);
     shape("v", v, k.sizes());
   } else {

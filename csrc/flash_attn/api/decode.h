@@ -276,6 +276,7 @@ inline at::Tensor kvcache_plan(const at::Tensor& seqlens_k, const OptionalTensor
                                int64_t sm_margin) {
   checks::kvcache_schedule(seqlens_k, leftpad_k,
                            {batch, seqlen_q, seqlen_new, heads, heads_k, head_dim, seqlen_cache, num_splits}, plan_);
+  if (eight_bit) checks::eight_bit_head_dim("head_dim", head_dim);
   const CallDevice guard(seqlens_k.device());
   check_device_supported(seqlens_k);
 

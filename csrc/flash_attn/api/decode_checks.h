@@ -78,6 +78,7 @@ inline void like_query(const char* name, const at::Tensor& tensor, const at::Ten
 inline void caches(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, bool paged) {
   const char* axes = paged ? "blocks, page_size, heads, head_dim" : "batch, seqlen, heads, head_dim";
   like_query("k_cache", k, q, {-1, -1, -1, q.size(3)}, axes, is_8bit(k));
+  if (is_8bit(k)) eight_bit_head_dim("k_cache", k.size(3));
   if (is_8bit(k) && v.defined()) same_dtype("v_cache", v, "k_cache", k);
   like_query("v_cache", v, q, k.sizes().vec(), axes, is_8bit(k));
   sizes("k_cache", k, paged ? "pages" : "sequences");

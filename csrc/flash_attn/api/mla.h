@@ -51,7 +51,8 @@ struct MlaCall {
   plan::MlaProblem problem() const {
     // Of requests, the combine of splits would give inactive ones a sink.
     const bool may_split = !batch_invariant && (is_packed() || !scores.sinks.has_value());
-    return {batch(), is_packed() ? q.size(0) : q.size(1), heads(), capacity(), is_packed(), num_splits, may_split};
+    const int64_t tokens = is_packed() ? q.size(0) : q.size(1);
+    return {batch(), tokens, heads(), capacity(), is_packed(), num_splits, may_split, batch_invariant};
   }
 };
 
@@ -168,6 +169,10 @@ inline void mla_schedule(const ScheduleSizes& sizes, int64_t head_dim_v) {
 
 }  // namespace checks
 
+inline plan::MlaPlan plan_of(const plan::MlaProblem& problem, const at::Device& device, int64_t sm_margin) {
+  return plan::plan_mla(device_of(device.index(), sm_margin), problem, forced_family());
+}
+
 // Floats of the partial results.
 inline int64_t mla_workspace(const plan::MlaProblem& problem, const plan::MlaPlan& plan) {
   const int64_t rows = problem.tokens * problem.heads * (problem.is_packed ? 1 : problem.batch);
@@ -241,7 +246,7 @@ inline std::vector<at::Tensor> mla_forward(const MlaCall& call) {
   const CallDevice guard(call.q.device());
   check_device_supported(call.q);
   const plan::MlaProblem problem = call.problem();
-  const plan::MlaPlan plan = plan::plan_mla(device_of(call.q.device().index(), call.sm_margin), problem);
+  const plan::MlaPlan plan = plan_of(problem, call.q.device(), call.sm_margin);
   const at::Tensor q = aligned(call.q), qv = aligned(call.qv);
   Output out(call.out, q, q.scalar_type(), call.qv.sizes(), 0);
   at::Tensor lse, workspace, segments;
@@ -278,15 +283,15 @@ inline std::vector<at::Tensor> mla_forward(const MlaCall& call) {
 inline plan::Explanation explain(const MlaCall& call, const char* direction) {
   check_device_supported(call.q);
   const plan::MlaProblem problem = call.problem();
-  const plan::MlaPlan plan = plan::plan_mla(device_of(call.q.device().index(), call.sm_margin), problem);
+  const plan::MlaPlan plan = plan_of(problem, call.q.device(), call.sm_margin);
   plan::Explanation fields;
   fields["direction"] = std::string(direction);
-  fields["kernel"] = std::string("mla_mma_sync");
+  fields["kernel"] = std::string("mla_") + plan::family_name(plan.family);
   fields["dtype"] = std::string(dtype_name(dtype_of(call.q)));
   fields["head_dim"] = int64_t{kMlaRopeDim};
   fields["head_dim_v"] = int64_t{kMlaLatentDim};
   fields["block_m"] = int64_t{plan.tile_rows};
-  fields["block_n"] = int64_t{plan::kMlaKeys};
+  fields["block_n"] = int64_t{plan.keys};
   fields["stages"] = int64_t{plan.stages};
   fields["grid"] = (problem.is_packed ? 1 : problem.batch) * plan.row_tiles * plan.splits;
   fields["num_splits"] = int64_t{plan.splits};
@@ -299,7 +304,8 @@ inline plan::Explanation explain(const MlaCall& call, const char* direction) {
 inline int64_t mla_plan_elements(plan::MlaProblem problem, const at::Device& device, int64_t sm_margin,
                                  bool batch_invariant) {
   problem.may_split = !batch_invariant;
-  return mla_workspace(problem, plan::plan_mla(device_of(device.index(), sm_margin), problem));
+  problem.batch_invariant = batch_invariant;
+  return mla_workspace(problem, plan_of(problem, device, sm_margin));
 }
 
 inline void set_latent_sequences(Flash_fwd_params& sequences, const OptionalTensor& seqused_k,

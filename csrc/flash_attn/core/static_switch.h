@@ -69,8 +69,11 @@
     } else if (HEAD_DIM <= 192) {          \
       constexpr static int kHeadDim = 192; \
       return __VA_ARGS__();                \
-    } else {                               \
+    } else if (HEAD_DIM <= 256) {          \
       constexpr static int kHeadDim = 256; \
+      return __VA_ARGS__();                \
+    } else {                               \
+      constexpr static int kHeadDim = 512; \
       return __VA_ARGS__();                \
     }                                      \
   }()

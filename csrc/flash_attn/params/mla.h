@@ -39,8 +39,12 @@ struct Flash_mla_params {
   int device = 0;
 };
 
-// Tiles of `tile_rows` rows, 16 or 32, with 3 stages of keys; on GPUs with 99 KB of shared memory 16 with 2. Partial
-// results are for run_combine().
+// Tiles of 64 rows, of the wgmma kernel, or `tile_rows` of 16 or 32 with 3 stages of keys; on GPUs with 99 KB of shared
+// memory 16 with 2. Partial results are for run_combine().
 cudaError_t run_mla_decode(const Flash_mla_params& params, Dtype dtype, int tile_rows, int stages, cudaStream_t stream);
+
+// The first by wgmma, for GPUs of compute capability 9.0. Head dims: kMlaRopeDim and kMlaLatentDim.
+template <Dtype kDtype, int kHeadDim, int kHeadDimV>
+cudaError_t run_mha_mla_wgmma_(const Flash_mla_params& params, cudaStream_t stream);
 
 }  // namespace flash

@@ -195,6 +195,7 @@ inline BwdPlan plan_bwd_wgmma(const BwdProblem& problem, const Device& device) {
 // vectors.
 inline bool wgmma_supports(const BwdProblem& problem, const Device& device) {
   if (!problem.fits_tensor_maps || problem.seqlen_q == 0 || problem.seqlen_k == 0) return false;
+  if (problem.max_head_dim() > kMaxWgmmaHeadDim) return false;
   const Sm90BwdTile tile = problem.has_mask() ? sm90_listed_bwd_tile(problem.max_head_dim(), problem.deterministic)
                                               : sm90_bwd_tile(problem.head_dim, problem.head_dim_v);
   if (problem.has_mask() && device.capability != kWgmmaCapability) return false;

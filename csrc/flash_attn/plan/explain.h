@@ -92,6 +92,7 @@ inline void explain_split(const DecodeProblem& problem, const DecodePlan& plan, 
   if (plan.split_points.rule == SplitRule::kEqualSplits) result["num_splits"] = int64_t{plan.split_points.value};
   if (plan.split_points.rule == SplitRule::kAnywhere) result["whole_up_to_blocks"] = int64_t{plan.split_points.value};
   if (plan.split_blocks != kUnbounded) result["split_blocks"] = int64_t{plan.split_blocks};
+  result["row_max"] = std::string("exact");
   result["combines"] = plan.combines;
   if (plan.combines) result["combine_grid"] = plan.combine_blocks;
 }

@@ -65,12 +65,14 @@ constexpr bool may_use_decode_kernels(const FwdProblem& problem) {
 
 // Whether a dense call of one wave is kDirect.
 constexpr bool has_direct_kernel(const FwdProblem& problem) {
+  if (problem.max_head_dim() > kMaxWgmmaHeadDim) return false;
   const int head_dim = wgmma_head_dim(fwd_tile(problem.max_head_dim(), FwdVariant::kPlain).head_dim);
   return sm90_has_variant(head_dim, FwdVariant::kDirect) && !problem.has_dropout && !problem.has_score_mod();
 }
 
 // KV splits: not with dropout or a mask as data, nor where the kernel cannot read pages.
 constexpr bool may_split_kv(const FwdProblem& problem) {
+  if (problem.max_head_dim() > kMaxWgmmaHeadDim) return false;
   const FwdVariant variant = problem.has_score_mod() ? FwdVariant::kScoreMod : FwdVariant::kOneWave;
   const Sm90FwdTile tile = sm90_fwd_tile(wgmma_head_dim(problem.max_head_dim()), variant);
   const bool reads_keys = !problem.is_paged || sm90_reads_pages(tile, variant);
@@ -123,7 +125,9 @@ constexpr FamilyQuery family_query(const FwdProblem& problem, const Device& devi
   return query;
 }
 
-constexpr bool is_wgmma_device(const FamilyQuery& query) { return query.capability == kWgmmaCapability; }
+constexpr bool may_use_wgmma(const FamilyQuery& query) {
+  return query.capability == kWgmmaCapability && query.head_dim <= kMaxWgmmaHeadDim;
+}
 
 // Time of one wave of m_blocks in each family, in picoseconds on an H200: fitted to 507 calls, at head dims with
 // kDirect anew to 88; only the ratios count (docs/tuning/fwd_sm90.md).
@@ -170,6 +174,7 @@ constexpr FamilyCosts kFamilyCosts[kNumHeadDims] = {
      {},
      {7440000, 19600, 21100, 1627},
      {7230000, 126, 13100000, 130, 198}},
+    {512, {4800000, 90000}, {}, {}, {}, {7600000, 126, 7600000, 126, 126}},  // estimated from the row above
 };
 
 constexpr const FamilyCosts& family_costs(const FamilyQuery& query) {
@@ -250,7 +255,7 @@ struct FamilyChoice {
 constexpr FamilyChoice fastest_family(const FamilyQuery& query) {
   const bool in_one_wave = query.row_tiles <= query.multiprocessors;
   const SplitsCost best = best_num_splits(query);
-  const bool wgmma = is_wgmma_device(query) && (!in_one_wave || best.cost < mma_sync_cost(query));
+  const bool wgmma = may_use_wgmma(query) && (!in_one_wave || best.cost < mma_sync_cost(query));
   const int64_t forward_cost = wgmma ? best.cost : mma_sync_cost(query);
   if (query.may_use_decode && decode_cost(query) < forward_cost + query.pass_cost) return {Family::kDecode};
   return wgmma ? FamilyChoice{Family::kWgmma, best.splits, in_one_wave} : FamilyChoice{Family::kMmaSync};
@@ -268,7 +273,7 @@ inline int forced_num_splits(const char* forced) {
 
 // A batch-invariant call's family, whatever its sizes: no KV splits, and one kernel for any number of m_blocks.
 constexpr FamilyChoice invariant_family(const FamilyQuery& query) {
-  return {is_wgmma_device(query) ? Family::kWgmma : Family::kMmaSync};
+  return {may_use_wgmma(query) ? Family::kWgmma : Family::kMmaSync};
 }
 
 // `forced`: the value of FLASH_ATTN_FAMILY, or null. "mma_sync", "wgmma", "wgmma:8" and "split_kv" take that family
@@ -280,17 +285,18 @@ inline FamilyChoice choose_family(const FamilyQuery& query, const char* forced) 
   if (is_forced("mma_sync")) return {Family::kMmaSync};
   if (query.batch_invariant) return invariant_family(query);
   if (query.is_pass_large && query.may_use_decode) return {Family::kDecode};
-  if (requested > 0 && is_wgmma_device(query)) {
+  if (requested > 0 && may_use_wgmma(query)) {
     return {Family::kWgmma, query.split_kv_tiles == 0 ? 1 : requested, std::strchr(forced, ':') != nullptr};
   }
   if (is_forced("split_kv") && query.may_use_decode) return {Family::kDecode};
   return fastest_family(query);
 }
 
-// wgmma for head dims above 32, in deterministic mode too.
+// wgmma for head dims above 32 that it has, in deterministic mode too.
 inline Family choose_backward_family(int capability, int head_dim, const char* forced) {
   const bool declined = forced != nullptr && std::strcmp(forced, "mma_sync") == 0;
-  return capability == kWgmmaCapability && head_dim > 32 && !declined ? Family::kWgmma : Family::kMmaSync;
+  const bool has_kernel = capability == kWgmmaCapability && 32 < head_dim && head_dim <= kMaxWgmmaHeadDim;
+  return has_kernel && !declined ? Family::kWgmma : Family::kMmaSync;
 }
 
 // The fp32 tiles in which a family's backward accumulates dQ.

@@ -252,8 +252,9 @@ inline FwdPlan plan_fwd_mma_sync(const FwdProblem& problem, const Device& device
   const FwdTile plain = fwd_tile(problem.head_dim, FwdVariant::kPlain);
   if (problem.has_dropout || problem.has_origins) {
     plan.variant = FwdVariant::kDropout;
-  } else if (mma_sync_has_short(problem.head_dim) && takes_short_tile(problem, device, plain.block_m)) {
-    plan.variant = FwdVariant::kShort;
+  } else if (mma_sync_has_short(problem.head_dim)) {
+    const bool fits = fwd_smem_bytes(plain, problem.dtype) <= device.smem_per_block;
+    if (!fits || takes_short_tile(problem, device, plain.block_m)) plan.variant = FwdVariant::kShort;
   }
   const FwdTile tile = fwd_tile(problem.head_dim, plan.variant);
   plan.head_dim = plan.head_dim_v = tile.head_dim;
@@ -275,7 +276,7 @@ inline FwdPlan plan_fwd_mma_sync(const FwdProblem& problem, const Device& device
 inline FwdPlan plan_fwd_kernel(const FwdProblem& problem, const Device& device, const char* forced) {
   const FamilyChoice choice =
       problem.has_mask() ? FamilyChoice{Family::kWgmma} : choose_family(family_query(problem, device), forced);
-  if (choice.family == Family::kWgmma) {
+  if (choice.family == Family::kWgmma && problem.max_head_dim() <= kMaxWgmmaHeadDim) {
     const FwdPlan plan = plan_fwd_wgmma(problem, device, choice);
     if (wgmma_supports(problem, device, plan)) return plan;
   }

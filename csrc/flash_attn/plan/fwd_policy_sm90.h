@@ -64,7 +64,6 @@ struct FwdPolicy {
 };
 
 constexpr int kNumFwdVariants = 10;
-constexpr int kNumSm90FwdHeadDims = kNumHeadDims - kSm90FirstHeadDim;
 
 namespace fwd_policy_table {
 

@@ -8,8 +8,10 @@
 namespace flash {
 namespace plan {
 
-// Attention over a KV cache. A tile's rows are the (query token, query head) pairs of one K/V head, packed; four warp
-// groups split each n_block, each with its own K/V ring in shared memory.
+constexpr int kKvGroups = 4;  // at most
+
+// Attention over a KV cache. A tile's rows are the (query token, query head) pairs of one K/V head, packed; warp groups
+// split each n_block, each with its own K/V ring in shared memory.
 struct KvTile {
   int head_dim;
   int row_tiles;          // 16-row MMA tiles of each warp
@@ -18,14 +20,15 @@ struct KvTile {
   int blocks_per_sm;      // occupancy that the register budget is compiled for
   int kv_bytes = 2;       // of an element of K and V
   bool has_plain = true;  // has a kernel of KvVariant::kPlain
+  int groups = kKvGroups;
+  int col_warps = 1;  // warps of a warp group that share rows: each has all of S and some columns of O
 
   constexpr int rows() const { return 16 * row_tiles * row_warps; }
 };
 
-constexpr int kKvGroups = 4;
 constexpr int kKvSizes = 3;
 
-// By the packed rows of a K/V head: up to 16, up to 32, more. `step` and kKvGroups are the same for all sizes of a head
+// By the packed rows of a K/V head: up to 16, up to 32, more. `step` and `groups` are the same for all sizes of a head
 // dim, so that a row's arithmetic does not depend on how many other rows there are.
 constexpr KvTile kKvTiles[kKvSizes][kNumHeadDims] = {
     {{32, 1, 1, 32, 2},
@@ -33,19 +36,22 @@ constexpr KvTile kKvTiles[kKvSizes][kNumHeadDims] = {
      {96, 1, 1, 16, 2},
      {128, 1, 1, 16, 2},
      {192, 1, 1, 16, 2},
-     {256, 1, 1, 16, 1}},
+     {256, 1, 1, 16, 1},
+     {512, 1, 1, 16, 1, 2, true, 2, 2}},
     {{32, 2, 1, 32, 2},
      {64, 2, 1, 32, 2},
      {96, 2, 1, 16, 2},
      {128, 2, 1, 16, 2},
      {192, 1, 2, 16, 1},
-     {256, 1, 2, 16, 1}},
+     {256, 1, 2, 16, 1},
+     {512, 1, 1, 16, 1, 2, true, 2, 2}},
     {{32, 2, 2, 32, 1},
      {64, 2, 2, 32, 1},
      {96, 2, 2, 16, 1},
      {128, 2, 2, 16, 1},
      {192, 1, 2, 16, 1},
-     {256, 1, 2, 16, 1}},
+     {256, 1, 2, 16, 1},
+     {512, 1, 1, 16, 1, 2, true, 2, 2}},
 };
 
 // Of an 8-bit cache: up to 16 packed rows, or more. A step has the bytes of one over 16 bits, and twice its scores:
@@ -56,6 +62,8 @@ constexpr KvTile kKv8Tiles[kKv8Sizes][kNumKv8HeadDims] = {
     {{64, 1, 1, 32, 2, 1}, {128, 1, 1, 32, 2, 1}, {256, 1, 1, 32, 1, 1}},
     {{64, 2, 2, 32, 1, 1, false}, {128, 1, 2, 32, 1, 1, false}, {256, 1, 1, 32, 1, 1}},
 };
+
+constexpr int kMaxKv8HeadDim = kKv8Tiles[0][kNumKv8HeadDims - 1].head_dim;
 
 constexpr KvTile kv8_tile(int head_dim, int size) {
   int index = 0;
@@ -94,8 +102,8 @@ constexpr int64_t kv_row_tiles(int head_dim, int64_t rows, Dtype kv_dtype = Dtyp
   return (rows + tile_rows - 1) / tile_rows;
 }
 
-constexpr int kv_threads(const KvTile& tile) { return 32 * kKvGroups * tile.row_warps; }
-constexpr int kv_block_n(const KvTile& tile) { return kKvGroups * tile.step; }  // a power of two
+constexpr int kv_threads(const KvTile& tile) { return 32 * tile.groups * tile.row_warps * tile.col_warps; }
+constexpr int kv_block_n(const KvTile& tile) { return tile.groups * tile.step; }  // a power of two
 
 // Consecutive rows that the plain kernel expects in one page: steps, of 8 bits halves of them.
 constexpr int kv_page_rows(const KvTile& tile) { return tile.kv_bytes == 1 ? tile.step / 2 : tile.step; }

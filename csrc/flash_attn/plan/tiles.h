@@ -13,12 +13,13 @@ struct FwdTile {
   int head_dim;       // the padded head dim that this tile is for
   int block_m;        // query rows per CTA
   int block_n;        // keys per step
-  int warps;          // each owns block_m / warps rows
+  int warps;          // each owns col_warps * block_m / warps rows
   int blocks_per_sm;  // occupancy that the register budget is compiled for
+  int col_warps = 1;  // warps that share rows: each has some of the keys of S, and some columns of O
 };
 
-constexpr int kMaxHeadDim = 256;
-constexpr int kNumHeadDims = 6;
+constexpr int kMaxHeadDim = 512;
+constexpr int kNumHeadDims = 7;
 
 // kShort: half the rows per CTA, for problems with few or short rows (takes_short_tile()).
 // kSoftcap, kAlibi: one of them alone, with a positive scale and without dropout, in the wgmma family; kScoreMod: all
@@ -61,7 +62,7 @@ constexpr bool modifies_scores(FwdVariant variant) {
   return variant == FwdVariant::kScoreMod || variant == FwdVariant::kSoftcap || variant == FwdVariant::kAlibi;
 }
 
-// mma.sync family, sm_80 and up. Each fits the 99 KB of shared memory of sm_86/89/120.
+// mma.sync family, sm_80 and up. Each fits the 99 KB of shared memory of sm_86/89/120, at head dim 512 all but kPlain.
 constexpr FwdTile kFwdTiles[3][kNumHeadDims] = {
     // kPlain
     {
@@ -71,6 +72,7 @@ constexpr FwdTile kFwdTiles[3][kNumHeadDims] = {
         {128, 128, 64, 4, 2},
         {192, 128, 64, 8, 1},
         {256, 64, 64, 4, 2},
+        {512, 64, 32, 8, 1, 2},
     },
     // kShort
     {
@@ -80,6 +82,7 @@ constexpr FwdTile kFwdTiles[3][kNumHeadDims] = {
         {128, 64, 64, 4, 3},
         {192, 64, 64, 4, 2},
         {256, 64, 64, 4, 2},
+        {512, 32, 32, 4, 2, 2},
     },
     // kDropout: the generator's registers leave room for fewer scores
     {
@@ -89,6 +92,7 @@ constexpr FwdTile kFwdTiles[3][kNumHeadDims] = {
         {128, 128, 32, 4, 2},
         {192, 128, 64, 8, 1},
         {256, 64, 64, 4, 2},
+        {512, 32, 32, 4, 2, 2},
     },
 };
 
@@ -108,9 +112,15 @@ constexpr bool mma_sync_has_short(int head_dim) {
   return fwd_tile(head_dim, FwdVariant::kShort).block_m < fwd_tile(head_dim, FwdVariant::kPlain).block_m;
 }
 
+// What warps that share rows exchange: P, and a number of each row and warp.
+constexpr int fwd_exchange_bytes(const FwdTile& tile, Dtype dtype) {
+  return tile.col_warps == 1 ? 0 : tile.block_m * (dtype_bytes(dtype) * tile.block_n + 4 * tile.col_warps);
+}
+
 // Q, K, V; O is staged in Q's buffer.
 constexpr int fwd_smem_bytes(const FwdTile& tile, Dtype dtype) {
-  return dtype_bytes(dtype) * tile.head_dim * (tile.block_m + 2 * tile.block_n);
+  const int elements = tile.head_dim * (tile.block_m + 2 * tile.block_n);
+  return dtype_bytes(dtype) * elements + fwd_exchange_bytes(tile, dtype);
 }
 
 // wgmma family, sm_90a: a producer warpgroup and block_m / 64 consumer warpgroups per consumer group, one CTA per SM.
@@ -130,8 +140,9 @@ struct Sm90FwdTile {
 };
 
 constexpr int kSm90FirstHeadDim = 1;  // index of the smallest head dim of this family
+constexpr int kNumSm90FwdHeadDims = 5;
 
-constexpr Sm90FwdTile kSm90FwdTiles[4][kNumHeadDims - kSm90FirstHeadDim] = {
+constexpr Sm90FwdTile kSm90FwdTiles[4][kNumSm90FwdHeadDims] = {
     // kPlain
     {
         {64, 192, 128, 3, 2, true, 1},
@@ -166,13 +177,15 @@ constexpr Sm90FwdTile kSm90FwdTiles[4][kNumHeadDims - kSm90FirstHeadDim] = {
     },
 };
 
+constexpr int kMaxWgmmaHeadDim = kSm90FwdTiles[0][kNumSm90FwdHeadDims - 1].head_dim;
+
 // kMasked, of the one head dim whose masked calls have a separate tile: the rows of a warpgroup begin at multiples
 // of 64, and so do the keys that a causal mask or a window of whole blocks leaves unmasked.
 constexpr Sm90FwdTile kSm90MaskedTile = {128, 192, 64, 4, 2, false, 1};
 
 // kOneWave: as fast as one m_block alone on its multiprocessor, while all of them load keys at the same time. So there
 // is no second consumer group, and at head dim 128 blocks are smaller and stages more.
-constexpr Sm90FwdTile kSm90OneWaveTiles[kNumHeadDims - kSm90FirstHeadDim] = {
+constexpr Sm90FwdTile kSm90OneWaveTiles[kNumSm90FwdHeadDims] = {
     {64, 128, 128, 3, 2, true, 1},         {96, 128, 128, 2, 2, false, 1},         {128, 128, 64, 5, 2, false, 1},
     {192, 128, 96, 2, 1, false, 1, 0, 64}, {256, 128, 64, 2, 1, false, 1, 0, 128},
 };
@@ -188,6 +201,7 @@ constexpr Sm90FwdTile kSm90ListedTiles[] = {
     {256, 128, 64, 2, 1, false, 1, 0, 128},
 };
 
+// Of head dims that it has a tile for: up to kMaxWgmmaHeadDim.
 constexpr Sm90FwdTile sm90_listed_tile(int head_dim) {
   int index = 0;
   while (kSm90ListedTiles[index].head_dim < head_dim) ++index;
@@ -248,18 +262,22 @@ struct BwdTile {
   int block_m;  // query rows per step
   int block_n;  // keys per CTA
   int warps;
-  int sdp_warps_m;  // warps along the rows of S and dP (block_m x block_n); the others along the columns
+  int sdp_warps_m;  // warps along the rows of S and dP (block_m x block_n); the others of sdp_warps() along the columns
   int dkv_warps_m;  // of dK and dV (block_n x head_dim)
   int dq_warps_m;   // of dQ (block_m x head_dim)
   int blocks_per_sm;
   int v_register_cols = 0;  // first columns of V in registers; with any, Q and dO have one buffer each, which is filled
                             // as soon as its last reader is done
+  int half_warps = 0;       // so many warps compute S, so many others dP; 0: all compute both
+
+  constexpr int sdp_warps() const { return half_warps > 0 ? half_warps : warps; }  // of S, and of dP
 };
 
 // Warp grids are chosen for the least shared memory traffic per step; see docs/tuning/bwd_sm80.md.
 constexpr BwdTile kBwdTiles[kNumHeadDims] = {
-    {32, 64, 128, 4, 2, 4, 2, 2}, {64, 64, 64, 4, 2, 2, 2, 3},  {96, 64, 64, 4, 2, 2, 2, 2},
-    {128, 64, 64, 4, 2, 2, 2, 2}, {192, 64, 96, 8, 4, 2, 2, 1}, {256, 64, 64, 8, 4, 2, 2, 1},
+    {32, 64, 128, 4, 2, 4, 2, 2},       {64, 64, 64, 4, 2, 2, 2, 3},  {96, 64, 64, 4, 2, 2, 2, 2},
+    {128, 64, 64, 4, 2, 2, 2, 2},       {192, 64, 96, 8, 4, 2, 2, 1}, {256, 64, 64, 8, 4, 2, 2, 1},
+    {512, 32, 32, 8, 2, 2, 2, 1, 0, 4},
 };
 
 // Where shared memory is too small for these: 99 KB on sm_86, 89 and 120. Above head dim 128 the others do not fit,
@@ -268,6 +286,7 @@ constexpr BwdTile kSmallBwdTiles[] = {
     {32, 64, 64, 4, 2, 2, 2, 3},
     {192, 64, 64, 8, 2, 2, 2, 1, 192},
     {256, 32, 64, 8, 2, 2, 1, 1, 128},
+    {512, 16, 32, 8, 1, 2, 1, 1, 0, 2},
 };
 
 // A row of kSmallBwdTiles, or null.
@@ -379,7 +398,7 @@ constexpr Sm90BwdTile sm90_bwd_tile(int head_dim, int value_dim, bool is_general
 constexpr Sm90BwdTile sm90_listed_bwd_tile(int max_head_dim, bool deterministic) {
   constexpr int kOnePassHeadDim = 128;
   const bool one_pass = max_head_dim <= kOnePassHeadDim && !deterministic;
-  const int head_dim = one_pass ? max_head_dim : kMaxHeadDim;
+  const int head_dim = one_pass ? max_head_dim : kMaxWgmmaHeadDim;
   return sm90_bwd_tile(head_dim, head_dim);
 }
 

@@ -135,11 +135,10 @@ __global__ void __launch_bounds__(kMostThreads, kHasMask<Params> ? 1 : kLargestB
   if (tile.empty()) return;
   const bool is_varlen = params.is_varlen();
   if (!in_sequence(params, tile)) return;
-  static_assert(plan::kMaxHeadDim <= 32 * kVectorCols, "the lanes of a row are of one warp");
-  int lane_bits = 2;  // of the lanes of a row, a power of two
-  while ((kVectorCols << lane_bits) < params.d_v) ++lane_bits;
+  int lane_bits = 2;  // of the lanes of a row, a power of two, of one warp at most
+  while (lane_bits < 5 && (kVectorCols << lane_bits) < params.d_v) ++lane_bits;
   const int lanes = 1 << lane_bits, lane = threadIdx.x & (lanes - 1), col = lane * kVectorCols;
-  const auto load = [&](const void* data, const MatrixStrides& strides, int row) {
+  const auto load = [&](const void* data, const MatrixStrides& strides, int row, int col) {
     const uint16_t* const matrix = static_cast<const uint16_t*>(data);
     const int64_t offset = matrix_offset(strides, is_varlen, tile.batch, tile.q_begin + row, tile.head) + col;
     return *reinterpret_cast<const uint4*>(matrix + offset);
@@ -154,8 +153,15 @@ __global__ void __launch_bounds__(kMostThreads, kHasMask<Params> ? 1 : kLargestB
     float sum = 0.0f;
     if (row < tile.row_end && col < params.d_v && has_keys(params, tile, lse_row, row, first_row)) {
       // Copies: through references to memory the products would load four bytes at a time.
-      const uint4 dout = load(params.do_ptr, params.do_strides, row), out = load(params.o_ptr, params.o_strides, row);
+      const uint4 dout = load(params.do_ptr, params.do_strides, row, col);
+      const uint4 out = load(params.o_ptr, params.o_strides, row, col);
       sum = dot<Pair>(dout, out);
+      constexpr int kWarpCols = 32 * kVectorCols;
+      static_assert(plan::kMaxHeadDim <= 2 * kWarpCols, "a warp has a row in one load or two");
+      if (col + kWarpCols < params.d_v) {
+        sum += dot<Pair>(load(params.do_ptr, params.do_strides, row, col + kWarpCols),
+                         load(params.o_ptr, params.o_strides, row, col + kWarpCols));
+      }
     }
 #pragma unroll
     for (int distance = 16; distance > 0; distance /= 2) {

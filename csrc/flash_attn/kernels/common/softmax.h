@@ -15,7 +15,10 @@ struct Softmax {
   static constexpr float kThresholdLog2 = kRescaleThresholdLog2;
   static constexpr float kLog2e = 1.4426950408889634f;
   static constexpr float kLn2 = 0.69314718055994531f;
-  static constexpr float kMaxSpeculativeSum = 256.0f;  // bound of a thread's row_sum; fp16 holds P up to 65504
+  // Bound of a thread's sum over a block. Equal scores of 192 keys sum to 48; what is larger is raised at once, since
+  // the rounding of a row's largest P is most of the error (docs/how_it_works.md).
+  static constexpr float kMaxSpeculativeSum = 64.0f;
+  static constexpr float kMostRaised = 0x1p100f;  // has a reciprocal among the normal floats
   // How far capped scores may exceed row_max when only a bound of their magnitude is known: fp16 holds 2^15.
   static constexpr float kSoftcapThresholdLog2 = 15.0f;
   static constexpr float kLargeLog2 = 1024.0f;  // beyond it exponents round by more than half a ulp of an fp16 1
@@ -79,6 +82,31 @@ struct Softmax {
     if (!__any_sync(0xffffffffu, may_exceed_threshold(scores, scale, threshold_log2))) return false;
     float new_max[kRows];
     set_maxima(scores, new_max);
+    raise_row_maxima(new_max, scale, correct);
+    return true;
+  }
+
+  // update() where other warps have other columns of the rows. `maxima`: of the block's scores, of all columns.
+  // Negative ones count as 0, as in may_exceed(): a first block of fully masked rows must set is_large.
+  template <class Scores, class Out>
+  __device__ __forceinline__ void update_shared(Scores& scores, Out& out, const float (&maxima)[kRows], float scale,
+                                                float threshold_log2) {
+    using namespace cute;
+    bool exceeds = false;
+#pragma unroll
+    for (int mi = 0; mi < kRows; ++mi) exceeds |= (fmaxf(maxima[mi], 0.0f) - row_max[mi]) * scale > threshold_log2;
+    if (__any_sync(0xffffffffu, exceeds)) {
+      raise_row_maxima(maxima, scale, [&](int mi, float correction) {
+#pragma unroll
+        for (int ni = 0; ni < size<1>(out); ++ni) out(mi, ni) *= correction;
+      });
+    }
+    exponentiate(scores, scale);
+  }
+
+  // Raises row_max to the maxima of a block.
+  template <class Correct>
+  __device__ __forceinline__ void raise_row_maxima(const float (&new_max)[kRows], float scale, const Correct& correct) {
     bool large = false;
 #pragma unroll
     for (int mi = 0; mi < kRows; ++mi) {
@@ -97,7 +125,6 @@ struct Softmax {
       correct(mi, correction);
     }
     is_large = __any_sync(0xffffffffu, large);
-    return true;
   }
 
   // Maxima of whole rows.
@@ -269,8 +296,8 @@ struct Softmax {
   }
 
   // Speculative update(): exponentiates against the current row_max, then checks that every thread's row sum is <=
-  // kMaxSpeculativeSum, so that maxima need not be computed. False if any row of the warp fails: S is destroyed, other
-  // state unchanged, recompute S. Requires may_speculate().
+  // kMaxSpeculativeSum, so that maxima need not be computed. False if any row of the warp fails: scores are P, other
+  // state is unchanged, and raise_row_max() comes next. Requires may_speculate().
   template <class Scores>
   __device__ __forceinline__ bool exp2_speculative(Scores& scores, float scale) {
     float offset[kRows];
@@ -311,6 +338,38 @@ struct Softmax {
     if (!__all_sync(0xffffffffu, holds)) return false;
 #pragma unroll
     for (int mi = 0; mi < kRows; ++mi) row_sum[mi][0] += sums[mi];
+    return true;
+  }
+
+  // After a speculation that failed, with P of the row max so far: raises row_max to the true maximum, which the
+  // largest P tells. False if it is beyond kMostRaised: S has to be computed again, other state is unchanged.
+  template <class Scores>
+  __device__ __forceinline__ bool raise_row_max(Scores& scores, float scale, float (&correction)[kRows]) {
+    using namespace cute;
+    float new_max[kRows];
+    set_maxima(scores, new_max);
+    bool overflows = false, large = false;
+#pragma unroll
+    for (int mi = 0; mi < kRows; ++mi) {
+      overflows |= !(new_max[mi] <= kMostRaised);
+      new_max[mi] = row_max[mi] + log2f(fmaxf(new_max[mi], 1.0f)) / scale;
+      overflows |= !(new_max[mi] < INFINITY);  // by the division
+      large |= !(fabsf(new_max[mi] * scale) <= kLargeLog2);
+    }
+    if (__any_sync(0xffffffffu, overflows)) return false;
+    is_large = __any_sync(0xffffffffu, large);
+#pragma unroll
+    for (int mi = 0; mi < kRows; ++mi) {
+      correction[mi] = exp2f((row_max[mi] - new_max[mi]) * scale);
+      row_max[mi] = new_max[mi];
+#pragma unroll
+      for (int i = 0; i < kSums; ++i) row_sum[mi][i] *= correction[mi];
+#pragma unroll
+      for (int ni = 0; ni < size<1>(scores); ++ni) {
+        scores(mi, ni) *= correction[mi];
+        row_sum[mi][0] += scores(mi, ni);
+      }
+    }
     return true;
   }
 

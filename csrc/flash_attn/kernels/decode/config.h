@@ -29,22 +29,29 @@ struct KvConfig {
   static constexpr int kRowTiles = kTile.row_tiles;
   static constexpr int kRowWarps = kTile.row_warps;
   static constexpr int kRows = kTile.rows();
-  static constexpr int kGroups = plan::kKvGroups;
-  static constexpr int kGroupThreads = 32 * kRowWarps;
+  static constexpr int kColWarps = kTile.col_warps;
+  static constexpr int kCols = kHeadDim / kColWarps;  // of O, of a warp
+  static constexpr int kGroups = kTile.groups;
+  static constexpr int kGroupWarps = kRowWarps * kColWarps;
+  static constexpr int kGroupThreads = 32 * kGroupWarps;
   static constexpr int kThreads = plan::kv_threads(kTile);
   static constexpr int kBlockN = plan::kv_block_n(kTile);
   static_assert(kHeadDim == kHeadDim_, "HEADDIM_SWITCH and plan/tiles.h list the same head dims");
   static_assert(kStep == 16 || kStep == 32, "a lane looks up the page of one key");
   static_assert(!kEightBit || kStep == 32, "32 keys are one ldmatrix of K, and a lane copies the descales of one key");
+  static_assert(kColWarps == 1 || !kEightBit, "8-bit values have one warp to a row");
   static_assert(kTile.kv_bytes == sizeof(Stored) && (kTile.has_plain || !kPlain), "plan and kernel agree");
 
   using Swizzle = VectorSwizzle<kHeadDim>;  // of Q and of results
   using KvSwizzle = VectorSwizzle<kHeadDim * kTile.kv_bytes / 2>;
   static constexpr int kVectorCols = 16 / kTile.kv_bytes;  // of K and V
   // Loads of K and V: kLanesPerRow lanes to a row, a 16-byte vector each.
-  static constexpr int kLanesPerRow = KvSwizzle::kWide ? (KvSwizzle::kVectors == 24 ? 8 : KvSwizzle::kVectors) : 4;
+  static constexpr int kLanesPerRow = KvSwizzle::kWide ? (KvSwizzle::kVectors == 24  ? 8
+                                                          : KvSwizzle::kVectors > 32 ? 32
+                                                                                     : KvSwizzle::kVectors)
+                                                       : 4;
   static constexpr int kRowsPerIteration = 32 / kLanesPerRow;
-  static constexpr int kWarpRows = kStep / kRowWarps;  // rows of a step that one warp loads
+  static constexpr int kWarpRows = kStep / kGroupWarps;  // rows of a step that one warp loads
   static constexpr int kRowIterations = kWarpRows / kRowsPerIteration;
   static constexpr int kColIterations = KvSwizzle::kVectors / kLanesPerRow;
   // kPlain: pages of a step, and steps whose pages a warp looks up at once.

@@ -10,7 +10,7 @@
 #include "kernels/decode/descales.h"
 #include "kernels/decode/request.h"
 #include "kernels/decode/rotary.h"
-#include "plan/tiles.h"
+#include "plan/kv_tiles.h"
 
 namespace flash {
 namespace {
@@ -34,7 +34,7 @@ struct QuantizedShape {
         rows(static_cast<int64_t>(params.seqlen_new) * params.h_k) {
     blocks = (rows + groups() * kRowsPerGroup - 1) >> (10 - lane_bits);
     static_assert(kThreads * kRowsPerGroup == 1 << 10, "rows of a CTA are a power of two");
-    static_assert(plan::kMaxHeadDim <= 32 * kLaneCols, "the lanes of a row are of one warp");
+    static_assert(plan::kMaxKv8HeadDim <= 32 * kLaneCols, "the lanes of a row are of one warp");
   }
   __host__ __device__ int lanes() const { return 1 << lane_bits; }
   __host__ __device__ int groups() const { return kThreads >> lane_bits; }

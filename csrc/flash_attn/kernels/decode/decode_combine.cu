@@ -272,7 +272,7 @@ __device__ void sum_warps(float4* shared, RowValue<kQuads>& sum) {
 
 // The combine after SplitRule::kAnywhere and kEqualSplits.
 template <class Element, int kQuads>
-__global__ void __launch_bounds__(kThreads, 4)
+__global__ void __launch_bounds__(kThreads, kQuads > 2 ? 2 : 4)
     decode_combine_kernel(const __grid_constant__ Flash_kvcache_params params) {
   allow_next_kernel();  // the attention of the next layer, which waits for this kernel
   // Lengths, schedule and sinks are read before the wait. The attention waited for their writers before it triggered
@@ -336,7 +336,8 @@ cudaError_t run(const Flash_kvcache_params& params, cudaStream_t stream) {
 
 template <class Element>
 cudaError_t run(const Flash_kvcache_params& params, cudaStream_t stream) {
-  static_assert(plan::kMaxHeadDim <= 2 * 128, "the lanes of a warp hold two float4 each");
+  static_assert(plan::kMaxHeadDim <= 4 * 128, "the lanes of a warp hold up to four float4 each");
+  if (params.padded_dim > 2 * 128) return run<Element, 4>(params, stream);
   return params.padded_dim <= 128 ? run<Element, 1>(params, stream) : run<Element, 2>(params, stream);
 }
 

@@ -71,7 +71,7 @@ struct KvEpilogue {
 
   // Stores MMA tile mi of this warp, as far as it has rows, to its group's free stage.
   __device__ __forceinline__ void stage_result(Mainloop& mainloop, int mi, int rows) const {
-    const int lane = threadIdx.x % 32;
+    const int lane = threadIdx.x % 32, first_col = ring.col_warp() * Config::kCols;
     float* const to = ring.free_stage(ring.group());
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -81,13 +81,13 @@ struct KvEpilogue {
         stage_dequantized(mainloop, mi, half, to);
       } else {
 #pragma unroll
-        for (int ni = 0; ni < kHeadDim / 8; ++ni) {
+        for (int ni = 0; ni < Config::kCols / 8; ++ni) {
           const float2 pair{mainloop.acc_o(2 * half, mi, ni), mainloop.acc_o(2 * half + 1, mi, ni)};
-          *reinterpret_cast<float2*>(to + smem_offset(row, ni * 8 + lane % 4 * 2)) = pair;
+          *reinterpret_cast<float2*>(to + smem_offset(row, first_col + ni * 8 + lane % 4 * 2)) = pair;
         }
       }
       const float sum = quad_sum(mainloop.softmax.row_sum[2 * mi + half]);
-      if (lane % 4 == 0) {
+      if (lane % 4 == 0 && first_col == 0) {
         stats[ring.group() * 16 + row] = {mainloop.softmax.row_max[2 * mi + half],
                                           mainloop.has_invalid_page ? RowStats::kInvalid : sum};
       }

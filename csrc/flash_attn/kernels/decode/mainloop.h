@@ -32,7 +32,7 @@ struct KvMainloop {
   const KvRing<Config>& ring;
   const Element* const q_rows;  // shared, (kRows of the tile, kHeadDim)
 
-  Accumulator<Config::kHeadDim> acc_o;  // ((2, 2), MMA_M, MMA_D); over 8 bits its columns are those of eight_bit::o_col
+  Accumulator<Config::kCols> acc_o;  // ((2, 2), MMA_M, MMA_D); over 8 bits its columns are those of eight_bit::o_col
   ExactSoftmax<kRows> softmax;
   bool has_invalid_page = false;  // some key so far is in an invalid page
 
@@ -279,16 +279,17 @@ struct KvMainloop {
 
   template <class Acc>
   __device__ __forceinline__ void multiply_p_v(const Acc& acc_s) {
+    static_assert(Config::kColWarps == 1 || Config::kCols % 64 == 0, "the swizzle key is below the warp's columns");
     const int v_row = lane() % 16;
     const int v_vector = lane() / 16 ^ Swizzle::key(v_row);
-    const Element* const v = ring.v_stage() + v_row * Config::kHeadDim;
+    const Element* const v = ring.v_stage() + v_row * Config::kHeadDim + ring.col_warp() * Config::kCols;
 #pragma unroll
     for (int slice = 0; slice < Config::kStep / 16; ++slice) {
       uint32_t a[Config::kRowTiles][4];
 #pragma unroll
       for (int mi = 0; mi < Config::kRowTiles; ++mi) pack_probabilities(acc_s, mi, slice, a[mi]);
 #pragma unroll
-      for (int pair = 0; pair < kSlices; ++pair) {
+      for (int pair = 0; pair < Config::kCols / 16; ++pair) {
         uint32_t b[4];
         load_matrices_transposed(b, v + slice * 16 * Config::kHeadDim + Swizzle::next(v_vector, 2 * pair) * 8);
 #pragma unroll

@@ -51,11 +51,15 @@ struct KvRing {
         parts(reinterpret_cast<WorkPart*>(smem + Config::kPartsAt) + group() * plan::kKvParts),
         work(params_, blockIdx.x, cta_work),
         free_stages(params_.stages + 1) {
-    static_assert(sizeof(WorkPart) * plan::kKvParts * Config::kGroups == plan::kKvPartBytes, "plan and kernel agree");
+    static_assert(sizeof(WorkPart) * plan::kKvParts * plan::kKvGroups == plan::kKvPartBytes, "plan and kernel agree");
   }
 
   __device__ __forceinline__ static int group() { return threadIdx.x / Config::kGroupThreads; }
+  __device__ __forceinline__ static int group_warp() { return threadIdx.x / 32 % Config::kGroupWarps; }
   __device__ __forceinline__ static int row_warp() { return threadIdx.x / 32 % Config::kRowWarps; }
+  __device__ __forceinline__ static int col_warp() {
+    return Config::kColWarps == 1 ? 0 : group_warp() / Config::kRowWarps;
+  }
   __device__ __forceinline__ static int lane() { return threadIdx.x % 32; }
   // K/V head of this group.
   __device__ __forceinline__ int head(const WorkPart& part) const { return first_head(part) + group_step.head(); }
@@ -263,7 +267,7 @@ struct KvRing {
   // Consecutive rows in each of the step's pages, or no pages. A lane finds one key.
   __device__ __forceinline__ void load_step_of_pages(int first_key, int keys, Stored* k_to, Stored* v_to) {
     constexpr int kPages = Config::kStepPages, kPageRows = Config::kStep / kPages;
-    static_assert(Config::kRowWarps == 1, "a warp loads all rows of a step");
+    static_assert(Config::kGroupWarps == 1, "a warp loads all rows of a step");
     const int key = key_begin() + lane();
     int at = 0, at_row = key;
     unsigned in_pool = 0xffffffffu;  // by key of the step
@@ -366,7 +370,7 @@ struct KvRing {
     // Written out twice: with a function call the kernels of 64 packed rows spill.
     const int lane_row = Config::kMayPairHeads ? group_step.copy_row() : lane() / kLanesPerRow;
     const int lane_vector = lane() % kLanesPerRow;
-    const int row0 = row_warp() * Config::kWarpRows + lane_row;
+    const int row0 = group_warp() * Config::kWarpRows + lane_row;
     const int swizzled0 = lane_vector ^ Swizzle::key(lane_row);
     to += group_step.copy_offset();
 #pragma unroll
@@ -398,7 +402,7 @@ struct KvRing {
   template <bool kBounded>
   __device__ __forceinline__ void copy_rows(const Stored* rows, int64_t stride, int first, int keys, Stored* to) const {
     const int lane_row = Config::kMayPairHeads ? group_step.copy_row() : lane() / kLanesPerRow;
-    const int row0 = row_warp() * Config::kWarpRows + lane_row;
+    const int row0 = group_warp() * Config::kWarpRows + lane_row;
     const Stored* const from = rows + row0 * stride;
     const int64_t iteration_stride = Config::kRowsPerIteration * stride;
     copy<kBounded>([&](int row, int i) { return Row{from + i * iteration_stride, row >= first && row < keys}; }, to);
@@ -422,7 +426,7 @@ struct KvRing {
   // than fast.
   __device__ __forceinline__ void copy_narrow(const Stored* head, const MatrixStrides& strides, int lane_page,
                                               int first, int keys, Stored* to) const {
-    const int first_row = row_warp() * Config::kWarpRows;
+    const int first_row = group_warp() * Config::kWarpRows;
     head += (group_step.head() - group_step.copy_head()) * strides.head;
 #pragma unroll 1
     for (int row = first_row; row < first_row + Config::kWarpRows; ++row) {

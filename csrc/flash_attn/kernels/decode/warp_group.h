@@ -12,7 +12,7 @@ enum NamedBarrier : int { kFirstGroupBarrier = 1 };  // + warp group, for Config
 
 template <class Config>
 __device__ __forceinline__ void sync_group() {
-  if constexpr (Config::kRowWarps == 1) {
+  if constexpr (Config::kGroupWarps == 1) {
     __syncwarp();
   } else {
     sync_named(kFirstGroupBarrier + threadIdx.x / Config::kGroupThreads, Config::kGroupThreads);

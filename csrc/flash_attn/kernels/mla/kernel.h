@@ -1,89 +1,12 @@
 // MLA decode by mma.sync, sm_80 and newer: a thread block has a tile of rows (tokens x heads) and a split of the keys.
 #pragma once
 
-#include "core/block_range.h"
-#include "core/kv_schedule.h"
-#include "kernels/common/paged_kv.h"
-#include "kernels/common/partial.h"
-#include "kernels/common/sequence.h"
 #include "kernels/mla/config.h"
+#include "kernels/mla/work.h"
 #include "kernels/sm80/warp_ops.h"
 
 namespace flash {
 namespace mla {
-
-// What a thread block computes: a tile of a request's rows, over a split of the keys that they see.
-struct MlaWork {
-  int request = 0, split;           // request: of the block_table
-  int matrix = 0, first_token = 0;  // of q, o and the LSE, where the request's tokens are
-  int tokens, first_row, rows;      // rows of the request: tokens x heads
-  int begin = 0, end = 0;           // keys of the request
-  int from, to;                     // steps of the split
-  bool is_valid;
-
-  // All lanes of a warp together.
-  __device__ __forceinline__ MlaWork(const Flash_mla_params& params, int tile_rows, int step_keys) {
-    const int tile = blockIdx.x / params.splits;
-    split = blockIdx.x - tile * params.splits;
-    if (params.segments_q != nullptr) {
-      set_packed(params, tile, tile_rows);
-    } else {
-      set_dense(params, tile, tile_rows);
-    }
-    const int last_row = min(first_row + tile_rows, rows) - 1;
-    const int seen = is_valid && last_row >= first_row ? max(key_end(params, last_row), begin) : begin;
-    const int first_step = begin / step_keys;
-    const int steps = seen == begin ? 0 : (seen + step_keys - 1) / step_keys - first_step;
-    const int split_steps = (steps + params.splits - 1) / params.splits;
-    from = first_step + min(split * split_steps, steps);
-    to = first_step + min((split + 1) * split_steps, steps);
-  }
-
-  __device__ __forceinline__ void set_dense(const Flash_mla_params& params, int tile, int tile_rows) {
-    request = matrix = tile / params.row_tiles;
-    tokens = params.seqlen_q;
-    first_row = (tile - request * params.row_tiles) * tile_rows;
-    rows = tokens * params.h;
-    const int64_t keys = static_cast<int64_t>(params.paged.pages_per_sequence) * params.paged.page_size.divisor;
-    const int capacity = static_cast<int>(min(keys, int64_t{kMaxLength}));
-    const int leftpad = params.leftpad_k == nullptr ? 0 : params.leftpad_k[request];
-    const int length = params.seqlens_k == nullptr ? capacity : params.seqlens_k[request];
-    const KvLengths lengths = kv_lengths(length, leftpad, 0, capacity);
-    is_valid = lengths.fits;
-    if (!is_valid) return;
-    begin = lengths.first_row;
-    end = begin + lengths.seqlen_k;
-  }
-
-  __device__ __forceinline__ void set_packed(const Flash_mla_params& params, int tile, int tile_rows) {
-    const int segment = find_segment(params.segments_q, params.b, tile, tile_rows, params.h);
-    first_token = params.segments_q[segment];
-    tokens = params.segments_q[segment + 1] - first_token;
-    first_row = (tile - varlen_first_slot(first_token * params.h, segment, tile_rows)) * tile_rows;
-    rows = tokens * params.h;
-    is_valid = segment >= 1 && segment <= params.b;
-    if (!is_valid) return;
-    request = segment - 1;
-    begin = params.key_ranges[2 * request];
-    end = begin + params.key_ranges[2 * request + 1];
-  }
-
-  // Keys before this one are visible to a row.
-  __device__ __forceinline__ int key_end(const Flash_mla_params& params, int row) const {
-    if (row >= rows) return 0;
-    return params.is_causal ? end - tokens + params.heads.divide(row) + 1 : end;
-  }
-
-  // Whether the block_table lacks a page that the request needs. All threads of the block together.
-  __device__ __forceinline__ bool lacks_pages(const Flash_mla_params& params, const int* table) const {
-    bool lacks = false;
-    const int last = end > begin ? params.paged.page_size.divide(end - 1) : -1;
-    for (int slot = params.paged.page_size.divide(begin) + threadIdx.x; slot <= last; slot += blockDim.x) {
-      lacks |= static_cast<unsigned>(table[slot]) >= static_cast<unsigned>(params.paged.num_pages);
-    }
-    return __syncthreads_or(lacks);
-  }
-};
 
 template <class Config>
 struct MlaTile {
@@ -109,10 +32,7 @@ struct MlaTile {
   int key_end[kThreadRows];
 
   __device__ __forceinline__ MlaTile(const Flash_mla_params& params_, MlaStorage<Config>& storage_)
-      : params(params_),
-        storage(storage_),
-        work(params_, Config::kRows, Config::kKeys),
-        table(params_.paged.block_table + work.request * params_.paged.block_table_stride) {
+      : params(params_), storage(storage_), work(params_, Config::kRows, Config::kKeys), table(work.table(params_)) {
 #pragma unroll
     for (int i = 0; i < kThreadRows; ++i) {
       row_max[i] = -INFINITY;
@@ -133,11 +53,11 @@ struct MlaTile {
     for (int row = threadIdx.x / kLoadThreads; row < Config::kRows; row += kLoadRows) {
       const int at = work.first_row + row;
       const bool exists = at < work.rows;
-      const int token = params.heads.divide(exists ? at : 0), head = (exists ? at : 0) - token * params.h;
-      const Element* const latent = static_cast<const Element*>(params.qv_ptr) + work.matrix * params.qv_strides.batch +
-                                    (work.first_token + token) * params.qv_strides.row + head * params.qv_strides.head;
-      const Element* const rope = static_cast<const Element*>(params.q_ptr) + work.matrix * params.q_strides.batch +
-                                  (work.first_token + token) * params.q_strides.row + head * params.q_strides.head;
+      const int row_of_request = exists ? at : 0;
+      const Element* const latent =
+          static_cast<const Element*>(params.qv_ptr) + work.query_offset(params, params.qv_strides, row_of_request);
+      const Element* const rope =
+          static_cast<const Element*>(params.q_ptr) + work.query_offset(params, params.q_strides, row_of_request);
       copy_row(storage.q, row, latent, rope, exists);
     }
   }
@@ -284,6 +204,7 @@ struct MlaTile {
       load_keys(work.from + i, i);
     }
     find_pages(work.from + Config::kStages - 1);
+    const bool lacks_pages = work.lacks_pages(params, threadIdx.x, Config::kThreads);  // while the first rows arrive
     int stage = 0;
 #pragma unroll 1
     for (int step = work.from; step < work.to; ++step) {
@@ -303,7 +224,7 @@ struct MlaTile {
       stage = stage == Config::kStages - 1 ? 0 : stage + 1;
     }
     sm80::wait_for_copies_but(0);
-    const bool is_complete = params.segments_q != nullptr || !work.lacks_pages(params, table);
+    const bool is_complete = !__syncthreads_or(lacks_pages);
     finish(work.is_valid && is_complete);
   }
 
@@ -326,35 +247,17 @@ struct MlaTile {
   }
 
   __device__ __forceinline__ void store_row(int i, int row, const RowStats& stats) const {
-    const bool is_split = params.splits > 1;
-    const int token = params.heads.divide(row), head = row - token * params.h;
-    const float sink = is_split || params.sinks_ptr == nullptr ? -INFINITY : params.sinks_ptr[head];
-    const RowEnd end(stats, params.softmax_scale_log2, sink);
-    const float scale = end.has_keys() ? end.o_scale() : 0.0f;
-    const int at_token = work.first_token + token;
-    const int64_t at = (static_cast<int64_t>(work.matrix) * params.h + head) * params.seqlen_q + at_token;
-    const int64_t matrices = params.segments_q == nullptr ? params.b : 1, rows = matrices * params.h * params.seqlen_q;
-    if (warp == 0 && lane % 4 == 0) {
-      (is_split ? params.partial_lse + work.split * rows : params.softmax_lse_ptr)[at] = end.lse();
-    }
+    const MlaRowEnd<Element> end(params, work, row, stats, warp == 0 && lane % 4 == 0);
     const int first_col = warp * Config::kColsPerWarp + lane % 4 * 2;
-    if (is_split) {
-      const int64_t slot =
-          work.split * rows + (static_cast<int64_t>(work.matrix) * params.seqlen_q + at_token) * params.h;
-      float* const to = params.partial_o + (slot + head) * Config::kLatent + first_col;
-#pragma unroll
-      for (int col = 0; col < Config::kColTiles; ++col) {
-        const float* const o = &acc_o[i / 2][col][i % 2 * 2];
-        *reinterpret_cast<float2*>(to + col * 8) = {o[0] * scale, o[1] * scale};
-      }
-      return;
-    }
-    Element* const to = static_cast<Element*>(params.o_ptr) + work.matrix * params.o_strides.batch +
-                        at_token * params.o_strides.row + head * params.o_strides.head + first_col;
 #pragma unroll
     for (int col = 0; col < Config::kColTiles; ++col) {
       const float* const o = &acc_o[i / 2][col][i % 2 * 2];
-      *reinterpret_cast<uint32_t*>(to + col * 8) = pack_pair(o[0] * scale, o[1] * scale, Element{});
+      const float low = o[0] * end.scale, high = o[1] * end.scale;
+      if (end.partial != nullptr) {
+        *reinterpret_cast<float2*>(end.partial + first_col + col * 8) = {low, high};
+      } else {
+        *reinterpret_cast<uint32_t*>(end.out + first_col + col * 8) = pack_pair(low, high, Element{});
+      }
     }
   }
 };

@@ -1,4 +1,4 @@
-// Launch of the mma.sync MLA decode kernel.
+// Launch of the MLA decode kernels.
 #include "core/static_switch.h"
 #include "kernels/common/launch.h"
 #include "kernels/mla/kernel.h"
@@ -21,6 +21,7 @@ cudaError_t launch_tiles(const Flash_mla_params& params, cudaStream_t stream) {
 
 template <Dtype kDtype>
 cudaError_t run(const Flash_mla_params& params, int tile_rows, int stages, cudaStream_t stream) {
+  if (tile_rows == plan::kMlaWgmmaRows) return run_mha_mla_wgmma_<kDtype, kMlaRopeDim, kMlaLatentDim>(params, stream);
   if (tile_rows == 16 && stages == 2) return launch_tiles<kDtype, 16, 2>(params, stream);
   if (tile_rows == 16 && stages == 3) return launch_tiles<kDtype, 16, 3>(params, stream);
   if (tile_rows == 32 && stages == 3) return launch_tiles<kDtype, 32, 3>(params, stream);

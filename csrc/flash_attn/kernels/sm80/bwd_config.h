@@ -30,10 +30,13 @@ struct BwdConfig {
 
   template <int kWarpsM>
   using Mma = WarpGridMma<MmaAtomOf<kDtype>, kWarpsM, kTile.warps / kWarpsM>;
-  using MmaSdP = Mma<kTile.sdp_warps_m>;  // S, dP: (M, N)
+  // S, dP: (M, N)
+  using MmaSdP = WarpGridMma<MmaAtomOf<kDtype>, kTile.sdp_warps_m, kTile.sdp_warps() / kTile.sdp_warps_m>;
+  static constexpr bool kSplitsSdP = kTile.half_warps > 0;
+  static constexpr int kSdPThreads = 32 * kTile.sdp_warps();
   using MmaDkv = Mma<kTile.dkv_warps_m>;  // dK, dV: (N, D)
   using MmaDq = Mma<kTile.dq_warps_m>;    // dQ: (M, D)
-  using SdPCoords = AccumulatorCoords<kTile.sdp_warps_m, kTile.warps / kTile.sdp_warps_m>;
+  using SdPCoords = AccumulatorCoords<kTile.sdp_warps_m, kTile.sdp_warps() / kTile.sdp_warps_m>;
   using DkvCoords = AccumulatorCoords<kTile.dkv_warps_m, kTile.warps / kTile.dkv_warps_m>;
 
   static constexpr int kAtomCols = swizzle_atom_cols(kHeadDim);
@@ -42,12 +45,16 @@ struct BwdConfig {
   using SmemLayoutP = SwizzledTile<kBlockM, kBlockN>;    // and dS
   using SmemLayoutDq = SmemLayoutQ;
   using RowCopyT = RowCopy<Element, kThreads, kAtomCols, kHeadDim>;
+  static constexpr int kQCopyThreads =
+      kBlockM < RowCopyT::kRowsPerIteration ? kBlockM * RowCopyT::kThreadsPerRow : kThreads;
+  using RowCopyQ = RowCopy<Element, kQCopyThreads, kAtomCols, kHeadDim>;
 
   static constexpr int kSmemQ = kBlockM * kHeadDim;  // elements
   static constexpr int kSmemKv = kBlockN * kHeadDim;
   static constexpr int kSmemVHead = kBlockN * kVRegisterCols;  // columns that registers hold
   static_assert(kVRegisterCols % kAtomCols == 0 && kSmemVHead <= 2 * kSmemQ, "V is loaded by way of Q and dO");
   static constexpr int kSmemP = kBlockM * kBlockN;
+  static_assert(!kSplitsSdP || 2 * sizeof(Element) == sizeof(float), "dP on its way takes the place of P and dS");
   using SmemLayoutVHead = SwizzledTile<kBlockN, kVInRegisters ? kVRegisterCols : kHeadDim>;
   static constexpr int kDqTile = kBlockM * kHeadDim;  // floats
 };

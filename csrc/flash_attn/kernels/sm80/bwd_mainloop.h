@@ -23,6 +23,7 @@
 #include "kernels/sm80/clear_rows.h"
 #include "kernels/sm80/gemm.h"
 #include "kernels/sm80/stage_accumulator.h"
+#include "kernels/sm80/warp_ops.h"
 
 namespace flash {
 namespace sm80 {
@@ -133,12 +134,18 @@ struct BwdMainloop {
   }
 
   __device__ __forceinline__ void load_q(const Cursor& cursor, int stage) const {
-    auto q_tile = smem_q(stage);
-    copy.template run_from<true>(cursor.q, params.q_strides.row, rows_left(cursor), q_tile);
+    load_rows(cursor.q, params.q_strides.row, rows_left(cursor), smem_q(stage));
   }
   __device__ __forceinline__ void load_do(const Cursor& cursor, int stage) const {
-    auto do_tile = smem_do(stage);
-    copy.template run_from<true>(cursor.dout, params.do_strides.row, rows_left(cursor), do_tile);
+    load_rows(cursor.dout, params.do_strides.row, rows_left(cursor), smem_do(stage));
+  }
+  template <class Tile>
+  __device__ __forceinline__ void load_rows(const Element* from, int64_t stride, int rows, Tile tile) const {
+    if constexpr (Config::kQCopyThreads == Config::kThreads) {
+      copy.template run_from<true>(from, stride, rows, tile);
+    } else if (threadIdx.x < Config::kQCopyThreads) {
+      typename Config::RowCopyQ(params.d).template run_from<true>(from, stride, rows, tile);
+    }
   }
   __device__ __forceinline__ int rows_left(const Cursor& cursor) const {
     return tile.seqlen_q - cursor.at.m_block * Config::kBlockM;
@@ -197,6 +204,55 @@ struct BwdMainloop {
 
   // Stores P and dS of a step to shared memory; ends with a barrier.
   __device__ __forceinline__ void make_p_ds(const QStep& at, int stage) {
+    if constexpr (Config::kSplitsSdP) {
+      make_p_ds_by_halves(at, stage);
+    } else {
+      make_p_ds_by_all(at, stage);
+    }
+    __syncthreads();
+  }
+
+  // Some warps compute dP and pass it in fp32, in accumulator order, to the threads of as many others, which have S.
+  __device__ __forceinline__ void make_p_ds_by_halves(const QStep& at, int stage) {
+    using namespace cute;
+    constexpr int kDpBarrier = 1;
+    const int thread = threadIdx.x % Config::kSdPThreads;
+    const bool has_s = threadIdx.x < Config::kSdPThreads;
+    AccSdP acc;
+    clear(acc);
+    if (threadIdx.x < 2 * Config::kSdPThreads) {
+      const auto rows = smem_tile<typename Config::SmemLayoutQ>(kSmemQ0 + (2 * stage + !has_s) * Config::kSmemQ);
+      const auto keys = smem_tile<typename Config::SmemLayoutKv>(has_s ? 0 : kSmemV0);
+      gemm_smem<Operand::kPlain, Operand::kPlain>(typename Config::MmaSdP{}, acc, rows, keys, thread);
+    }
+    float4* const passed = reinterpret_cast<float4*>(smem + kSmemP0) + thread;
+    static_assert(decltype(size(acc))::value % 4 == 0, "passed in vectors");
+    if (!has_s && threadIdx.x < 2 * Config::kSdPThreads) {
+#pragma unroll
+      for (int i = 0; i < decltype(size(acc))::value; i += 4) {
+        passed[i / 4 * Config::kSdPThreads] = make_float4(acc(i), acc(i + 1), acc(i + 2), acc(i + 3));
+      }
+    }
+    __syncthreads();
+    if (!has_s) return;
+    AccSdP acc_dp;
+#pragma unroll
+    for (int i = 0; i < decltype(size(acc))::value; i += 4) {
+      const float4 values = passed[i / 4 * Config::kSdPThreads];
+      acc_dp(i) = values.x;
+      acc_dp(i + 1) = values.y;
+      acc_dp(i + 2) = values.z;
+      acc_dp(i + 3) = values.w;
+    }
+    sync_named(kDpBarrier, Config::kSdPThreads);  // P and dS may overwrite it
+    const int row_begin = at.m_block * Config::kBlockM;
+    float lse_log2[kRows], delta[kRows];
+    load_row_statistics(at, row_begin, lse_log2, delta);
+    differentiate(at, row_begin, lse_log2, delta, acc, acc_dp);
+    store_p_ds(acc, acc_dp);
+  }
+
+  __device__ __forceinline__ void make_p_ds_by_all(const QStep& at, int stage) {
     using namespace cute;
     const int row_begin = at.m_block * Config::kBlockM;
     float lse_log2[kRows], delta[kRows];
@@ -212,11 +268,12 @@ struct BwdMainloop {
       gemm_smem<Operand::kPlain, Operand::kPlain>(typename Config::MmaSdP{}, acc_dp, smem_do(stage), smem_v());
     }
     differentiate(at, row_begin, lse_log2, delta, acc_s, acc_dp);
-    auto p_tile = smem_p();
-    auto ds_tile = smem_ds();
-    stage_accumulator<Element>(typename Config::MmaSdP{}, acc_s, p_tile);
-    stage_accumulator<Element>(typename Config::MmaSdP{}, acc_dp, ds_tile);
-    __syncthreads();
+    store_p_ds(acc_s, acc_dp);
+  }
+
+  __device__ __forceinline__ void store_p_ds(const AccSdP& p, const AccSdP& ds) const {
+    stage_accumulator<Element>(typename Config::MmaSdP{}, p, smem_p());
+    stage_accumulator<Element>(typename Config::MmaSdP{}, ds, smem_ds());
   }
 
   __device__ __forceinline__ void add_dv(int stage) {

@@ -26,12 +26,15 @@ struct FwdConfig {
   static constexpr int kBlockM = kTile.block_m;
   static constexpr int kBlockN = kTile.block_n;
   static constexpr int kWarps = kTile.warps;
+  static constexpr int kColWarps = kTile.col_warps;
+  static constexpr int kRowWarps = kWarps / kColWarps;
   static constexpr int kThreads = 32 * kWarps;
   static_assert(kHeadDim == kHeadDim_, "HEADDIM_SWITCH and plan/tiles.h list the same head dims");
-  static_assert(kBlockM % (16 * kWarps) == 0, "a warp owns whole 16-row MMA tiles");
-  static_assert(kBlockN % 16 == 0, "P V multiplies 16 keys at a time");
+  static_assert(kBlockM % (16 * kRowWarps) == 0, "a warp owns whole 16-row MMA tiles");
+  static_assert(kBlockN % (16 * kColWarps) == 0, "P V multiplies 16 keys at a time");
 
-  using TiledMma = WarpGridMma<MmaAtomOf<kDtype>, kWarps, 1>;
+  using TiledMma = WarpGridMma<MmaAtomOf<kDtype>, kRowWarps, kColWarps>;
+  using Coords = AccumulatorCoords<kRowWarps, kColWarps>;
   static constexpr int kAtomCols = swizzle_atom_cols(kHeadDim);
   using SmemLayoutQ = SwizzledTile<kBlockM, kHeadDim>;
   using SmemLayoutKv = SwizzledTile<kBlockN, kHeadDim>;
@@ -39,8 +42,9 @@ struct FwdConfig {
 
   static constexpr int kSmemQ = kBlockM * kHeadDim;   // elements
   static constexpr int kSmemKv = kBlockN * kHeadDim;  // elements, each of K and V
+  static constexpr int kExchangeAt = static_cast<int>(sizeof(Element)) * (kSmemQ + 2 * kSmemKv);  // RowExchange
   static constexpr int kSmemBytes = plan::fwd_smem_bytes(kTile, kDtype);
-  static_assert(kSmemBytes == static_cast<int>(sizeof(Element)) * (kSmemQ + 2 * kSmemKv), "plan and kernel agree");
+  static_assert(kSmemBytes == kExchangeAt + plan::fwd_exchange_bytes(kTile, kDtype), "plan and kernel agree");
 };
 
 }  // namespace sm80

@@ -11,7 +11,8 @@
 namespace flash {
 namespace sm80 {
 
-// O is staged over Q without a barrier: each warp overwrites only rows that it alone has read.
+// O is staged over Q without a barrier: each warp overwrites only rows that it alone has read, or that the last step's
+// barrier follows.
 template <class Config>
 __device__ __forceinline__ void store_o(FwdMainloop<Config>& mainloop) {
   using namespace cute;

@@ -19,6 +19,7 @@ __device__ __forceinline__ void compute_attn_1rowblock(const Flash_fwd_params& p
     mainloop.run_unmasked();
   }
   store_max_logit(mainloop.softmax, params, tile, mainloop.coords, tile.row_begin);
+  if constexpr (Config::kColWarps > 1) mainloop.exchange().add_row_sums(mainloop.coords, mainloop.softmax.row_sum);
   store_o(mainloop);
   store_lse(mainloop.softmax, params, tile, mainloop.coords, tile.row_begin, row_sink(params, tile));
 }

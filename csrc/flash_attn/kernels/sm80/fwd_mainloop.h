@@ -16,6 +16,7 @@
 #include "kernels/sm80/clear_rows.h"
 #include "kernels/sm80/fwd_config.h"
 #include "kernels/sm80/gemm.h"
+#include "kernels/sm80/row_exchange.h"
 
 namespace flash {
 namespace sm80 {
@@ -79,7 +80,7 @@ template <class Config>
 struct FwdMainloop {
   using Element = typename Config::Element;
   using TiledMma = typename Config::TiledMma;
-  static constexpr int kRows = 2 * Config::kBlockM / (16 * Config::kWarps);  // accumulator rows per thread
+  static constexpr int kRows = 2 * Config::kBlockM / (16 * Config::kRowWarps);  // accumulator rows per thread
   using AccO = decltype(cute::partition_fragment_C(
       TiledMma{}, cute::Shape<cute::Int<Config::kBlockM>, cute::Int<Config::kHeadDim>>{}));
 
@@ -88,8 +89,8 @@ struct FwdMainloop {
   const MaskOf<Config> visibility;
   const BlockRange range;
   const KvLoader<Config> loader;
-  const AccumulatorCoords<Config::kWarps> coords;
-  Element* const smem;  // Q, then K, then V
+  const typename Config::Coords coords;
+  Element* const smem;  // Q, then K, then V, then what warps that share rows exchange
 
   AccO acc_o;  // ((2, 2), MMA_M, MMA_D)
   Softmax<kRows> softmax;
@@ -172,6 +173,8 @@ struct FwdMainloop {
       apply_mask(scores, coords, visibility, tile.row_begin, tile.row_end, key, key + Config::kBlockN);
     }
 
+    float maxima[kRows];
+    if constexpr (Config::kColWarps > 1) exchange().publish_maxima(scores, coords, maxima);
     wait_for_copies();  // V has landed; every warp is done with K
     if constexpr (kMasked) clear_masked_values(key);
     if (next_block >= 0) {
@@ -179,16 +182,30 @@ struct FwdMainloop {
       cp_async_fence();
     }
     auto out = row_col_view(acc_o);  // ((2, MMA_M), (2, MMA_D))
-    softmax.update(scores, out, params.softmax_scale_log2, params.rescale_threshold_log2);
+    if constexpr (Config::kColWarps > 1) {
+      exchange().read_maxima(coords, maxima);
+      softmax.update_shared(scores, out, maxima, params.softmax_scale_log2, params.rescale_threshold_log2);
+    } else {
+      softmax.update(scores, out, params.softmax_scale_log2, params.rescale_threshold_log2);
+    }
     if constexpr (Config::kMayDrop) {
       if (params.has_dropout) {
         const DropoutMask mask(params, tile.batch, tile.head);
         apply_dropout(mask, scores, coords, tile.row_begin, key);
       }
     }
-    const auto probabilities = convert<Element>(acc_s);
-    auto tOrP = make_tensor(probabilities.data(), a_operand_layout(probabilities.layout()));  // (MMA, MMA_M, MMA_N)
-    gemm_registers<Operand::kTransposed>(TiledMma{}, acc_o, tOrP, smem_v());
+    if constexpr (Config::kColWarps > 1) {
+      exchange().publish_probabilities(acc_s);
+      gemm_smem<Operand::kPlain, Operand::kTransposed>(TiledMma{}, acc_o, exchange().probabilities(), smem_v());
+    } else {
+      const auto probabilities = convert<Element>(acc_s);
+      auto tOrP = make_tensor(probabilities.data(), a_operand_layout(probabilities.layout()));  // (MMA, MMA_M, MMA_N)
+      gemm_registers<Operand::kTransposed>(TiledMma{}, acc_o, tOrP, smem_v());
+    }
+  }
+
+  __device__ __forceinline__ RowExchange<Config> exchange() const {
+    return {reinterpret_cast<char*>(smem) + Config::kExchangeAt};
   }
 };
 

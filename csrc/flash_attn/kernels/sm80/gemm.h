@@ -90,10 +90,12 @@ template <Side kSide, Operand kOperand, class Mma, class Tile>
 using OperandFragment = decltype(cute::make_tensor<typename Tile::value_type>(
     typename OperandSquares<kSide, kOperand, Mma, Tile>::FragmentLayout{}));
 
-// A function of k that loads k-slice k of an operand in shared memory into its fragment.
+// A function of k that loads k-slice k of an operand in shared memory into its fragment. `thread`: index among those
+// of the MMA.
 template <Side kSide, Operand kOperand, class Mma, class Fragment, class Tile>
-__device__ __forceinline__ auto operand_loader(const Mma&, Fragment& fragment, const Tile& tile) {
-  OperandSquares<kSide, kOperand, Mma, Tile> squares(tile, threadIdx.x);
+__device__ __forceinline__ auto operand_loader(const Mma&, Fragment& fragment, const Tile& tile,
+                                               int thread = threadIdx.x) {
+  OperandSquares<kSide, kOperand, Mma, Tile> squares(tile, thread);
   // Otherwise the compiler computes all XORs of a loop before it, and spills.
   if constexpr (kOperand == Operand::kPlain) asm volatile("" : "+r"(squares.offset));
   return [&fragment, squares](int k) { squares.load(fragment, k); };
@@ -114,11 +116,11 @@ __device__ __forceinline__ void gemm_slices(const Mma& mma, Acc& acc, const A& t
 
 // acc (M, N) += a (M, K) b (N, K)^T, both in shared memory, stored as kA and kB say.
 template <Operand kA, Operand kB, class Mma, class Acc, class A, class B>
-__device__ __forceinline__ void gemm_smem(const Mma& mma, Acc& acc, const A& a, const B& b) {
+__device__ __forceinline__ void gemm_smem(const Mma& mma, Acc& acc, const A& a, const B& b, int thread = threadIdx.x) {
   OperandFragment<Side::kA, kA, Mma, A> tCrA;
   OperandFragment<Side::kB, kB, Mma, B> tCrB;
-  auto load_a = operand_loader<Side::kA, kA>(mma, tCrA, a);
-  auto load_b = operand_loader<Side::kB, kB>(mma, tCrB, b);
+  auto load_a = operand_loader<Side::kA, kA>(mma, tCrA, a, thread);
+  auto load_b = operand_loader<Side::kB, kB>(mma, tCrB, b, thread);
   gemm_slices(mma, acc, tCrA, tCrB, [&](int k) {
     load_a(k);
     load_b(k);

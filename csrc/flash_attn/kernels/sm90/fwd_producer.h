@@ -104,7 +104,7 @@ __device__ __forceinline__ void store_fully_masked(const FwdLaunch& launch, cons
   const Flash_fwd_params& params = launch.params;
   const bool is_split = is_split_kv<Config>(launch);
   const int lane = threadIdx.x % 32;
-  static_assert(plan::kMaxHeadDim <= 32 * kVectorCols, "a row has one 16-byte vector for each lane");
+  static_assert(plan::kMaxWgmmaHeadDim <= 32 * kVectorCols, "a row has one 16-byte vector for each lane");
   const int64_t offset = lse_offset(tile, params) + (is_split ? split * launch.splits.rows : 0);
   if (is_split) {
     auto* const values = reinterpret_cast<float4*>(launch.splits.out_ptr + (offset + tile.row_begin) * params.d_v);

@@ -75,7 +75,7 @@ __device__ __forceinline__ bool may_speculate(const Mainloop& m, const FwdWork<C
   return may;
 }
 
-// False: S is destroyed, other state unchanged.
+// False: scores are P, other state is unchanged.
 template <class Config, class Mainloop, class Scores>
 __device__ __forceinline__ bool exp2_speculative(Mainloop& m, Scores& scores, const FwdWork<Config>& work, int key) {
   if constexpr (Config::kModifiers == Modifiers::kAlibi) {
@@ -118,7 +118,8 @@ struct SoftcapPolySoftmax {
   }
 };
 
-// Exponentials against the row max so far, then the check of their sums; maxima only if that fails.
+// Exponentials against the row max so far, then the check of their sums. If that fails, the maximum of P tells the new
+// row max; only where P overflowed is S computed again.
 template <class Config>
 struct SpeculativeSoftmax {
   static constexpr bool kMayRecomputeS = true;
@@ -129,6 +130,7 @@ struct SpeculativeSoftmax {
     auto scores = row_col_view(m.acc_s);
     if (may_speculate(m, work, key)) {
       if (exp2_speculative(m, scores, work, key)) return false;
+      if (m.softmax.raise_row_max(scores, m.params.softmax_scale_log2, correction)) return true;
       m.recompute_s(q_stage);
     }
     return PlainSoftmax<Config, false>::run(m, work, key, q_stage, correction);
@@ -144,20 +146,13 @@ struct SpeculativeMaskedSoftmax {
   __device__ __forceinline__ static typename Config::Flag run(Mainloop& m, const FwdWork<Config>& work, int key,
                                                               int q_stage, float (&correction)[Mainloop::kRows]) {
     auto scores = row_col_view(m.acc_s);
-    if (mask_and_speculate(m, scores, work, key, q_stage)) return false;
-    return update_softmax(m, scores, correction);
-  }
-
-  // False: S is masked, not exponentiated.
-  template <class Mainloop, class Scores>
-  __device__ __forceinline__ static bool mask_and_speculate(Mainloop& m, Scores& scores, const FwdWork<Config>& work,
-                                                            int key, int q_stage) {
     bool speculative = may_speculate(m, work, key);
 #pragma unroll 1
     while (true) {
       modify_scores<true>(m, scores, work, key);
-      if (!speculative) return false;
-      if (exp2_speculative(m, scores, work, key)) return true;
+      if (!speculative) return update_softmax(m, scores, correction);
+      if (exp2_speculative(m, scores, work, key)) return false;
+      if (m.softmax.raise_row_max(scores, m.params.softmax_scale_log2, correction)) return true;
       m.recompute_s(q_stage);
       speculative = false;
     }

@@ -1,0 +1,408 @@
+// MLA decode by wgmma, compute capability 9.0: a thread block has a tile of 64 rows (tokens x heads) and a split of the
+// keys. Steps of 64 keys alternate between two consumers:
+//
+//   [C0]  S0 │ P0 │ O += P0 V0 │ O += P1 V1 │ S2 │ P2 │ …      columns 0 to 255 of O
+//   [C1]  S1 │ O += P0 V0 │ P1 │ O += P1 V1 │ S3 │ O += P2 V2 │ P3 │ …      the others
+//
+// Both add the steps up in ascending order, whatever the tile, so that a row's result does not depend on its tile.
+//
+// Clocks of a step, of an SM: tensor cores 2176 (S 1152, O 1024); shared memory 2240 (S 1024, O 576, keys written 576,
+// P 64); exp2 256; L2, 72 KB, 1992 at 37 bytes each. So products bind where rows fill the tile, memory where they do
+// not. Two stages hold all that fits: keys come in halves, and a half is asked for again as soon as its consumer is
+// done.
+#pragma once
+
+#include "kernels/mla/wgmma_products.h"
+#include "kernels/mla/work.h"
+#include "kernels/sm80/warp_ops.h"
+#include "kernels/tma/swizzle.h"
+
+namespace flash {
+namespace mla {
+
+constexpr int kCopyLanes = 8;  // of a row's 128 bytes: each 128-byte line by one instruction
+
+template <class Config>
+__device__ __forceinline__ typename Config::Element* vector_in_atom(typename Config::Element* atoms, int atom, int row,
+                                                                    int vector) {
+  return atoms + atom * Config::kAtomElements + tma::swizzle_offset(Config::kAtomCols, row, vector);
+}
+
+// A warp copies one half of the latent columns of every second step, and the rotated columns of the steps whose
+// consumer has that half. That half comes first: the scores begin with it. A consumer releases its half, which the
+// other has read before by then, see MlaConsumer.
+template <class Config>
+struct MlaProducer {
+  using Element = typename Config::Element;
+  static constexpr int kGroups = Config::kKeys / 32;  // a lane looks up one row of each
+
+  const Flash_mla_params& params;
+  MlaWgmmaStorage<Config>& storage;
+  const MlaWork& work;
+  const int stage, half;
+  const int lane = threadIdx.x % 32;
+  uint32_t exists[kGroups];                      // a bit of each row: it is a key
+  int64_t latent_at[kGroups], rope_at[kGroups];  // of the lane's rows, in elements of the pages
+
+  __device__ __forceinline__ MlaProducer(const Flash_mla_params& params_, MlaWgmmaStorage<Config>& storage_,
+                                         const MlaWork& work_, int warp)
+      : params(params_), storage(storage_), work(work_), stage(warp % 2), half(warp / 2) {}
+
+  __device__ __forceinline__ void find_rows(int step) {
+    const int* const table = work.table(params);
+#pragma unroll
+    for (int i = 0; i < kGroups; ++i) {
+      const int key = step * Config::kKeys + i * 32 + lane;
+      const PageRow at = page_row(params.paged, table, key, step < work.to && key >= work.begin && key < work.end);
+      const int64_t page = at.valid ? at.page : 0, row = at.valid ? at.row : 0;
+      exists[i] = __ballot_sync(0xffffffffu, at.valid);
+      latent_at[i] = page * params.latent_strides.batch + row * params.latent_strides.row;
+      rope_at[i] = page * params.rope_strides.batch + row * params.rope_strides.row;
+    }
+  }
+
+  // Rows that are no keys become 0: NaN there would pass a probability of 0.
+  __device__ __forceinline__ void copy_rows() const {
+    const int vector = lane % kCopyLanes, row_of_lane = lane / kCopyLanes;
+    constexpr int kRowsAtATime = 32 / kCopyLanes, kSwizzleRows = 8;  // the swizzle repeats after these
+    Element* const first_atom = storage.kv[stage] + half * Config::kHalfAtoms * Config::kAtomElements;
+    const Element* const latent =
+        static_cast<const Element*>(params.latent_ptr) + half * Config::kHalf + vector * tma::kVectorCols;
+    const Element* const rope = static_cast<const Element*>(params.rope_ptr) + vector * tma::kVectorCols;
+    Element* to[kSwizzleRows / kRowsAtATime];
+#pragma unroll
+    for (int i = 0; i < kSwizzleRows / kRowsAtATime; ++i)
+      to[i] = vector_in_atom<Config>(first_atom, 0, i * kRowsAtATime + row_of_lane, vector);
+#pragma unroll
+    for (int i = 0; i < kGroups; ++i) {
+#pragma unroll 1
+      for (int eight = 0; eight < 32; eight += kSwizzleRows) {
+#pragma unroll
+        for (int part = 0; part < kSwizzleRows / kRowsAtATime; ++part) {
+          const int row = eight + part * kRowsAtATime + row_of_lane;  // of the group
+          const bool is_key = exists[i] >> row & 1;
+          const Element* const from = latent + __shfl_sync(0xffffffffu, latent_at[i], row);
+#pragma unroll
+          for (int atom = 0; atom < Config::kHalfAtoms; ++atom) {
+            sm80::copy16_async(to[part] + atom * Config::kAtomElements, from + atom * Config::kAtomCols, is_key);
+          }
+          if (half == stage) {
+            Element* const rope_to = to[part] + (Config::kRopeAtom - half * Config::kHalfAtoms) * Config::kAtomElements;
+            sm80::copy16_async(rope_to, rope + __shfl_sync(0xffffffffu, rope_at[i], row), is_key);
+          }
+          to[part] += kSwizzleRows * Config::kAtomCols;
+        }
+      }
+    }
+  }
+
+  // No lane sees another lane's copies complete: each waits for its own, fences them for the tensor cores, and arrives.
+  __device__ __forceinline__ void run() {
+    const int count = work.to - work.from;
+    find_rows(work.from + stage);
+    for (int i = stage; i < count; i += Config::kStages) {
+      const uint32_t parity = i / Config::kStages & 1;
+      storage.kv_empty[stage][half].wait(parity ^ 1);
+      if (half != stage) storage.kv_begun[stage].wait(parity);
+      copy_rows();
+      sm80::commit_copies();
+      if (half == stage && lane == 0) storage.kv_begun[stage].arrive();
+      find_rows(work.from + i + Config::kStages);
+      sm80::wait_for_copies_but(0);
+      tma::fence_buffer();
+      storage.kv_full[stage][half].arrive();
+    }
+  }
+};
+
+// kIndex: it has the steps of that parity, in the stage of that number, and that half of the columns of O.
+//
+// It releases its half of a stage after its own O += P V of the step. By then the other has computed S of it, if it had
+// to: P is of that S. By the same waits P is written when nobody reads it any more: the writer has added up the P
+// before, and S of its own step follows from keys that replaced those of its last P.
+template <class Config, int kIndex>
+struct MlaConsumer {
+  using Element = typename Config::Element;
+  using Storage = MlaWgmmaStorage<Config>;
+  static constexpr int kOther = 1 - kIndex;
+  static constexpr int kThreadRows = 2;  // g and g + 8 of the warp's 16
+  static constexpr int kEightsOfHalf = Config::kHalf / 8, kEightsOfKeys = Config::kKeys / 8;
+  static constexpr int kBarrier = 1, kConsumerThreads = 128 * Config::kConsumers;
+
+  const Flash_mla_params& params;
+  Storage& storage;
+  const MlaWork& work;
+  const int warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
+
+  MlaProducts<Config> products;
+  float reference[kThreadRows];  // of P and O: a score that no score exceeds by more than the threshold
+  float row_sum[kThreadRows];    // of own steps and, until the end, this thread's keys
+  int key_end[kThreadRows];
+  int unmasked_end;  // every row sees the keys before
+
+  __device__ __forceinline__ MlaConsumer(const Flash_mla_params& params_, Storage& storage_, const MlaWork& work_)
+      : params(params_), storage(storage_), work(work_) {
+#pragma unroll
+    for (int i = 0; i < kThreadRows; ++i) {
+      reference[i] = -INFINITY;
+      row_sum[i] = 0.0f;
+      key_end[i] = work.key_end(params, work.first_row + row_of(i));
+    }
+    unmasked_end = work.key_end(params, work.first_row);
+  }
+
+  __device__ __forceinline__ int row_of(int i) const { return warp * 16 + i * 8 + lane / 4; }
+  __device__ __forceinline__ const Element* half_of_stage(int stage) const {
+    return storage.kv[stage] + kIndex * Config::kHalfAtoms * Config::kAtomElements;
+  }
+
+  __device__ __forceinline__ void load_query() const {
+    const int thread = threadIdx.x % 128 + kIndex * 128, vector = thread % kCopyLanes;
+#pragma unroll 1
+    for (int row = thread / kCopyLanes; row < Config::kRows; row += kConsumerThreads / kCopyLanes) {
+      const bool exists = work.first_row + row < work.rows;
+      const int at = exists ? work.first_row + row : 0;
+      const Element* const latent = static_cast<const Element*>(params.qv_ptr) +
+                                    work.query_offset(params, params.qv_strides, at) + vector * tma::kVectorCols;
+      const Element* const rope = static_cast<const Element*>(params.q_ptr) +
+                                  work.query_offset(params, params.q_strides, at) + vector * tma::kVectorCols;
+#pragma unroll
+      for (int atom = 0; atom < Config::kAtoms; ++atom) {
+        sm80::copy16_async(vector_in_atom<Config>(storage.q, atom, row, vector),
+                           atom == Config::kRopeAtom ? rope : latent + atom * Config::kAtomCols, exists);
+      }
+    }
+    sm80::commit_copies();
+  }
+
+  __device__ __forceinline__ void hold_query() {
+#pragma unroll
+    for (int k = 0; k < Config::kHeldSlices; ++k) {
+      const int slice = Config::held_slice(kIndex, k), vector = slice % Config::kSlices * 2 + lane / 16;
+      uint32_t registers[4];
+      sm80::load_matrices(registers,
+                          vector_in_atom<Config>(storage.q, slice / Config::kSlices, warp * 16 + lane % 16, vector));
+      products.hold_query(k, registers);
+    }
+  }
+
+  // Issues S of an own step; does not wait.
+  __device__ __forceinline__ void start_scores(int i) {
+    const uint32_t parity = i / Config::kStages & 1;
+    storage.kv_full[kIndex][kIndex].wait(parity);
+    products.template start_scores<kIndex>(storage.q, storage.kv[kIndex],
+                                           [&] { storage.kv_full[kIndex][kOther].wait(parity); });
+  }
+
+  __device__ __forceinline__ void mask(int i) {
+    const int first = (work.from + i) * Config::kKeys;
+    if (first >= work.begin && first + Config::kKeys <= unmasked_end) return;
+#pragma unroll
+    for (int eight = 0; eight < kEightsOfKeys; ++eight) {
+#pragma unroll
+      for (int col = 0; col < 2; ++col) {
+        const int key = first + eight * 8 + lane % 4 * 2 + col;
+#pragma unroll
+        for (int row = 0; row < kThreadRows; ++row) {
+          if (key < work.begin || key >= key_end[row]) products.score(eight, row, col) = -INFINITY;
+        }
+      }
+    }
+  }
+
+  // S becomes P. A row decides for itself whether its reference rises: its bits must not depend on its neighbours.
+  __device__ __forceinline__ void exponentiate(float (&correction)[kThreadRows]) {
+    const float scale = params.softmax_scale_log2;
+#pragma unroll
+    for (int i = 0; i < kThreadRows; ++i) {
+      float largest = products.score(0, i, 0);
+#pragma unroll
+      for (int eight = 0; eight < kEightsOfKeys; ++eight) {
+        largest = fmaxf(largest, fmaxf(products.score(eight, i, 0), products.score(eight, i, 1)));
+      }
+      largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
+      largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
+      const bool rises = (largest - reference[i]) * scale > kRescaleThresholdLog2;
+      correction[i] = rises ? partial_weight(reference[i], largest, scale) : 1.0f;
+      if (rises) reference[i] = largest;
+      const float shift = reference[i] == -INFINITY ? 0.0f : reference[i] * scale;
+      float sum[2] = {};
+#pragma unroll
+      for (int eight = 0; eight < kEightsOfKeys; ++eight) {
+#pragma unroll
+        for (int col = 0; col < 2; ++col) {
+          float& score = products.score(eight, i, col);
+          score = exp2f(score * scale - shift);
+          sum[col] += score;
+        }
+      }
+      row_sum[i] = row_sum[i] * correction[i] + (sum[0] + sum[1]);
+    }
+    products.pack_probs();
+  }
+
+  // P and the references for the other consumer.
+  __device__ __forceinline__ void share_probs(const float (&correction)[kThreadRows]) {
+#pragma unroll
+    for (int sixteen = 0; sixteen < Config::kKeys / 16; ++sixteen) {
+      store_matrices(vector_in_atom<Config>(storage.probs, 0, warp * 16 + lane % 16, sixteen * 2 + lane / 16),
+                     products.prob_pair(sixteen, 0), products.prob_pair(sixteen, 1), products.prob_pair(sixteen, 2),
+                     products.prob_pair(sixteen, 3));
+    }
+#pragma unroll
+    for (int i = 0; i < kThreadRows; ++i) {
+      if (lane % 4 == 0) storage.references[row_of(i)] = {reference[i], correction[i]};
+    }
+    tma::fence_buffer();
+    __syncwarp();
+    if (lane == 0) storage.probs_full[kIndex].arrive();
+  }
+
+  __device__ __forceinline__ void rescale_out(const float (&correction)[kThreadRows]) {
+    if (!__any_sync(0xffffffffu, correction[0] != 1.0f || correction[1] != 1.0f)) return;
+#pragma unroll
+    for (int eight = 0; eight < kEightsOfHalf; ++eight) {
+#pragma unroll
+      for (int i = 0; i < kThreadRows; ++i) {
+        products.out(eight, i, 0) *= correction[i];
+        products.out(eight, i, 1) *= correction[i];
+      }
+    }
+  }
+
+  // Issues O += P V of a step of the other consumer; does not wait.
+  __device__ __forceinline__ void start_other_values(int i) {
+    storage.probs_full[kOther].wait(i / Config::kStages & 1);
+    float correction[kThreadRows];
+#pragma unroll
+    for (int row = 0; row < kThreadRows; ++row) {
+      const MlaReference shared = storage.references[row_of(row)];
+      reference[row] = shared.max;
+      correction[row] = shared.correction;
+      row_sum[row] *= shared.correction;
+    }
+    rescale_out(correction);
+    products.start_other_values(storage.probs, half_of_stage(kOther));
+  }
+
+  // O is complete: this consumer's half of the stage may be overwritten.
+  __device__ __forceinline__ void finish_values(int stage) {
+    products.wait_for_out();
+    if (lane == 0) storage.kv_empty[stage][kIndex].arrive();
+  }
+
+  // An own step, and before it the step of the other consumer that precedes it. The first consumer has P of that step
+  // before its own keys arrive, the second one has its keys first.
+  __device__ __forceinline__ void run_step(int i) {
+    if (kIndex == 0) {
+      if (i > 0) {
+        start_other_values(i - 1);
+        finish_values(kOther);
+      }
+      start_scores(i);
+      products.wait_for_scores();
+    } else {
+      start_scores(i);
+      products.wait_for_scores();  // ptxas would wait here too: O may be rescaled next
+      start_other_values(i - 1);
+    }
+    mask(i);
+    float correction[kThreadRows];
+    exponentiate(correction);
+    if (kIndex == 1) finish_values(kOther);  // it reads the memory of P
+    share_probs(correction);
+    rescale_out(correction);
+    products.start_own_values(half_of_stage(kIndex));
+    finish_values(kIndex);
+  }
+
+  __device__ __forceinline__ void run() {
+    load_query();
+    const bool lacks_pages = work.lacks_pages(params, threadIdx.x % 128 + kIndex * 128, kConsumerThreads);
+    products.clear_out();
+    sm80::wait_for_copies_but(0);
+    tma::fence_buffer();
+    const bool is_valid = !any_at_barrier(kBarrier, kConsumerThreads, lacks_pages) && work.is_valid;
+    hold_query();
+    const int count = work.to - work.from;
+#pragma unroll 1
+    for (int i = kIndex; i < count; i += Config::kStages) run_step(i);
+    if (count > 0 && (count - 1) % Config::kStages != kIndex) {
+      start_other_values(count - 1);
+      finish_values(kOther);
+    }
+    finish(is_valid);
+  }
+
+  __device__ __forceinline__ void finish(bool is_valid) {
+#pragma unroll
+    for (int i = 0; i < kThreadRows; ++i) {
+      row_sum[i] += __shfl_xor_sync(0xffffffffu, row_sum[i], 1);
+      row_sum[i] += __shfl_xor_sync(0xffffffffu, row_sum[i], 2);
+      if (lane % 4 == 0) storage.row_sums[kIndex][row_of(i)] = row_sum[i];
+    }
+    any_at_barrier(kBarrier, kConsumerThreads, false);  // after it, too, nobody reads keys any more
+    Element* outs[kThreadRows];
+#pragma unroll
+    for (int i = 0; i < kThreadRows; ++i) {
+      const int row = work.first_row + row_of(i);
+      const float sum = storage.row_sums[0][row_of(i)] + storage.row_sums[1][row_of(i)];
+      outs[i] = row < work.rows ? finish_row(i, row, {reference[i], is_valid ? sum : RowStats::kInvalid}) : nullptr;
+    }
+    if (params.splits == 1) store_out(outs);
+  }
+
+  // Returns where the output goes, for which O is scaled. Partial results are stored.
+  __device__ __forceinline__ Element* finish_row(int i, int row, const RowStats& stats) {
+    const MlaRowEnd<Element> end(params, work, row, stats, kIndex == 0 && lane % 4 == 0);
+#pragma unroll
+    for (int eight = 0; eight < kEightsOfHalf; ++eight) {
+      float &low = products.out(eight, i, 0), &high = products.out(eight, i, 1);
+      low *= end.scale, high *= end.scale;
+      if (end.partial == nullptr) continue;
+      *reinterpret_cast<float2*>(end.partial + kIndex * Config::kHalf + eight * 8 + lane % 4 * 2) = {low, high};
+    }
+    return end.out;
+  }
+
+  // Through the memory of the keys, so that a row's half leaves by one instruction. outs: of this thread's rows.
+  __device__ __forceinline__ void store_out(Element* const (&outs)[kThreadRows]) {
+    Element* const staged = storage.kv[kIndex] + warp * 16 * Config::kHalf;
+    const auto vector_of = [&](int row, int vector) { return staged + row * Config::kHalf + (vector ^ row % 8) * 8; };
+#pragma unroll
+    for (int sixteen = 0; sixteen < kEightsOfHalf / 2; ++sixteen) {
+      uint32_t pairs[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int eight = sixteen * 2 + i / 2;
+        pairs[i] = pack_pair(products.out(eight, i % 2, 0), products.out(eight, i % 2, 1), Element{});
+      }
+      store_matrices(vector_of(lane % 16, sixteen * 2 + lane / 16), pairs[0], pairs[1], pairs[2], pairs[3]);
+    }
+    __syncwarp();
+#pragma unroll
+    for (int row = 0; row < 16; ++row) {
+      const auto own = reinterpret_cast<uint64_t>(outs[row / 8]);
+      auto* const to = reinterpret_cast<Element*>(__shfl_sync(0xffffffffu, own, row % 8 * 4));
+      if (to == nullptr) continue;
+      *reinterpret_cast<uint4*>(to + kIndex * Config::kHalf + lane * 8) =
+          *reinterpret_cast<const uint4*>(vector_of(row, lane));
+    }
+  }
+};
+
+template <class Config>
+__device__ __forceinline__ void init_barriers(MlaWgmmaStorage<Config>& storage) {
+  for (int stage = 0; stage < Config::kStages; ++stage) {
+    for (int half = 0; half < 2; ++half) {
+      storage.kv_full[stage][half].init(32);
+      storage.kv_empty[stage][half].init(4);
+    }
+  }
+  for (tma::Barrier& barrier : storage.kv_begun) barrier.init(1);
+  for (tma::Barrier& barrier : storage.probs_full) barrier.init(4);
+  tma::Barrier::fence_init();
+}
+
+}  // namespace mla
+}  // namespace flash

@@ -1,0 +1,133 @@
+// The emulator's wgmma: a thread computes its own results, when it issues a product or not before it waits for it.
+#pragma once
+
+#include "kernels/mla/wgmma_config.h"
+#include "kernels/tma/swizzle.h"
+
+namespace emulation {
+static bool computes_late = false;
+}
+
+namespace flash {
+namespace mla {
+
+template <class Config>
+struct MlaProducts {
+  using Element = typename Config::Element;
+  float scores[32], acc_o[128];
+  uint32_t probs[16], held_query[Config::kHeldSlices * 4];
+  std::vector<float> held_rows;
+  std::vector<std::function<void()>> pending;
+
+  float& score(int eight, int i, int col) { return scores[eight * 4 + i * 2 + col]; }
+  float& out(int eight, int i, int col) { return acc_o[eight * 4 + i * 2 + col]; }
+  void clear_out() { std::fill(acc_o, acc_o + 128, 0.0f); }
+  void pack_probs() {
+    for (int i = 0; i < 16; ++i) probs[i] = pack(scores[2 * i], scores[2 * i + 1]);
+  }
+  uint32_t prob_pair(int sixteen, int i) const { return probs[sixteen * 4 + i]; }
+
+  static float element(const Element* atoms, int row, int col) {
+    const int atom = col / 64 * Config::kAtomElements;
+    return to_float(atoms[atom + tma::swizzle_offset(64, row, col % 64 / 8) + col % 8]);
+  }
+  static int row_of(int i) { return threadIdx.x % 128 / 32 * 16 + i * 8 + threadIdx.x % 32 / 4; }
+
+  void issue(const std::function<void()>& product) {
+    pending.push_back(product);
+    if (!emulation::computes_late) wait();
+  }
+  void wait() {
+    for (const auto& product : pending) product();
+    pending.clear();
+  }
+
+  void add_scores(const Element* q, const Element* keys, int begin, int end) {
+    for (int i = 0; i < 2; ++i) {
+      for (int eight = 0; eight < 8; ++eight) {
+        for (int col = 0; col < 2; ++col) {
+          const int row = row_of(i), key = eight * 8 + threadIdx.x % 4 * 2 + col;
+          for (int k = begin; k < end; ++k) score(eight, i, col) += element(q, row, k) * element(keys, key, k);
+        }
+      }
+    }
+  }
+
+  // Of slices of 16 columns a thread has its rows' values of two columns in eight: the others are in its quad.
+  // -> row i at i * 16 * slices
+  static std::vector<float> rows_of(const uint32_t* registers, int slices) {
+    std::vector<float> rows(2 * 16 * slices);
+    for (int pair = 0; pair < 4 * slices; ++pair) {
+      for (int lane = 0; lane < 4; ++lane) {
+        const uint32_t bits = __shfl_sync(0xffffffffu, registers[pair], threadIdx.x % 32 / 4 * 4 + lane);
+        for (int col = 0; col < 2; ++col)
+          rows[pair % 2 * 16 * slices + pair / 2 * 8 + lane * 2 + col] = emulation::half_of(bits, col);
+      }
+    }
+    return rows;
+  }
+
+  void hold_query(int slice, const uint32_t (&registers)[4]) {
+    std::copy(registers, registers + 4, held_query + slice * 4);
+    if (slice == Config::kHeldSlices - 1) held_rows = rows_of(held_query, Config::kHeldSlices);
+  }
+
+  void add_held(const Element* keys, int half) {
+    for (int i = 0; i < 2; ++i) {
+      for (int eight = 0; eight < 8; ++eight) {
+        for (int col = 0; col < 2; ++col) {
+          for (int k = 0; k < 16 * Config::kHeldSlices; ++k) {
+            const int key = eight * 8 + threadIdx.x % 4 * 2 + col, at = Config::held_slice(half, k / 16) * 16 + k % 16;
+            score(eight, i, col) += held_rows[i * 16 * Config::kHeldSlices + k] * element(keys, key, at);
+          }
+        }
+      }
+    }
+  }
+
+  template <int kFirst, class Between>
+  void start_scores(const Element* q, const Element* keys, const Between& between) {
+    constexpr int kHalf = Config::kHalf, kHeld = 16 * (Config::kHeldSlices - Config::kSlices);
+    issue([=] {
+      std::fill(scores, scores + 32, 0.0f);
+      add_held(keys, kFirst);
+      add_scores(q, keys, kFirst * kHalf + kHeld, (kFirst + 1) * kHalf);
+    });
+    between();
+    issue([=] { add_scores(q, keys, (1 - kFirst) * kHalf, (2 - kFirst) * kHalf); });
+  }
+
+  // prob(i, key): of row_of(i)
+  template <class Prob>
+  void add_values(const Prob& prob, const Element* half) {
+    for (int key = 0; key < 64; ++key) {
+      for (int eight = 0; eight < 32; ++eight) {
+        for (int col = 0; col < 2; ++col) {
+          const float value = element(half, key, eight * 8 + threadIdx.x % 4 * 2 + col);
+          for (int i = 0; i < 2; ++i) out(eight, i, col) += prob(i, key) * value;
+        }
+      }
+    }
+  }
+
+  void start_own_values(const Element* half) {
+    const std::vector<float> rows = rows_of(probs, 4);
+    issue([=] { add_values([&](int i, int key) { return rows[i * 64 + key]; }, half); });
+  }
+
+  void start_other_values(const Element* shared_probs, const Element* half) {
+    issue([=] { add_values([&](int i, int key) { return element(shared_probs, row_of(i), key); }, half); });
+  }
+
+  void wait_for_scores() { wait(); }
+  void wait_for_out() { wait(); }
+};
+
+inline void store_matrices(bf16* row, uint32_t r0, uint32_t r1, uint32_t r2, uint32_t r3) {
+  emulation::store_matrices(row, r0, r1, r2, r3);
+}
+
+inline bool any_at_barrier(int, int, bool value) { return emulation::any_of(emulation::kConsumers, value); }
+
+}  // namespace mla
+}  // namespace flash
