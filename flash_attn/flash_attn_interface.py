@@ -45,7 +45,7 @@ from flash_attn._types import Descale, TensorOrTuple, WindowSize
 from flash_attn.inference import flash_attn_combine, flash_attn_with_kvcache  # noqa: F401
 from flash_attn.masks import AttentionMask
 from flash_attn.ops import arguments, calls, context, eager, library, normalize, outputs
-from flash_attn.ops.attention_args import ATTENTION_INPUTS, DENSE, PLAIN, AttentionArgs, Options, Sequences
+from flash_attn.ops.attention_args import ATTENTION_INPUTS, DENSE, PLAIN, AttentionArgs, Options, Sequences, replaced
 from flash_attn.ops.lse import check_convention, converted
 from flash_attn.ops.public import (
     _flash_attn_backward,
@@ -396,10 +396,10 @@ def attend_rows_in_use(
         outputs.check_result(out, q, v, more.quant.out_dtype, read)
     result = attend(
         (rows.gather(q), k, v),
-        sequences._replace(cu_seqlens_q=rows.cu_seqlens),
+        replaced(sequences, cu_seqlens_q=rows.cu_seqlens),
         *score,
         sinks,
-        more._replace(out=None, qv=None if qv is None else rows.gather(qv), **normalize.score_rows(rows, more, q)),
+        replaced(more, out=None, qv=None if qv is None else rows.gather(qv), **normalize.score_rows(rows, more, q)),
     )
     result, *others = result if isinstance(result, tuple) else (result,)
     if len(others) > 1:  # the LSE comes with S_dmask

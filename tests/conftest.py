@@ -20,6 +20,8 @@ BY_FUNCTION = "cuda_by_function"  # a value of the fixture `device` too: CUDA te
 CLIENTS = ("accelerate", "diffusers", "peft", "sentence_transformers", "transformers")
 # Of the extras "test" and "docs": where CI=true, a test that misses one of these fails instead of being skipped.
 REQUIRED_IN_CI = (*CLIENTS, "mkdocs")
+TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
+TRACES_ALL = (2, 11)  # the oldest torch that is known to compile every call without a break of the graph
 importorskip = pytest.importorskip
 
 
@@ -72,6 +74,7 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "big: needs tens of GiB of GPU memory")
     config.addinivalue_line("markers", "by_both_paths: on cuda also with every call by FlashAttnFunc")
     config.addinivalue_line("markers", "pairs: on the CPU every pair of two parameters' values, not every combination")
+    config.addinivalue_line("markers", "needs_torch(version, why): the oldest torch that a test runs with")
     config.addinivalue_line("markers", "devices(*names): the devices a test runs on, when it is not all of them")
     workerinput = getattr(config, "workerinput", None)
     if workerinput is not None:
@@ -130,6 +133,23 @@ def pytest_collection_modifyitems(config, items):
         dropped |= set(group) - _covering_pairs([x for x in group if x.callspec.params.get("family") == family])
     items[:] = [item for item in items if item not in dropped]
     config.hook.pytest_deselected(items=[*dropped])
+
+
+def pytest_runtest_setup(item):
+    for marker in item.iter_markers("needs_torch"):
+        version, why = marker.args
+        if TORCH < version:
+            pytest.skip(f"torch {torch.__version__} {why}")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call():
+    try:
+        return (yield)
+    except Exception as error:
+        if TORCH < TRACES_ALL and type(error).__module__ == "torch._dynamo.exc":
+            pytest.skip(f"torch {torch.__version__} does not compile this: {str(error).splitlines()[0]}")
+        raise
 
 
 def _devices(config) -> list[str]:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from importlib.metadata import version
+
+import pytest
 
 PRELUDE = """
 import triton.runtime.interpreter as interpreter
@@ -23,6 +26,8 @@ if sys.modules["triton"].__version__.startswith("3.6"):
 
 def run_interpreted(script: str) -> None:
     """Run script, which has to print "equal" as its last line."""
+    if tuple(map(int, version("triton").split(".")[:2])) < (3, 6):
+        pytest.skip(f"the interpreter of Triton {version('triton')} does not run these kernels")
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     run = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", f"import sys\n{PRELUDE}\n{script}"],

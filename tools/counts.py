@@ -13,8 +13,8 @@ ROOT = Path(__file__).resolve().parent.parent
 CODE = (".py", ".h", ".cpp", ".cu", ".cuh", ".sh")
 LAB = ROOT / "benchmarks" / "lab"
 INSTALL_TESTS = (
-    "build", "cpu_only_module", "flash_attn_3_install", "install", "layering", "main", "package", "resources", "sizes",
-    "wheel", "host_cpp",
+    "build", "cpu_only_module", "flash_attn_3_install", "install", "layering", "main", "package", "project",
+    "resources", "sizes", "wheel", "host_cpp",
 )  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "flash_attn_3")]  # docstrings are those of this checkout
+sys.path[:0] = [str(ROOT / "flash_mla"), str(ROOT / "flash_attn_3"), str(ROOT)]  # docstrings are those of this checkout
 PAGES = {  # of the site: the file
     "index.md": "README.md",
     "laboratory.md": "benchmarks/lab/README.md",

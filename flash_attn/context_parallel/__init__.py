@@ -9,5 +9,8 @@ from flash_attn.context_parallel.cache import CpCache, flash_attn_cp_kvcache
 from flash_attn.context_parallel.cp_plan import CpPlan
 from flash_attn.context_parallel.exchange.local_group import LocalGroup
 from flash_attn.context_parallel.function import flash_attn_cp_func
+from flash_attn.utils.after_import import import_after as _import_after
+
+_import_after("torch.utils.flop_counter", "flash_attn.context_parallel.flops")  # which registers formulas there
 
 __all__ = ["CpCache", "CpPlan", "LocalGroup", "flash_attn_cp_func", "flash_attn_cp_kvcache"]

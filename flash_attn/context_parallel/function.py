@@ -13,7 +13,7 @@ from flash_attn._types import TensorOrTuple, WindowSize
 from flash_attn.context_parallel import operators
 from flash_attn.context_parallel.attention_call import Arguments, AttentionCall, agreed_call, forward_rows, gradients
 from flash_attn.context_parallel.cp_plan import CpPlan
-from flash_attn.ops import arguments
+from flash_attn.ops import arguments, context
 from flash_attn.ops.lse import check_convention, converted
 
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -73,7 +73,7 @@ def flash_attn_cp_func(
     Raises RuntimeError, TypeError or ValueError that names the argument, on every rank as far as the plan checks calls;
     also for backwards in another order than on the other ranks.
     """
-    is_traced = torch.compiler.is_compiling() and isinstance(plan, CpPlan)
+    is_traced = isinstance(plan, CpPlan) and (torch.compiler.is_compiling() or context.dispatch_modes() > 0)
     kind = None
     if alibi_slopes is None and sinks is None and not return_attn_probs and not is_traced:
         numbers = (dropout_p, softmax_scale, causal, window_size, softcap, deterministic, lse_convention, sm_margin)

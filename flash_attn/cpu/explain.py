@@ -8,6 +8,7 @@ import torch
 
 from .scores import ScoreRule
 from .tiles import head_ranges, tile_shape
+from .torch_flash import keeps_scores
 
 
 class Problem(NamedTuple):
@@ -45,7 +46,7 @@ def explain_attention(
     differ may have several, joined by "+"; block sizes are then the largest, num_work_tiles the sum.
     """
     heads, heads_k = q.shape[-2], k.shape[-2]
-    may_fuse = is_plain and q.shape[-1] == v.shape[-1]
+    may_fuse = is_plain and q.shape[-1] == v.shape[-1] and (direction == "backward" or keeps_scores(q.dtype))
     schedules = [_schedule(problem, heads, heads_k, rule, may_fuse, block_keys) for problem in problems]
     kernels = sorted({x.kernel for x in schedules} - {"none"}) or ["none"]
     fields: dict[str, Any] = {"direction": direction, "kernel": "+".join(kernels)}

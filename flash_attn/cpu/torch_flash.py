@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from .scores import ScoreRule, compute_dtype
@@ -20,7 +22,7 @@ def attend(
     K and V are not repeated for the query heads of a group: without a mask these are stacked as rows of one call, under
     a causal mask each is a call.
     """
-    if not _fits(q, k, v, rule):
+    if not _fits(q, k, v, rule) or not keeps_scores(q.dtype):
         return None
     q, k, v = _aligned(q), _aligned(k), _aligned(v)
     if not _scores_are_finite(q, k, rule):
@@ -61,6 +63,14 @@ def gradients(
     grads = _BACKWARD(*operands, lse.to(dtype), 0.0, is_causal, scale=rule.scale)
     dq, *dkv = (grad.transpose(1, 2) for grad in grads)
     return [dq, *(dkv if group == 1 else (grad.unflatten(2, (kv_heads, group)).sum(3) for grad in dkv))]
+
+
+@functools.cache
+def keeps_scores(dtype: torch.dtype) -> bool:
+    """Whether the forward's scores of inputs of this dtype are those of its compute dtype: torch 2.4 rounds them to
+    float16."""
+    x = torch.full((1, 1, 1, 8), 200.0, dtype=dtype, device="cpu")  # a score beyond float16
+    return bool(_FORWARD(x, x, x)[1].isfinite().all())
 
 
 def _fits(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: ScoreRule) -> bool:

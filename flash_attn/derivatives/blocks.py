@@ -146,7 +146,7 @@ class Call:
     """A call with its tangents: what every block reads."""
 
     def __init__(self, args: _Args, tangents: Tangents, lse: Tensor, rng_state: Tensor) -> None:
-        _reject_score_tensors(args)
+        _reject_options(args)
         self.args, self.lse, self.sinks, self.t_sinks = args, lse, args.sinks, tangents.tsinks
         self.q, self.k, self.v = unpack(args.q, args.k, args.v)
         self.tq, self.tk, self.tv = unpack_tangents(args, tangents)
@@ -166,11 +166,9 @@ class Call:
         return _blocks(self.args, self.q, self.k, self.rule)
 
 
-def _reject_score_tensors(args: _Args) -> None:
-    """Raise NotImplementedError for a mask or a bias, which no block applies."""
-    if args.has_score_tensors():
-        given = {"mask": args.mask(), "attn_bias": args.attn_bias, "rel_bias": args.rel_bias}
-        name = next(name for name, x in given.items() if x is not None)
+def _reject_options(args: _Args) -> None:
+    """Raise NotImplementedError for a mask, a bias or any option that no block applies."""
+    for name in args.named().keys() - {"sinks", "sm_margin", "bias_grad"}:
         raise NotImplementedError(f"{name}: expected None with tangents or second derivatives, got one")
 
 

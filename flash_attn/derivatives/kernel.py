@@ -47,8 +47,8 @@ def _is_plain(args: AttentionArgs) -> bool:
     """Whether the scores are those of q and k under a window, the keys those of k, and no other result is wanted."""
     return (
         args.dropout_p == args.softcap == 0.0
-        and args.alibi_slopes is args.sinks is None
-        and not args.has_score_tensors()
+        and args.alibi_slopes is None
+        and args.named().keys() <= {"sm_margin"}
         and args.forward_only() is None
         and not args.is_scaled()
         and not args.return_max_logit

@@ -13,7 +13,7 @@ from torch.utils import _pytree
 from . import blocks, ranges
 from .checks import INTEGERS, check_length, check_tensor, require
 from .conjunction import conjunction
-from .factors import INT_MAX, WHOLE, MaskFactors, pack_bits, strips
+from .factors import INT_MAX, WHOLE, MaskFactors, pack_bits
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -312,7 +312,7 @@ class AttentionMask:
         """
         if packed:
             check_tensor("mask", mask, (torch.bool,), ("h_m, total_q, max_seqlen_k",))
-            return AttentionMask(MaskFactors(bits=_packed_rows(mask)))
+            return AttentionMask(MaskFactors(bits=pack_bits(mask)))
         check_tensor("mask", mask, (torch.bool,), ("sk", "sq, sk", "h, sq, sk", "b, h, sq, sk"))
         mask = mask[(None,) * (4 - mask.dim())]
         for axis in (0, 1):
@@ -326,7 +326,7 @@ class AttentionMask:
                 rows = rows.expand(*rows.shape[:2], check_length("seqlen_q", seqlen_q))
             end = torch.where(rows, INT_MAX, 0)
             return AttentionMask.query_ranges(torch.zeros_like(end), end)._with_keys(None if sk == 1 else sk)
-        return AttentionMask(MaskFactors(bits=_packed_rows(mask)), sq, sk)
+        return AttentionMask(MaskFactors(bits=pack_bits(mask)), sq, sk)
 
     # ---- use ----
 
@@ -423,15 +423,6 @@ def _num_blocks(block_size: Sequence[int], seqlen_q: int, seqlen_k: int) -> tupl
 
 def _is_broadcast(x: Tensor, axis: int) -> bool:
     return x.shape[axis] == 1 or (x.stride(axis) == 0 and x.shape[axis] > 1)
-
-
-def _packed_rows(mask: Tensor) -> Tensor:
-    """The bits of a bool tensor (..., rows, sk), made in strips of rows; compilers fuse what makes them."""
-    if torch.compiler.is_compiling():
-        return pack_bits(mask)
-    rows, sk = mask.shape[-2:]
-    parts = [pack_bits(mask[..., part, :]) for part in strips(rows, sk * max(1, mask.numel() // max(1, rows * sk)))]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, -2) if parts else pack_bits(mask)
 
 
 def _flatten(mask: AttentionMask) -> tuple[list[Tensor], tuple[Any, ...]]:

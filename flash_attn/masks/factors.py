@@ -11,10 +11,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from flash_attn.ops import context
+
 WORD_BITS = 32
 INT_MAX = 2**31 - 1
 STRIP_ELEMENTS = 1 << 22  # scores that are evaluated at a time
 WHOLE = 2  # class of a block that bits do not hide
+_GATHER_BITS = 0x0102040810204080  # moves bit 8 i to bit 56 + i, for i from 0 to 7
 
 
 class MaskFactors(NamedTuple):
@@ -137,7 +140,15 @@ def _inside(ranges: Tensor, positions: Tensor) -> Tensor:
 
 def pack_bits(seen: Tensor) -> Tensor:
     """Bool (..., n) as int32 words (..., ceil(n / 32)), the first element in the lowest bit."""
-    padded = torch.nn.functional.pad(seen, (0, -seen.shape[-1] % WORD_BITS))
+    missing = -seen.shape[-1] % WORD_BITS
+    padded = torch.nn.functional.pad(seen, (0, missing)) if missing else seen
+    if padded.numel() and not (
+        torch.compiler.is_compiling() or context.transformed()
+    ):  # eight bools are an int64, whose product has their bits in its highest byte
+        flat = padded.reshape(-1)
+        aligned = flat if flat.storage_offset() % 8 == 0 else flat.clone()
+        bits = (aligned.view(torch.int64) * _GATHER_BITS).view(torch.uint8)[7::8]
+        return bits.contiguous().view(torch.int32).view(*padded.shape[:-1], padded.shape[-1] // WORD_BITS)
     words = padded.unflatten(-1, (padded.shape[-1] // WORD_BITS, WORD_BITS))
     shifts = torch.arange(WORD_BITS, dtype=torch.int32, device=seen.device)
     shifted: Tensor = words.int() << shifts

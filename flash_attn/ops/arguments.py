@@ -190,7 +190,10 @@ def named_sinks(sinks: Tensor | None, s_aux: Tensor | None, learnable_sink: Tens
 def name_of_sinks(sinks: Tensor | None, s_aux: Tensor | None, learnable_sink: Tensor | None) -> str:
     """The first of their names that is given."""
     given = (("sinks", sinks), ("s_aux", s_aux), ("learnable_sink", learnable_sink))
-    return next((name for name, value in given if value is not None), "sinks")
+    for name, value in given:  # not next() with a default, which torch 2.4 does not compile
+        if value is not None:
+            return name
+    return "sinks"
 
 
 def one_of_names(names: Sequence[str], values: Sequence[Any]) -> Tensor:

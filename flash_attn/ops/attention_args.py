@@ -289,6 +289,11 @@ def filled(record: type[Any], given: tuple[Any, ...], defaults: tuple[Any, ...])
     return record(*given) if _is_compiling() else tuple.__new__(record, given + defaults)
 
 
+def replaced(record: Any, **fields: Any) -> Any:
+    """record._replace(**fields), which torch 2.6 does not compile."""
+    return type(record)(**{**dict(zip(type(record)._fields, record)), **fields})
+
+
 def saved_for_backward(
     args: AttentionArgs, out: Tensor, lse: Tensor, rng_state: Tensor
 ) -> tuple[tuple[Optional[Tensor], ...], tuple[Any, ...]]:

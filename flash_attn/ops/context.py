@@ -19,8 +19,8 @@ from torch.utils._device import DeviceContext
 _is_compiling = torch.compiler.is_compiling
 is_tracing = torch._C._is_tracing
 transformed = torch._C._are_functorch_transforms_active  # a torch.func transform, whose tensors no backend can read
+dispatch_modes = torch._C._len_torch_dispatch_stack  # how many are active: FakeTensorMode, FlopCounterMode
 _in_inference_mode = torch.is_inference_mode_enabled
-_dispatch_modes = torch._C._len_torch_dispatch_stack
 _function_modes = torch._C._len_torch_function_stack
 
 
@@ -43,7 +43,7 @@ def survey(names: Iterable[str], tensors: Iterable[Tensor | None], carries_tange
         not plain
         or _is_compiling()
         or is_tracing()
-        or _dispatch_modes() > 0
+        or dispatch_modes() > 0
         or (_function_modes() > 0 and _a_mode_watches())
     )
     if forward_ad._current_level >= 0 and (needs_dispatch or not carries_tangents):
@@ -57,7 +57,7 @@ def is_watched() -> bool:
     return (
         is_tracing()
         or transformed()
-        or _dispatch_modes() > 0
+        or dispatch_modes() > 0
         or forward_ad._current_level >= 0
         or (_function_modes() > 0 and _a_mode_watches())
     )

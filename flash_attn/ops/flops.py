@@ -13,12 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.functional_tensor import FunctionalTensor
-from torch.utils.flop_counter import register_flop_formula
+from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 from flash_attn.ops.attention_args import AttentionArgs, AttentionBackwardArgs, KvCacheArgs, Tangents
 from flash_attn.ops.calls import unpack
 from flash_attn.utils.derived_buffers import has_values
 
+_Formula = Callable[..., int]
 _core, _public = torch.ops.flash_attn_core, torch.ops.flash_attn
 
 
@@ -27,32 +28,35 @@ def _products(q: Tensor, v: Tensor, pairs: int, of_queries: int, of_values: int)
     return 2 * q.shape[-2] * pairs * (of_queries * q.shape[-1] + of_values * v.shape[-1])
 
 
-def _forward_flops(q: Tensor, v: Tensor, pairs: int) -> int:
+def forward_flops(q: Tensor, v: Tensor, pairs: int) -> int:
     return _products(q, v, pairs, 1, 1)
 
 
-def _latent_flops(qv: Tensor | None, pairs: int) -> int:
+def latent_flops(qv: Tensor | None, pairs: int) -> int:
     """Those of scores of qv, in addition to those of q."""
     return 0 if qv is None else _products(qv, qv, pairs, 1, 0)
 
 
-def _backward_flops(q: Tensor, v: Tensor, pairs: int) -> int:
+def backward_flops(q: Tensor, v: Tensor, pairs: int) -> int:
     return _products(q, v, pairs, 3, 2)
 
 
-def _values(x: Tensor | None, count: int, otherwise: int) -> list[int]:
+def values(x: Tensor | None, count: int, otherwise: int) -> list[int]:
     """The elements of x, or `otherwise` repeated `count` times if x has no values."""
-    if x is None or isinstance(x, FunctionalTensor) or not has_values(x):
-        return [otherwise] * count
-    return x.tolist()
+    return x.tolist() if x is not None and is_known(x) else [otherwise] * count
 
 
-def _lengths(cu_seqlens: Tensor, most: int) -> list[int]:
+def is_known(x: Tensor) -> bool:
+    """Whether x has values now: it has none while a graph is traced."""
+    return not isinstance(x, FunctionalTensor) and has_values(x)
+
+
+def packed_lengths(cu_seqlens: Tensor, most: int) -> list[int]:
     count = cu_seqlens.shape[0] - 1
-    return _values(cu_seqlens.diff(), count, most)
+    return values(cu_seqlens.diff(), count, most)
 
 
-def _pairs(lengths_q: Iterable[int], lengths_k: Iterable[int]) -> int:
+def count_pairs(lengths_q: Iterable[int], lengths_k: Iterable[int]) -> int:
     return sum(max(q, 0) * max(k, 0) for q, k in zip(lengths_q, lengths_k))
 
 
@@ -64,12 +68,12 @@ def _packed_pairs(
     seqused_k: Tensor | None = None,
     leftpad_k: Tensor | None = None,
 ) -> int:
-    lengths_q = _lengths(cu_seqlens_q, max_seqlen_q)
-    lengths_k = _lengths(cu_seqlens_k, max_seqlen_k)
+    lengths_q = packed_lengths(cu_seqlens_q, max_seqlen_q)
+    lengths_k = packed_lengths(cu_seqlens_k, max_seqlen_k)
     if seqused_k is not None:
-        lengths_k = _values(seqused_k, len(lengths_q), max_seqlen_k)
-    padding = _values(leftpad_k, len(lengths_q), 0)
-    return _pairs(lengths_q, (k - pad for k, pad in zip(lengths_k, padding)))
+        lengths_k = values(seqused_k, len(lengths_q), max_seqlen_k)
+    padding = values(leftpad_k, len(lengths_q), 0)
+    return count_pairs(lengths_q, (k - pad for k, pad in zip(lengths_k, padding)))
 
 
 def _pairs_of(args: AttentionArgs | AttentionBackwardArgs, q: Tensor, k: Tensor) -> int:
@@ -79,68 +83,83 @@ def _pairs_of(args: AttentionArgs | AttentionBackwardArgs, q: Tensor, k: Tensor)
     return _packed_pairs(args.cu_seqlens_q, args.cu_seqlens_k, args.max_seqlen_q, args.max_seqlen_k, used, padding)
 
 
-@register_flop_formula(_core.fwd, get_raw=True)
+def register(*operators: Any) -> Callable[[_Formula], _Formula]:
+    """Decorates the formula of these operators, which takes their arguments as they are."""
+
+    def registered(formula: _Formula) -> _Formula:
+        for operator in operators:
+            register_flop_formula(operator, get_raw=True)(formula)
+            flop_registry.setdefault(operator, formula)  # torch 2.4 registers overloads, and looks for the operator
+        return formula
+
+    return registered
+
+
+@register(_core.fwd)
 def _forward(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
     call = AttentionArgs(*args, **kwargs)
     q, k, v = unpack(call.q, call.k, call.v)
     pairs = _pairs_of(call, q, k)
-    return _forward_flops(q, v, pairs) + _latent_flops(call.qv, pairs)
+    return forward_flops(q, v, pairs) + latent_flops(call.qv, pairs)
 
 
-@register_flop_formula(_core.bwd, get_raw=True)
+@register(_core.bwd)
 def _backward(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
     call = AttentionBackwardArgs(*args, **kwargs)
     q, k, v = unpack(call.q, call.k, call.v)
-    return _backward_flops(q, v, _pairs_of(call, q, k))
+    return backward_flops(q, v, _pairs_of(call, q, k))
 
 
-@register_flop_formula(_core.jvp, get_raw=True)
+@register(_core.jvp)
 def _jvp(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
     call = AttentionArgs(*args[len(Tangents._fields) :], **kwargs)
     q, k, v = unpack(call.q, call.k, call.v)
     return _products(q, v, _pairs_of(call, q, k), 3, 3)
 
 
-@register_flop_formula(_core.hvp, get_raw=True)
+@register(_core.hvp)
 def _hvp(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
     call = AttentionBackwardArgs(*args[len(Tangents._fields) :], **kwargs)
     q, k, v = unpack(call.q, call.k, call.v)
     return _products(q, v, _pairs_of(call, q, k), 7, 5)
 
 
-@register_flop_formula([_core.kvcache_fwd, _core.kvcache_append_fwd], get_raw=True)
+@register(_core.kvcache_fwd, _core.kvcache_append_fwd)
 def _kvcache(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
     call = KvCacheArgs(*args, **kwargs)
     batch, seqlen_q = call.q.shape[:2]
     pages = 1 if call.block_table is None else call.block_table.shape[1]
     new = 0 if call.k is None else call.k.shape[1]
-    cached = _values(call.cache_seqlens, batch, pages * call.k_cache.shape[1] - new)
-    padding = _values(call.cache_leftpad, batch, 0)
+    cached = values(call.cache_seqlens, batch, pages * call.k_cache.shape[1] - new)
+    padding = values(call.cache_leftpad, batch, 0)
     keys = (n + new - pad if n >= 0 else 0 for n, pad in zip(cached, padding))
-    pairs = _pairs([seqlen_q] * batch, keys)
-    return _forward_flops(call.q, call.v_cache, pairs) + _latent_flops(call.qv, pairs)
+    pairs = count_pairs([seqlen_q] * batch, keys)
+    return forward_flops(call.q, call.v_cache, pairs) + latent_flops(call.qv, pairs)
 
 
 # ---- the operators that distributed-attention clients call ----
 
 
-def _register_public(name: str, count: Callable[[Tensor, Tensor, int], int]) -> None:
-    """The formula of a public operator: count of q, v and the pairs, of dense or packed sequences."""
-    names = [argument.name for argument in getattr(_public, name).default._schema.arguments]
+def register_by_name(operator: Any, flops: Callable[[dict[str, Any]], int]) -> None:
+    """The formula of an operator: flops of its arguments by name, without those that have their default."""
+    names = [argument.name for argument in operator.default._schema.arguments]
 
     def formula(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
-        call = {**dict(zip(names, args)), **kwargs}
-        q, k, v = call["q"], call["k"], call["v"]
-        if "cu_seqlens_q" not in call:
-            return count(q, v, q.shape[0] * q.shape[1] * k.shape[1])
-        cu_q, cu_k = call["cu_seqlens_q"], call["cu_seqlens_k"]
-        longest = call["max_seqlen_q"], call["max_seqlen_k"]
-        return count(q, v, _packed_pairs(cu_q, cu_k, *longest, call.get("seqused_k"), call.get("leftpad_k")))
+        return flops({**dict(zip(names, args)), **kwargs})
 
-    register_flop_formula(getattr(_public, name), get_raw=True)(formula)
+    register(operator)(formula)
+
+
+def _pairs_by_name(call: dict[str, Any]) -> int:
+    q, k = call["q"], call["k"]
+    if "cu_seqlens_q" not in call:
+        return int(q.shape[0] * q.shape[1] * k.shape[1])
+    longest = call["max_seqlen_q"], call["max_seqlen_k"]
+    used, padding = call.get("seqused_k"), call.get("leftpad_k")
+    return _packed_pairs(call["cu_seqlens_q"], call["cu_seqlens_k"], *longest, used, padding)
 
 
 for _name in ("_flash_attn_forward", "_flash_attn_varlen_forward"):
-    _register_public(_name, _forward_flops)
+    register_by_name(getattr(_public, _name), lambda call: forward_flops(call["q"], call["v"], _pairs_by_name(call)))
 for _name in ("_flash_attn_backward", "_flash_attn_varlen_backward"):
-    _register_public(_name, _backward_flops)
+    register_by_name(getattr(_public, _name), lambda call: backward_flops(call["q"], call["v"], _pairs_by_name(call)))

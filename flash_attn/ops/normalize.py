@@ -26,6 +26,7 @@ from flash_attn.ops.attention_args import (
     Sequences,
     defaults_after,
     filled,
+    replaced,
 )
 from flash_attn.ops.quant_args import NO_QUANT
 from flash_attn.ops.rows import RowsInUse
@@ -58,7 +59,7 @@ def attention(
         inputs = arguments.attention_inputs(names, inputs)
     else:
         made = arguments.attention_inputs((*names, options.qv_name), (*inputs, options.qv))
-        inputs, options = made[:-1], options._replace(qv=made[-1])
+        inputs, options = made[:-1], replaced(options, qv=made[-1])
     q = inputs[0]
     if type(dropout_p) is not float:
         dropout_p = arguments.number("dropout_p", dropout_p)
@@ -157,7 +158,8 @@ def _with_options(args: AttentionArgs, options: Options) -> AttentionArgs:
     fields = options.quant.fields(args.q) if is_quantized else {}
     if not (options.mask is options.attn_bias is options.rel_bias is None):
         fields.update(_score_tensors(args, options))
-    return args._replace(
+    changed: AttentionArgs = replaced(
+        args,
         return_max_logit=arguments.flag("return_max_logit", options.return_max_logit),
         batch_invariant=arguments.flag("batch_invariant", options.batch_invariant) or args.batch_invariant,
         fast_exp=is_quantized and options.quant.allows_fast_exp(args.q),
@@ -165,6 +167,7 @@ def _with_options(args: AttentionArgs, options: Options) -> AttentionArgs:
         qv=options.qv,
         **fields,
     )
+    return changed
 
 
 def check_score_tensors(options: Options, q: Tensor) -> None:
@@ -210,7 +213,7 @@ def score_rows(rows: RowsInUse, options: Options, q: Tensor) -> dict[str, Any]:
             if name in ("query_ranges", "bits"):
                 _check_rows(f"mask.{name}", x, total)
                 moved[name] = rows.gather(x, 1)
-        found["mask"] = AttentionMask(mask._replace(**moved))
+        found["mask"] = AttentionMask(replaced(mask, **moved))
     if attn_bias is not None:
         attn_bias = with_all_axes(attn_bias, packed=True)
         _check_rows("attn_bias", attn_bias, total)

@@ -76,3 +76,7 @@ class DerivedBuffers(torch.nn.Module):
         if not has_values(new):
             return new.to(dtype)
         return old.to(device=new.device, dtype=dtype) if has_values(old) else torch.empty_like(new, device="meta")
+
+
+if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 6):  # whose compiler leaves the buffers without values
+    DerivedBuffers._fill = torch.compiler.disable(DerivedBuffers._fill)  # type: ignore[method-assign]

@@ -17,6 +17,7 @@ from flash_attn import flash_attn_combine
 from flash_attn.eight_bit import result_dtype
 from flash_attn.ops import arguments, calls
 from flash_attn.ops.lse import mark_masked_rows
+from flash_attn.utils.after_import import import_after
 from flash_attn_3 import _checks
 from flash_attn_3._backward import backward
 from flash_attn_3._forward import forward
@@ -199,3 +200,5 @@ _register("fwd", _fwd, fwd_fake)
 _register("bwd", _bwd, _bwd_fake)
 _register("fwd_combine", _fwd_combine, _fwd_combine_fake)
 _register("get_scheduler_metadata", scheduler_metadata, scheduler_metadata)
+
+import_after("torch.utils.flop_counter", "flash_attn_3._flops")  # which registers formulas there

@@ -1,13 +1,6 @@
 """FlashMLA's public functions, computed by flash_attn: the same arguments, results and conventions.
 
 A cached row (head_dim,) is a key, and its first head_dim_v columns are the value.
-
-LSE          natural logarithm, without the sink; +inf in a row without a key, whose out is 0.
-attn_sink    (nheads,) float32: out is scaled by exp(lse) / (exp(lse) + exp(attn_sink)).
-indices      page * page_size + row; one that names no row is skipped, one that comes twice counts twice.
-
-Bad arguments raise RuntimeError, TypeError or NotImplementedError: the message names the argument, what was expected
-and what it was; nothing is computed then.
 """
 
 from __future__ import annotations
@@ -81,14 +74,18 @@ def flash_mla_with_kvcache(
         softmax_scale: float. Default: 1 / sqrt(head_dim).
         causal: bool. Query i of seqlen_q sees all but the last seqlen_q - 1 - i keys; not with indices.
         is_fp8_kvcache: bool. k_cache has bytes (num_pages, page_size, 1, 656 or 584) in the layouts of README.md.
-        indices: int32 (batch, seqlen_q, topk). The rows of k_cache that each query sees.
-        attn_sink: (nheads,) float32.
+        indices: int32 (batch, seqlen_q, topk). The rows of k_cache that each query sees: page * page_size + row. One
+            that names no row is skipped, one that comes twice counts twice.
+        attn_sink: (nheads,) float32. A further logit, in natural-log units, without a value: out is scaled by
+            exp(lse) / (exp(lse) + exp(attn_sink)).
         topk_length: int32 (batch,). How many of the leftmost indices count.
         extra_k_cache, extra_indices_in_kvcache, extra_topk_length: further rows, of another cache.
 
     Returns:
-        out: (batch, seqlen_q, nheads, head_dim_v)
-        softmax_lse: (batch, nheads, seqlen_q) float32.
+        out: (batch, seqlen_q, nheads, head_dim_v), 0 in a row without a key.
+        softmax_lse: (batch, nheads, seqlen_q) float32, natural logarithm without the sink; +inf in a row without a key.
+
+    Raises RuntimeError, TypeError or NotImplementedError that names the argument; nothing is computed then.
     """
     arguments.check_tensors(("q", "k_cache"), (q, k_cache))
     arguments.check_rank("q", q, "batch, seqlen, heads, head_dim")
@@ -158,16 +155,20 @@ def flash_mla_sparse_fwd(
     Arguments:
         q: (seqlen_q, nheads, head_dim), float16 or bfloat16, on the CPU also float32 and float64.
         kv: (seqlen_kv, 1, head_dim) of q's dtype.
-        indices: int32 (seqlen_q, 1, topk). The rows of kv that each query sees.
+        indices: int32 (seqlen_q, 1, topk). The rows of kv that each query sees. One that names no row is skipped, one
+            that comes twice counts twice.
         sm_scale: float, factor of the scores.
         d_v: int, at most head_dim and 512.
-        attn_sink: (nheads,) float32.
+        attn_sink: (nheads,) float32. A further logit, in natural-log units, without a value: out is scaled by
+            exp(lse) / (exp(lse) + exp(attn_sink)).
         topk_length: int32 (seqlen_q,). How many of the leftmost indices count.
 
     Returns:
-        out: (seqlen_q, nheads, d_v)
+        out: (seqlen_q, nheads, d_v), 0 in a row without a key.
         max_logits: (seqlen_q, nheads) float32, the largest scaled score; -inf in a row without a key.
-        lse: (seqlen_q, nheads) float32.
+        lse: (seqlen_q, nheads) float32, natural logarithm without the sink; +inf in a row without a key.
+
+    Raises RuntimeError, TypeError or NotImplementedError that names the argument; nothing is computed then.
     """
     arguments.check_tensors(("q", "kv", "indices"), (q, kv, indices))
     arguments.check_optional_tensors(("attn_sink", "topk_length"), (attn_sink, topk_length))

@@ -366,7 +366,12 @@ def test_bad_argument_is_named(device, function, name, makers, error, message):
         with pytest.raises(error) as caught:
             call(**{**good, name: make(device, good.get(name))})
         assert re.match(rf"{name}(: | \(){message}", str(caught.value).splitlines()[0]), str(caught.value)
-    assert all(torch.equal(x, y) for x, y in zip(held, before))
+    assert all(torch.equal(of_bytes(x), of_bytes(y)) for x, y in zip(held, before))
+
+
+def of_bytes(x):
+    """x, or its bytes if it is e4m3, which torch 2.4 does not compare."""
+    return x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x
 
 
 def test_meta_tensors_alone(device):

@@ -494,6 +494,7 @@ def test_compiled_jvp(device, packed):
         torch.testing.assert_close(x, y)
 
 
+@pytest.mark.needs_torch((2, 11), "has another error")
 def test_compiled_code_drops_no_tangent(device):
     """It raises, or runs eagerly what it cannot compile."""
     q, k, v = qkv(device)
@@ -508,7 +509,8 @@ def test_compiled_code_drops_no_tangent(device):
     assert torch.equal(compiled(tangent, fullgraph=False)(q, t), tangent(q, t))
     function = compiled(lambda q: flash_attn_func(q, k, v))
     function(q)
-    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match=message):
+    errors = (NotImplementedError, torch._dynamo.exc.Unsupported)  # the latter of torch 2.14 itself
+    with forward_ad.dual_level(), pytest.raises(errors, match=f"{message}|dual tensor"):
         function(forward_ad.make_dual(q, t))
 
 

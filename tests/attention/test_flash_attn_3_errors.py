@@ -123,7 +123,9 @@ def test_each_tensor_is_checked(device, call):
                 named = text.partition(":")[0]
                 operator = isinstance(function, torch._ops.OpOverloadPacket)
                 if not (
-                    named in given or (kind == "list" and "argument" in text and (operator or "_flash_attn" in text))
+                    named in given
+                    or (kind == "list" and "argument" in text and (operator or "_flash_attn" in text))
+                    or (kind == "sparse" and "SparseTensorImpl" in text)  # torch 2.4 itself refuses it
                 ):
                     accepted.append((name, kind, text))
             else:

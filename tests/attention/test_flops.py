@@ -5,11 +5,14 @@ from __future__ import annotations
 import fresh_process
 import pytest
 import torch
+from flash_attn_3_harness import OPS, fa3
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.flop_counter import FlopCounterMode
 
 import flash_attn
+from flash_attn.context_parallel import CpPlan, LocalGroup, flash_attn_cp_func
+from flash_attn.context_parallel.plan.steps import METHODS
 from flash_attn.flash_attn_interface import _flash_attn_backward, _flash_attn_varlen_forward
 
 HEADS, HEADS_K, HEAD_DIM = 4, 2, 16
@@ -108,6 +111,60 @@ def test_kvcache(device, new):
     table = torch.arange(9, dtype=torch.int32, device=device).view(3, 3)
     count = counted(lambda: flash_attn.flash_attn_with_kvcache(q, pages, pages, block_table=table))
     assert count == flops_of_torch(4, 48, 3)
+
+
+def test_operators_of_flash_attention_3(device):
+    """As flash_attn's, at each form of queries and keys."""
+    q, k, v = (tensor(device, 2, s, h, HEAD_DIM, grad=True) for s, h in ((9, HEADS), (11, HEADS_K), (11, HEADS_K)))
+    dense, backward = flops_of_torch(9, 11, 2), flops_of_torch(9, 11, 2, backward=True)
+    assert counted(lambda: fa3.flash_attn_func(q, k, v), backward=True) == backward
+    assert counted(lambda: OPS._flash_attn_forward(q, k, v)[0], backward=True) == backward
+    with torch.no_grad():
+        out, lse, *_ = OPS.fwd(q, k, v)
+        grads = [torch.empty_like(x) for x in (q, k, v)]
+        assert counted(lambda: OPS.bwd(out, q, k, v, out, lse, *grads)) == backward - dense
+        into = dict(zip(("dq", "dk", "dv"), grads))
+        assert counted(lambda: OPS._flash_attn_backward(out, q, k, v, out, lse, **into)) == backward - dense
+        used = torch.tensor([4, 8], dtype=torch.int32, device=device)
+        assert counted(lambda: OPS.fwd(q, k, v)) == dense
+        assert counted(lambda: OPS.fwd(q, k, v, seqused_k=used)) == flops_of_torch(9, 12)
+        new = tensor(device, 2, 3, HEADS_K, HEAD_DIM)
+        assert counted(lambda: OPS.fwd(q, k.clone(), v.clone(), new, new, seqused_k=used)) == flops_of_torch(9, 18)
+        table = torch.tensor([[1, 0, 1]] * 2, dtype=torch.int32, device=device)
+        assert counted(lambda: OPS.fwd(q, k, v, page_table=table)) == flops_of_torch(9, 33, 2)
+        bounds = torch.tensor([0, 5, 18], dtype=torch.int32, device=device)
+        rows = q.flatten(0, 1), k.flatten(0, 1)[:18], v.flatten(0, 1)[:18]
+        packed = {"cu_seqlens_q": bounds, "cu_seqlens_k": bounds, "max_seqlen_q": 13, "max_seqlen_k": 13}
+        squares = flops_of_torch(5, 5) + flops_of_torch(13, 13)
+        assert counted(lambda: OPS.fwd(*rows, **packed)) == squares
+        assert counted(lambda: OPS.fwd(*rows, **packed, seqused_q=used // 2)) == (
+            flops_of_torch(2, 5) + flops_of_torch(4, 13)
+        )
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("bounds", ((0, 23), (0, 5, 23)))
+def test_context_parallel(device, method, bounds):
+    """The ranks' sum is what one GPU counts, and counting changes no result."""
+
+    def rank_counts(group):
+        plan = CpPlan.varlen(bounds, group=group, method=method)
+        q, k, v = (plan.shard(x, 0).requires_grad_() for x in whole)
+
+        def call():
+            results.append(flash_attn_cp_func(q, k, v, plan=plan, causal=True))
+            return results[-1]
+
+        results = []
+        count = counted(call), counted(call, backward=True)
+        assert torch.equal(call(), results[0])
+        return count
+
+    whole = [tensor(device, bounds[-1], h, HEAD_DIM) for h in (HEADS, HEADS_K, HEADS_K)]
+    lengths = [b - a for a, b in zip(bounds, bounds[1:])]
+    forward, both = (sum(counts) for counts in zip(*LocalGroup(2).run(rank_counts)))
+    assert forward == sum(flops_of_torch(n, n) for n in lengths)
+    assert both == sum(flops_of_torch(n, n, backward=True) for n in lengths)
 
 
 def test_without_values_every_sequence_has_the_most_that_it_can(device):

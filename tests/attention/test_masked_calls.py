@@ -388,6 +388,7 @@ def test_errors_name_the_argument(masked_device, given, message):
 
 
 @pytest.mark.skipif("cuda" in DEVICES, reason="its backend takes them")
+@pytest.mark.needs_torch((2, 11), "has no fake CUDA tensors without a driver")
 def test_cuda_refuses_by_name():
     """Biases, until its kernels take them, before anything is launched."""
     with FakeTensorMode():

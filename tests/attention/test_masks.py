@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.nn.attention.flex_attention import create_block_mask
 from torch.utils import _pytree
 
 from flash_attn.masks import AttentionMask, MaskFactors
@@ -133,18 +132,19 @@ def test_block_lists(device):
 
 @pytest.mark.parametrize("block", (32, 20))
 def test_block_mask_and_function(device, block):
+    flex = pytest.importorskip("torch.nn.attention.flex_attention", reason="this torch has no FlexAttention")
     offsets = ints(3, 9, device=device)
 
     def mask_mod(b, h, q, k):
         return (k <= q) & (q - k < offsets[b] + 20 * h)
 
     expected = brute_force(device, 2, 2, 70, 90, sees=lambda b, h, i, j: j <= i and i - j < (3, 9)[b] + 20 * h)
-    made = create_block_mask(mask_mod, 2, 2, 70, 90, device=device, BLOCK_SIZE=block)
+    made = flex.create_block_mask(mask_mod, 2, 2, 70, 90, device=device, BLOCK_SIZE=block)
     mask = AttentionMask.from_block_mask(made)
     assert_mask(mask, expected)
     assert (mask.factors.block_map == 0).any() and (mask.factors.block_map == 1).any()
     assert_mask(AttentionMask.from_function(mask_mod, 2, 2, 70, 90, device), expected)
-    whole = create_block_mask(lambda b, h, q, k: k < 64, None, None, 64, 90, device=device, BLOCK_SIZE=32)
+    whole = flex.create_block_mask(lambda b, h, q, k: k < 64, None, None, 64, 90, device=device, BLOCK_SIZE=32)
     assert_mask(AttentionMask.from_block_mask(whole), brute_force(device, 64, 90, sees=lambda i, j: j < 64))
 
 
@@ -199,15 +199,14 @@ def random_masks(device, sq, sk):
     lo, hi = torch.randint(-2, sk, (4, 2, 3, sq), device=device), torch.randint(0, sk + 9, (4, 2, 3, sq), device=device)
     table = torch.randint(0, sq, (2, 2, sk, 4), device=device)
     cnt, idx = torch.randint(0, 3, (1, 2, 4), device=device), torch.randint(0, 6, (1, 2, 4, 3), device=device)
+    blocks = AttentionMask.from_block_lists(cnt, idx, block_size=(8, 16), seqlen_q=sq, seqlen_k=sk)
     return {
         "range": AttentionMask.query_ranges(lo[0], hi[0])._with_keys(sk),
         "ranges": AttentionMask.query_ranges(lo[0, 0, 0], hi[0, 0, 0], lo[1, 0, 0], hi[1, 0, 0])._with_keys(sk),
         "keys": AttentionMask.key_padding(torch.rand(2, sk, device=device) > 0.2),
         "startend": AttentionMask.from_startend_row_indices(table, False, sq),
-        "blocks": AttentionMask.from_block_lists(cnt, idx, block_size=(8, 16), seqlen_q=sq, seqlen_k=sk),
-        "block_mask": AttentionMask.from_block_mask(
-            create_block_mask(lambda b, h, q, k: k <= q + 32, None, None, sq, sk, device=device, BLOCK_SIZE=(8, 16))
-        ),
+        "blocks": blocks,
+        "block_mask": blocks & AttentionMask.from_function(lambda b, h, q, k: k <= q + 32, 1, 1, sq, sk, device),
         "bits": AttentionMask.from_tensor(torch.rand(2, 3, sq, sk, device=device) > 0.3),
     }  # fmt: skip
 

@@ -11,6 +11,7 @@ import flash_attn_3_harness  # noqa: F401  # has flash_attn_interface
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "flash_mla"))
 INTERNAL = ("flash_attn.cpu",)  # lists what the CUDA extension has too
 
 
@@ -24,7 +25,8 @@ def public_names():
         module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
         if re.search(r"^__all__ =", path.read_text(encoding="utf-8"), re.MULTILINE) and module not in INTERNAL:
             yield from (f"{module}.{name}" for name in importlib.import_module(module).__all__)
-    yield from (f"flash_attn_interface.{name}" for name in sys.modules["flash_attn_interface"].__all__)
+    for module in ("flash_attn_interface", "flash_mla"):
+        yield from (f"{module}.{name}" for name in importlib.import_module(module).__all__)
 
 
 def test_the_site_builds_and_has_every_public_name(tmp_path):

@@ -47,8 +47,9 @@ def test_signature():
 def call(batch, function=vllm.flash_attn_varlen_func, **options):
     """FlashAttentionImpl.forward over a cache, with its keywords."""
     descale = torch.ones((), device=batch.q.device).expand(len(LENGTHS_K), HEADS_K)
+    out = torch.full((*batch.q.shape[:2], batch.v.shape[-1]), 7.0, device=batch.q.device).to(batch.q.dtype)
     arguments = keywords(
-        q=batch.q, k=batch.k, v=batch.v, out=batch.q.new_full((*batch.q.shape[:2], batch.v.shape[-1]), 7.0),
+        q=batch.q, k=batch.k, v=batch.v, out=out,
         cu_seqlens_q=batch.cu_q, max_seqlen_q=max(LENGTHS_Q), seqused_k=batch.lengths, max_seqlen_k=max(LENGTHS_K),
         softmax_scale=HEAD_DIM**-0.5, causal=True, alibi_slopes=None, window_size=[-1, -1], block_table=batch.table,
         softcap=0, scheduler_metadata=None, fa_version=3, q_descale=None, k_descale=descale, v_descale=descale,
