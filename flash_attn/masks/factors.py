@@ -142,9 +142,8 @@ def pack_bits(seen: Tensor) -> Tensor:
     """Bool (..., n) as int32 words (..., ceil(n / 32)), the first element in the lowest bit."""
     missing = -seen.shape[-1] % WORD_BITS
     padded = torch.nn.functional.pad(seen, (0, missing)) if missing else seen
-    if padded.numel() and not (
-        torch.compiler.is_compiling() or context.transformed()
-    ):  # eight bools are an int64, whose product has their bits in its highest byte
+    if padded.numel() and not (torch.compiler.is_compiling() or context.transformed()):
+        # Eight bools are an int64, whose product has their bits in its highest byte.
         flat = padded.reshape(-1)
         aligned = flat if flat.storage_offset() % 8 == 0 else flat.clone()
         bits = (aligned.view(torch.int64) * _GATHER_BITS).view(torch.uint8)[7::8]

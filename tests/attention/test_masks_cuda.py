@@ -453,8 +453,7 @@ def test_errors(device):
         "mask: expected None where no wgmma kernel runs the call (compute capability 9.0, head dim 320), got one"
     )
     refused(backend.fwd, no_kernel, wide, wide, wide, *rest, mask=good)
-    refused(backend.bwd, no_kernel, wide, wide, wide, wide, wide, wide_lse, None, None, None, None, *rest[2:8], False, None,
-            None, mask=good)  # fmt: skip
+    refused(backend.bwd, no_kernel, *[wide] * 5, wide_lse, *[None] * 4, *rest[2:8], False, None, None, mask=good)
     codes, scale = q.to(torch.float8_e4m3fn), torch.ones(4, device=device)
     refused(
         backend.fwd, "k: expected float16 or bfloat16 with a mask on CUDA, got float8_e4m3fn", q, codes, codes, *rest,
