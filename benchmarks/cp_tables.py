@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from markdown import markdown_table, wrapped
+from markdown_tables import markdown_table, wrapped
 from results import measured_commit, stored
 
 PROBLEMS = ("causal", "window", "packed")

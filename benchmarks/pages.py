@@ -10,7 +10,7 @@ import math
 from statistics import geometric_mean
 
 import cp_tables
-from markdown import markdown_table, mask, rewritten, wrapped
+from markdown_tables import markdown_table, mask, rewritten, wrapped
 from plots import PLOTTED_GROUPS
 from results import ROOT, device_name, environment_line, measured_commit, stored
 from scores import (

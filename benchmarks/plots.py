@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from markdown import mask
+from markdown_tables import mask
 from scores import rows_of
 
 PLOTTED_GROUPS = ("cells", "dims")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from statistics import geometric_mean
 
-from markdown import markdown_table
+from markdown_tables import markdown_table
 from results import run_line
 
 FORWARDS = {"mma_sync": "mma.sync forward", "wgmma": "Hopper forward"}

@@ -24,7 +24,7 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]  # absent under PYTHONSAFEPATH
 
 import triton_report
-from markdown import mask
+from markdown_tables import mask
 from triton_variants import MODES, RUNGS
 
 HEAD_DIMS = (64, 128)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from statistics import geometric_mean
 
-from markdown import markdown_table, mask, wrapped
+from markdown_tables import markdown_table, mask, wrapped
 from plots import curves
 from results import environment_line
 from scores import significant

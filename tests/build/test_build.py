@@ -205,7 +205,7 @@ def test_the_tree_has_every_instantiation():
     assert cached == {(d, t) for d in (64, 128, 256) for t in ("e4m3", "int8")}
     assert {f.direction for f in files if f.dtype in kernel_manifest.CACHE_DTYPES} == {"fwd_split"}
     assert {(f.head_dim, f.dtype) for f in files} - cached == {
-        (d, t) for d in (32, 64, 96, 128, 192, 256) for t in ("fp16", "bf16")
+        (d, t) for d in (32, 64, 96, 128, 192, 256, 512) for t in ("fp16", "bf16")
     }
     assert {(f.path.stem, f.arguments) for f in files if f.head_dim_v} == {
         (f"flash_{direction}_hdim{d}_{d_v}_{t}_sm90", f"Dtype::{name}, {d}, {d_v}")
@@ -252,7 +252,7 @@ def test_the_wgmma_family_is_stubbed_where_its_architecture_is_not_built():
 
 def test_unknown_subset():
     files = kernel_manifest.kernel_files(ROOT / "csrc" / "flash_attn")
-    with pytest.raises(BuildError, match=r"FLASH_ATTN_HEAD_DIMS: expected some of \[32, .*256\], got '80'"):
+    with pytest.raises(BuildError, match=r"FLASH_ATTN_HEAD_DIMS: expected some of \[32, .*512\], got '80'"):
         kernel_manifest.select(files, ["80"], None)
     with pytest.raises(BuildError, match="FLASH_ATTN_DTYPES: expected some of .*, got 'fp8'"):
         kernel_manifest.select(files, None, ["fp8"])

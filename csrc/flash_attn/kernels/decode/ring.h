@@ -1,5 +1,4 @@
-// cp.async ring of K and V in shared memory, one for each warp group: it prefetches steps, across tiles too, and groups
-// meet only in pairs, if a tile has two heads.
+// cp.async ring of K and V of a warp group: it prefetches steps, across tiles too. Groups of two heads meet in pairs.
 #pragma once
 
 #include "core/visible_range.h"
@@ -27,15 +26,14 @@ struct KvRing {
   Stored* const stages;               // of this warp group
   WorkPart* const parts;              // of this warp group: the work parts of the steps in flight
   WorkIterator<Config::kPlain> work;  // at the part of the next step to load
-  int block = 0;                      // n_block of the next step to load
-  int block_end = 0;
-  int free_stages;                 // free stages, and one more until the first step is found
-  int pending_steps = 0;           // steps loaded, not yet computed
-  int parts_loaded = 0;            // parts begun by the loads
-  int parts_computed = 0;          // parts begun by the MMAs
-  int fill_stage = 0;              // the stage that the next step is loaded into
-  int use_stage = 0;               // the stage of the current step
-  const Stored* k_head = nullptr;  // row 0 of the sequence's K/V head that this thread copies, or of its page 0
+  int block = 0, block_end = 0;       // n_blocks of the next steps to load
+  int free_stages;                    // free stages, and one more until the first step is found
+  int pending_steps = 0;              // steps loaded, not yet computed
+  int parts_loaded = 0;               // parts begun by the loads
+  int parts_computed = 0;             // parts begun by the MMAs
+  int fill_stage = 0;                 // the stage that the next step is loaded into
+  int use_stage = 0;                  // the stage of the current step
+  const Stored* k_head = nullptr;     // row 0 of the sequence's K/V head that this thread copies, or of its page 0
   const Stored* v_head = nullptr;
   int page = 0;  // page of this lane's row (lane % kStep) of the next step; kPlain: see first_page_block
   int page_row = 0;
@@ -57,9 +55,7 @@ struct KvRing {
   __device__ __forceinline__ static int group() { return threadIdx.x / Config::kGroupThreads; }
   __device__ __forceinline__ static int group_warp() { return threadIdx.x / 32 % Config::kGroupWarps; }
   __device__ __forceinline__ static int row_warp() { return threadIdx.x / 32 % Config::kRowWarps; }
-  __device__ __forceinline__ static int col_warp() {
-    return Config::kColWarps == 1 ? 0 : group_warp() / Config::kRowWarps;
-  }
+  __device__ __forceinline__ static int col_warp() { return group_warp() / Config::kRowWarps; }
   __device__ __forceinline__ static int lane() { return threadIdx.x % 32; }
   // K/V head of this group.
   __device__ __forceinline__ int head(const WorkPart& part) const { return first_head(part) + group_step.head(); }
