@@ -316,7 +316,11 @@ def speed_block():
         speed_line(f"short backward, s ≤ {SHORT}", short, peers, groups="b4h8", mode="bwd", longest=SHORT),
         speed_line("eager calls where the host decides", other, peers, groups="small_eager"),
         speed_line("packed sequences, forward", other, peers, groups="varlen"),
-        speed_line("mma.sync kernels, forward and backward", mma_sync, peers, groups="cells", mode=None),
+        *(
+            speed_line(f"mma.sync kernels, {title}", mma_sync, peers, groups="cells", mode=mode)
+            for title, mode in (("forward", "fwd"), ("backward", "bwd"))
+            if rows_of(mma_sync, "cells", mode)
+        ),
         speed_line("decoding", decoded, peers, f"up to {share:.0%} of the read ceiling", "decode"),
         speed_line("prompts over a cache", decoded, peers, groups="prefill_cache"),
     ]

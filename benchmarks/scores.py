@@ -89,12 +89,12 @@ def overhead_lines(result):
 
 
 def memory_lines(result):
-    """Device memory that one call adds, per mode and head dim, at the row with most implementations, or the longest."""
+    """Device memory that one call adds, per mode, at the row with most implementations, or the longest."""
     chosen = {}
     for row in result["rows"]:
         entries = {name: entry for name, entry in row["results"].items() if name != PLAIN}
         if any("result_bytes" in entry for entry in row["results"].values()):
-            chosen.setdefault((row["mode"], row["head_dim"]), []).append((row, entries))
+            chosen.setdefault(row["mode"], []).append((row, entries))
     lines = []
     for candidates in chosen.values():
         row, entries = max(candidates, key=lambda item: (len(item[1]), item[0]["seqlen_q"]))

@@ -44,7 +44,8 @@ def test_grids_measure_what_the_stored_results_hold(experiment):
     assert set(peers) <= {"all", *implementations.IMPLEMENTATIONS}
     result = results.stored(experiment.name)
     if result:
-        assert result["groups"] == options["--groups"] and sorted(scores.modes(result)) == sorted(options["--mode"])
+        assert result["groups"] == options["--groups"]
+        assert set(scores.modes(result)) <= set(options["--mode"])  # a run may end before its last mode
 
 
 def test_every_stored_result_has_its_experiment():
