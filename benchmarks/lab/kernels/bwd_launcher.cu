@@ -24,7 +24,7 @@ using Config = std::conditional_t<
     flash::sm90::BwdOnePassConfig<kDtype, kWanted.head_dim, kVariant, flash::sm90::DqLocation::kGlobal>>;
 
 template <class Config>
-cudaError_t run_wgmma(const flash::Flash_bwd_params& params, const plan::BwdPlan& made, cudaStream_t stream) {
+cudaError_t run_wgmma(const flash::Flash_bwd_mask_params& params, const plan::BwdPlan& made, cudaStream_t stream) {
   if constexpr (plan::has_dq_pass(Config::kTile)) {
     return flash::sm90::run_flash_bwd_two_pass<Config, Config>(params, made, stream);
   } else {
@@ -44,7 +44,7 @@ constexpr const char* kForced = "mma_sync";
 static_assert(Config::kBlockM == kWanted.block_m && Config::kBlockN == kWanted.block_n,
               "the laboratory's header was not the one included");
 
-cudaError_t run(const flash::Flash_bwd_params& params, const plan::BwdPlan& made, cudaStream_t stream) {
+cudaError_t run(const flash::Flash_bwd_mask_params& params, const plan::BwdPlan& made, cudaStream_t stream) {
 #if LAB_WGMMA
   return run_wgmma<Config>(params, made, stream);
 #else
@@ -62,7 +62,7 @@ cudaError_t run(const flash::Flash_bwd_params& params, const plan::BwdPlan& made
 LAB_EXPORT int lab_backward(void* const* tensors, int batch, int seqlen_q, int seqlen_k, int heads, int causal,
                             void* stream) {
   const DenseSizes sizes{batch, seqlen_q, seqlen_k, heads, LAB_HEAD_DIM, causal != 0};
-  flash::Flash_bwd_params params;
+  flash::Flash_bwd_mask_params params;
   cudaError_t status = set_dense_call(params, tensors[0], tensors[1], tensors[2], tensors[3], sizes);
   params.softmax_lse_ptr = static_cast<float*>(tensors[4]);
   params.do_ptr = tensors[5];
