@@ -194,6 +194,8 @@ Result mha_varlen_fwd(const at::Tensor& q, const at::Tensor& k, const at::Tensor
   checks::quant_args(quant, q, k, v, batch, p_dropout);
   checks::output(out, q, checks::output_shape(q, v), quant.result_type(q));
   checks::lengths("seqused_k", seqused_k, q, batch);
+  if (seqused_k.has_value() && scores.mask.key_hidden.has_value())  // whose strips of keys are those of cu_seqlens_k
+    checks::fail("seqused_k", "expected None with a mask that hides keys from ranges of queries on CUDA, got a tensor");
   checks::lengths("leftpad_k", leftpad_k, q, batch);
   checks::block_table(block_table, q, batch);
   checks::max_seqlen("max_seqlen_q", max_seqlen_q);

@@ -143,10 +143,10 @@ def pack_bits(seen: Tensor) -> Tensor:
     missing = -seen.shape[-1] % WORD_BITS
     padded = torch.nn.functional.pad(seen, (0, missing)) if missing else seen
     if padded.numel() and not (torch.compiler.is_compiling() or context.transformed()):
-        # Eight bools are an int64, whose product has their bits in its highest byte.
-        flat = padded.reshape(-1)
-        aligned = flat if flat.storage_offset() % 8 == 0 else flat.clone()
-        bits = (aligned.view(torch.int64) * _GATHER_BITS).view(torch.uint8)[7::8]
+        # Eight bytes of 0 or 1 are an int64, whose product has their bits in its highest byte. Memory of others may be
+        # unaligned, and its bools any bytes.
+        ones = padded.reshape(-1).view(torch.uint8).ne(0)
+        bits = (ones.view(torch.int64) * _GATHER_BITS).view(torch.uint8)[7::8]
         return bits.contiguous().view(torch.int32).view(*padded.shape[:-1], padded.shape[-1] // WORD_BITS)
     words = padded.unflatten(-1, (padded.shape[-1] // WORD_BITS, WORD_BITS))
     shifts = torch.arange(WORD_BITS, dtype=torch.int32, device=seen.device)

@@ -18,7 +18,7 @@ from flash_attn.ops.attention_args import backward_args
 _extension: Any = backends.cuda_extension()
 _attention: Any = getattr(_extension, "attention", None)
 
-if _extension is not None:  # torch finds only its own types of nodes
+if _attention is not None:  # torch finds only its own types of nodes
     torch.autograd.graph.Node.register(_extension.FlashAttnFuncBackward)
 
 
@@ -44,11 +44,9 @@ def backward(
 ) -> Any:
     """The gradients of q, k and v where something takes part in the backward of the node, such as another derivative.
 
-    saved: q, k, v, out and lse; with dropout the rng_state.
+    saved: q, k, v, out, lse and rng_state, as FlashAttnFunc saves them.
     """
-    q, k, v, out, lse, *rest = saved
-    rng_state = rest[0] if rest else torch.empty(2, dtype=torch.int64, device=q.device)
-    tensors = (q, k, v, out, lse, rng_state, None, None, None, None)
+    tensors = (*saved, None, None, None, None)
     options = (
         0, 0, dropout_p, softmax_scale, causal, window_left, window_right, softcap, deterministic, batch_invariant, 0,
     )  # fmt: skip

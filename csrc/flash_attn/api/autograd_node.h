@@ -12,12 +12,14 @@
 #include <torch/csrc/autograd/python_cpp_function.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
+#include <torch/version.h>
 
 #include <algorithm>
 #include <cmath>
 #include <memory>
 #include <optional>
 #include <string>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -106,8 +108,12 @@ inline autograd_list python_backward(const at::Tensor& dout, const autograd_list
   }
 }
 
+// A saved tensor as the kernels read it; hooks may have given it other strides.
+inline bool has_rows(const at::Tensor& x) { return x.size(-1) <= 1 || x.stride(-1) == 1; }
+
 struct DenseAttention {
-  static constexpr bool is_traceable = false;
+  // Compiled autograd of torch before 2.7 takes traceable nodes alone.
+  static constexpr bool is_traceable = TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR < 7;
 
   static autograd_list backward(torch::autograd::AutogradContext* ctx, const autograd_list& gradients) {
     const at::Tensor& dout = gradients[0];
@@ -115,27 +121,45 @@ struct DenseAttention {
     const autograd_list saved = ctx->get_saved_variables();
     const NodeOptions options(ctx->saved_data["options"].toDoubleVector());
     const bool is_plain_call = !at::GradMode::is_enabled() && is_unwatched() && is_plain(dout) &&
-                               std::all_of(saved.begin(), saved.end(), is_plain);
+                               std::all_of(saved.begin(), saved.end(), is_plain) &&
+                               std::all_of(saved.begin(), saved.begin() + 3, has_rows);
     if (!is_plain_call) return python_backward(dout, saved, options);
     const OptionalTensor none;
-    const OptionalTensor rng_state = saved.size() > 5 ? OptionalTensor(saved[5]) : none;
     const py::gil_scoped_acquire gil;
     const CallGuard guard;
     autograd_list results = dense_backward<Tensors>({dout, none, none, none, none}, saved[0], saved[1], saved[2],
                                                     saved[3], saved[4], options.scores(), options.dropout_p,
-                                                    options.deterministic, rng_state, options.batch_invariant, 0);
+                                                    options.deterministic, saved[5], options.batch_invariant, 0);
     results.resize(3);
     return results;
   }
+};
+
+// Nodes have shared pointers up to torch 2.11, intrusive ones later.
+template <class Node, class Function = decltype(torch::autograd::Edge::function)>
+struct NodePointer {
+  using Type = c10::intrusive_ptr<Node>;
+  static Type make() { return c10::make_intrusive<Node>(); }
+  static void announce(const Type& node) { fire_node_creation_hooks(node); }
+};
+
+template <class Node>
+struct NodePointer<Node, std::shared_ptr<torch::autograd::Node>> {
+  using Type = std::shared_ptr<Node>;
+  static Type make() {
+    return Type(new Node(), [](Node* node) { deleteNode(node); });
+  }
+  static void announce(const Type&) {}
 };
 
 // Named as the node of FlashAttnFunc.
 struct FlashAttnFuncBackward final : torch::autograd::CppNode<DenseAttention> {
   std::string name() const override { return "FlashAttnFuncBackward"; }
 
-  static std::shared_ptr<FlashAttnFuncBackward> of(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                                                   const NodeOptions& options) {
-    std::shared_ptr<FlashAttnFuncBackward> node(new FlashAttnFuncBackward(), torch::autograd::deleteNode);
+  template <class Pointer = NodePointer<FlashAttnFuncBackward>>
+  static typename Pointer::Type of(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                                   const NodeOptions& options) {
+    typename Pointer::Type node = Pointer::make();
     node->set_ctx_grad_fn(node);
     node->set_next_edges(torch::autograd::collect_next_edges(q, k, v));
     node->is_variable_input_ = {true, true, true};
@@ -144,28 +168,28 @@ struct FlashAttnFuncBackward final : torch::autograd::CppNode<DenseAttention> {
     return node;
   }
 
-  static void record(const std::shared_ptr<FlashAttnFuncBackward>& node, const at::Tensor& out, autograd_list saved) {
+  template <class Pointer = NodePointer<FlashAttnFuncBackward>>
+  static void record(const typename Pointer::Type& node, const at::Tensor& out, autograd_list saved) {
     torch::autograd::set_history(out, node);
     node->ctx_.save_for_backward(std::move(saved));
     node->save_variables_to_ctx();
+    Pointer::announce(node);
   }
 };
 
 inline at::Tensor attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const NodeOptions& options,
                             bool records) {
-  std::shared_ptr<FlashAttnFuncBackward> node;
+  NodePointer<FlashAttnFuncBackward>::Type node;
   if (records) node = FlashAttnFuncBackward::of(q, k, v, options);
   Tensors results;
   {
     const CallGuard guard;
-    const at::NoGradGuard no_grad;
+    const at::AutoGradMode mode(at::GradMode::is_enabled() && !records);  // a result may be a view
     results = dense_forward<Tensors>(q, k, v, {}, options.scores(), options.dropout_p, false, {}, false,
                                      options.batch_invariant, {}, {}, 0);
   }
   if (records) {
-    autograd_list saved = {q, k, v, results[0], results[1]};
-    if (options.dropout_p > 0.0) saved.push_back(results[3]);
-    FlashAttnFuncBackward::record(node, results[0], std::move(saved));
+    FlashAttnFuncBackward::record(node, results[0], {q, k, v, results[0], results[1], results[3]});
   }
   return results[0];
 }
@@ -189,9 +213,9 @@ inline bool read(PyObject* given, double& value) {
 inline bool read_side(PyObject* given, int64_t& value) {
   if (!PyLong_CheckExact(given)) return false;
   int overflow = 0;
-  value = PyLong_AsLongLongAndOverflow(given, &overflow);
-  if (value < 0 || value >= kUnbounded) value = -1;
-  return overflow == 0;
+  const int64_t side = PyLong_AsLongLongAndOverflow(given, &overflow);
+  value = side < 0 || side >= kUnbounded ? -1 : side;
+  return overflow == 0 && side != INT64_MIN;
 }
 
 inline bool read_window(PyObject* given, NodeOptions& options) {

@@ -106,6 +106,7 @@ inline void mla(const MlaCall& call, const char* k_name, const char* v_name) {
   if (has_score_mod(call.scores))
     fail("softcap", "expected no softcap and ALiBi, and a scale above 0, with qv on CUDA");
   absent("origins", call.scores.origins.has_value());
+  absent("mask", call.scores.mask.given());
   num_splits(call.num_splits);
   output(call.out, q, shape);
 }

@@ -62,7 +62,11 @@ inline void check_packed_scores(const ScoreOptions& scores, const at::Tensor& q,
                                 double p_dropout, int64_t max_seqlen_k, bool is_paged = false,
                                 overlap::Operands written = {}) {
   check_scores(scores, q, batch, p_dropout);
-  if (!is_paged) checks::packed_mask(scores.mask, q, k.size(0), max_seqlen_k, written);
+  if (!is_paged) {
+    checks::packed_mask(scores.mask, q, k.size(0), max_seqlen_k, written);
+  } else if (scores.mask.given()) {
+    checks::fail("block_table", "expected None with a mask on CUDA, got a tensor");
+  }
 }
 
 inline Window make_window(const ScoreOptions& scores) {
