@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 from harness import exact_keep_scale
+from mask_harness import ints, ranges_mask, startend_mask
 from reference import assert_accurate, assert_gradient_accurate, attention
 
 from flash_attn import backends
@@ -20,22 +21,14 @@ NAN, INF = float("nan"), math.inf
 BATCH, HEADS, SQ, SK, DIM = 2, 6, 75, 530, 8  # two tiles of keys
 
 
-def ints(*values, device):
-    return torch.tensor(values, dtype=torch.int32, device=device)
-
-
 def make_mask(kind: str, device) -> AttentionMask:
     """All leave some rows without keys and some keys without rows."""
     if kind == "documents":
         return AttentionMask.documents(ints(3, 40, 41, 70, device=device), SQ)
     if kind == "ranges":
-        lo, hi, lo2, hi2 = torch.randint(-20, SK + 20, (4, BATCH, 2, SQ), device=device).sort(0).values
-        rows = torch.arange(SQ, device=device) % 7 == 3
-        return AttentionMask.query_ranges(lo, hi.where(~rows, 0), lo2, hi2.where(~rows, 0))
+        return ranges_mask(BATCH, SQ, SK, device)
     if kind == "startend":
-        bounds = torch.randint(0, SQ + 1, (BATCH, 3, SK, 4), device=device)
-        bounds[:, :, 5::11] = ints(0, SQ, 0, 0, device=device)
-        return AttentionMask.from_startend_row_indices(bounds, False, SQ)
+        return startend_mask(BATCH, SQ, SK, device)
     if kind == "padding":
         return AttentionMask.key_padding(ints([1] * 500 + [0] * (SK - 500), [0] * SK, device=device))
     if kind == "blocks":

@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 import pytest
 import torch
 from harness import captured, exact_keep_scale
+from mask_harness import ints, ranges_mask, startend_mask
 from reference import assert_accurate, assert_gradient_accurate, attention, visible
 
 from flash_attn import backends
@@ -30,22 +31,14 @@ def skip_on_cpu(device, call):
         pytest.skip("a head dim of the kernels")
 
 
-def ints(*values, device):
-    return torch.tensor(values, dtype=torch.int32, device=device)
-
-
 def make_mask(kind: str, sq: int, sk: int, device) -> AttentionMask:
     """Mask heads and batch entries differ from kind to kind."""
     if kind == "documents":
         return AttentionMask.documents(ints(3, 90, 91, 190, device=device), sq)
     if kind == "ranges":
-        lo, hi, lo2, hi2 = torch.randint(-20, sk + 20, (4, BATCH, 2, sq), device=device).sort(0).values
-        rows = torch.arange(sq, device=device) % 7 == 3
-        return AttentionMask.query_ranges(lo, hi.where(~rows, 0), lo2, hi2.where(~rows, 0))
+        return ranges_mask(BATCH, sq, sk, device)
     if kind == "startend":
-        bounds = torch.randint(0, sq + 1, (BATCH, 3, sk, 4), device=device)
-        bounds[:, :, 5::11] = ints(0, sq, 0, 0, device=device)
-        return AttentionMask.from_startend_row_indices(bounds, False, sq)
+        return startend_mask(BATCH, sq, sk, device)
     if kind == "padding":
         return AttentionMask.key_padding(ints([1] * 250 + [0] * (sk - 250), [0] * sk, device=device))
     if kind == "blocks":

@@ -28,7 +28,7 @@
 
 namespace flash {
 
-// ---- when it serves ----
+// ---- which calls take it ----
 
 // No dispatch or function mode, torch.func transform, tracer or profiler is on in this thread.
 inline bool is_unwatched() {

@@ -11,7 +11,7 @@
 
 namespace flash {
 
-constexpr int kMaskStrip = 64;     // rows and keys are summarised in strips of so many
+constexpr int kMaskStrip = 64;     // rows, and keys, of a strip: the unit of the summaries
 constexpr int kMaskWordKeys = 32;  // keys of a word of bits
 
 // What a block of the block map says; greater values are kWhole.
@@ -58,7 +58,7 @@ struct IntervalBounds {
     return (max_begin[0] <= first && min_end[0] >= last) || (max_begin[1] <= first && min_end[1] >= last);
   }
 
-  // Whether none of the members meets [first, last). May be false where that is so.
+  // True only if no member meets [first, last); false decides nothing.
   FLASH_HOST_DEVICE constexpr bool none_meets(int first, int last) const {
     return (min_begin[0] >= last || max_end[0] <= first) && (min_begin[1] >= last || max_end[1] <= first);
   }

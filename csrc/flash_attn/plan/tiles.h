@@ -268,7 +268,7 @@ struct BwdTile {
   int blocks_per_sm;
   int v_register_cols = 0;  // first columns of V in registers; with any, Q and dO have one buffer each, which is filled
                             // as soon as its last reader is done
-  int half_warps = 0;       // so many warps compute S, so many others dP; 0: all compute both
+  int half_warps = 0;       // this many warps compute S, as many others dP; 0: all warps compute both
 
   constexpr int sdp_warps() const { return half_warps > 0 ? half_warps : warps; }  // of S, and of dP
 };

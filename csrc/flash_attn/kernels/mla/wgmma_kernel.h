@@ -118,8 +118,8 @@ struct MlaProducer {
 // kIndex: it has the steps of that parity, in the stage of that number, and that half of the columns of O.
 //
 // It releases its half of a stage after its own O += P V of the step. By then the other has computed S of it, if it had
-// to: P is of that S. By the same waits P is written when nobody reads it any more: the writer has added up the P
-// before, and S of its own step follows from keys that replaced those of its last P.
+// to: P is of that S. By the same waits nobody reads P when it is written: the writer has added the P before to O, and
+// its own S comes from keys that took the place of the keys of its last P.
 template <class Config, int kIndex>
 struct MlaConsumer {
   using Element = typename Config::Element;

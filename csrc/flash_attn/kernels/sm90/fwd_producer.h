@@ -242,7 +242,7 @@ struct FwdProducer {
     }
   }
 
-  // Rows of a block of V that become zeros: the first so many, or those of keys that no query sees.
+  // Rows of a block of V to clear: a number of first rows, or the rows of keys that no query sees.
   using ClearedRows = std::conditional_t<Config::kListed, MarkedRows, int>;
 
   // Waits until all consumers have released the stage.
