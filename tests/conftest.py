@@ -17,6 +17,7 @@ from cases import full_cases, pairwise_cases, training_cases
 
 SEED_VARIABLE = "FLASH_ATTN_TEST_SEED"
 BY_FUNCTION = "cuda_by_function"  # a value of the fixture `device` too: CUDA tensors without the autograd node in C++
+GPU = ("cuda", BY_FUNCTION)
 CLIENTS = ("accelerate", "diffusers", "peft", "sentence_transformers", "transformers")
 # Of the extras "test" and "docs": where CI=true, a test that misses one of these fails instead of being skipped.
 REQUIRED_IN_CI = (*CLIENTS, "mkdocs")
@@ -120,7 +121,22 @@ def _covering_pairs(items):
     return kept
 
 
+def _beyond_first_skips(items):
+    """Without a GPU: the items on CUDA tensors but the first of each test, which is skipped and says why."""
+    if torch.cuda.is_available():
+        return set()
+    on_gpu = [item for item in items if getattr(item, "callspec", None) and item.callspec.params.get("device") in GPU]
+    first = {(item.path, item.originalname): item for item in reversed(on_gpu)}
+    return set(on_gpu) - set(first.values())
+
+
+def _drop(config, items, dropped):
+    items[:] = [item for item in items if item not in dropped]
+    config.hook.pytest_deselected(items=[*dropped])
+
+
 def pytest_collection_modifyitems(config, items):
+    _drop(config, items, _beyond_first_skips(items))
     if config.getoption("--full"):
         return
     groups = {}
@@ -131,8 +147,7 @@ def pytest_collection_modifyitems(config, items):
     for group in groups.values():
         family = group[0].callspec.params.get("family")  # the CPU backend has no families: the first one is enough
         dropped |= set(group) - _covering_pairs([x for x in group if x.callspec.params.get("family") == family])
-    items[:] = [item for item in items if item not in dropped]
-    config.hook.pytest_deselected(items=[*dropped])
+    _drop(config, items, dropped)
 
 
 def pytest_runtest_setup(item):
