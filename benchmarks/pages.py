@@ -54,7 +54,7 @@ def mean_and_worst(values, shapes=0):
     """Geometric mean and worst of ratios in a cell; how many they are, if they are not of all `shapes`."""
     if not values:
         return "–"
-    of = f", {len(values)} shapes" if shapes not in (0, len(values)) else ""
+    of = f", {len(values)} of {shapes}" if shapes not in (0, len(values)) else ""
     return f"{geometric_mean(values):.2f}× ({min(values):.2f}×{of})"
 
 
@@ -111,12 +111,17 @@ def grid_block():
 
 
 def everyone_block():
-    """Both grids against every implementation."""
+    """Both grids against every implementation: geometric mean and worst ratio."""
+    peers = [name for name in stored("grid")["implementations"] if name != "ours"]
     lines = []
     for name, group in (("grid", "cells"), ("grid", "gqa"), ("grid_b4h8", "b4h8")):
         result = stored(name)
-        lines += score_table(result, [group])[2 if lines else 0 :]
-    return [*lines, "", *origin(result, "grid_b4h8")]
+        for mode in modes(result):
+            measured = len(rows_of(result, group, mode))
+            found = [[ratio for _, ratio in ratios(result, result, peer, mode, group)] for peer in peers]
+            if any(found):
+                lines.append([f"`{group}` {mode}", *(mean_and_worst(values, measured) for values in found)])
+    return [*markdown_table(["rows", *(f"`{peer}`" for peer in peers)], lines), "", *origin(result, "grid_b4h8")]
 
 
 # ---- features --------------------------------------------------------------------------------------------------------

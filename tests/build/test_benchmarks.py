@@ -296,7 +296,7 @@ def test_pages_name_the_fastest_peer_of_each_row():
     assert scores.best_ratios(found) == [("s512", 0.5, "flash_attn_3"), ("s2048", 4.0, "sdpa_flash")]
     assert pages.cell_entry(found[0]) == "4.00 (0.50× FA3)"
     cells = pages.speed_line("title", {"rows": found}, ["sdpa_flash", "flash_attn_3"], groups="cells")
-    flash, fa3 = "4.00× (4.00×)", "0.50× (0.50×, 1 shapes)"
+    flash, fa3 = "4.00× (4.00×)", "0.50× (0.50×, 1 of 2)"
     assert cells == ["title, 2 shapes", "up to 4 TFLOPS", flash, fa3, "1.41× (0.50×), 1 of 2 slower"]
     short = pages.speed_line("title", {"rows": found}, ["sdpa_flash"], groups="cells", longest=1024)
     assert short[-1] == "0.50× (0.50×), 1 of 1 slower"
