@@ -1,25 +1,7 @@
-"""Measures attention side by side with its peers; prints a table and writes a JSON result.
+"""Measures attention side by side with its peers as docs/benchmarks.md says; prints a table, writes a JSON result.
 
-python benchmarks/run.py                            forward on the GPU (on the CPU without one), all groups
-python benchmarks/run.py --mode fwd bwd fwd+bwd     the modes to measure
-python benchmarks/run.py --peers all                every implementation that is installed
-python benchmarks/run.py --quick                    a third of the cells, shorter
+python benchmarks/run.py --mode fwd bwd fwd+bwd     the modes to measure, on the GPU or without one on the CPU
 python benchmarks/run.py --groups decode decode_layers prefill_cache   attention over a KV cache, not in the default
-python benchmarks/run.py --groups cells b4h8 --peers sdpa_flash naive --budget 40   at one batch size too, likewise
-python benchmarks/run.py --mode bwd --groups gqa window varlen features deterministic --peers sdpa_flash triton
-python benchmarks/run.py --groups fp8               the forward of e4m3 q, k and v, likewise
-
-Method: standard-normal inputs; all implementations get the same tensors, are checked against float64 once, and run in
-rounds A B A B with a rotated order; every call is timed alone by device events after the L2 cache was overwritten and
-the host has enqueued it; the median counts. The small shapes are timed by replay of a CUDA graph of several calls
-(group small) and by the host's clock around several calls from Python (group small_eager). Rows over a KV cache: a CUDA
-graph of one call, replayed after the L2 cache was overwritten (decode...), or of several calls as the layers of a
-model, each with its own cache and all with one plan (decode_layers, decode_8bit, decode_mla); GB/s of the keys and
-values that have to be read, and their share of the fastest read of device memory in the same run. FLOPs: 4·b·h·sq·sk·d
-forward, half of it when causal, ×2.5 backward. Peak memory is what one call adds, its output included. The
-deterministic backwards are measured in a separate group, or in every row if named as peers. In rows with features,
-windows or packed sequences of equal lengths our plain dense call on the same tensors runs in turns with the rest
-(ours_plain), so that the speed relative to it is of one state of clocks and power; it is no peer.
 
 --budget is the time that the rows may take, in seconds. It takes away repeats, then what needs compilation (flex), and
 at last rows. --max-ms bounds the repeats of each row.

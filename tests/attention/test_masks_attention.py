@@ -198,7 +198,7 @@ def test_masks_and_biases(device, call):
 
 @pytest.mark.parametrize(
     "axes,stride_0",
-    [(axes, False) for axes in ((), (0,), (1,), (2,), (3,), (0, 1, 2))]  # of all axes: one number, whose error is luck
+    [(axes, False) for axes in ((), (0,), (1,), (2,), (3,), (0, 1, 2))]  # of all axes: the next test
     + [((0,), True), ((1, 3), True), ((2,), True)],
 )
 def test_gradients_of_broadcast_biases(device, axes, stride_0):
@@ -214,6 +214,22 @@ def test_gradients_of_broadcast_biases(device, axes, stride_0):
     results = forward(call, device, q, k, v, None, tensors)
     dout, dlse = torch.randn_like(results[0]), torch.randn_like(results[1])
     assert len(backward(call, device, dout, dlse, q, k, v, results, None, tensors, bias_grad=False)) == 4
+
+
+def test_gradient_of_a_bias_of_one_number(device):
+    """It is the sum of the gradients of equal biases, one for each score: rounded alike, only added in other order."""
+    call = Call(dtype=torch.bfloat16, causal=True)
+    q, k, v = inputs(call, device, ((2, 20, 6), (2, 30, 0), (2, 30, 0)))
+    one = torch.randn(1, 1, 1, 1, device=device)
+    every = {**call.tensors(device), "attn_bias": one.expand(2, 6, 20, 30).contiguous()}
+    results = forward(call, device, q, k, v, None, every)
+    dout, dlse = torch.randn_like(results[0]), torch.randn_like(results[1])
+    grad, terms = (
+        backward(call, device, dout, dlse, q, k, v, results, None, {**every, "attn_bias": bias})[-1]
+        for bias in (one, every["attn_bias"])
+    )
+    assert grad.shape == one.shape and grad.dtype == torch.float32
+    assert (grad.double() - terms.double().sum()).abs() <= 1e-6 * terms.double().abs().sum()
 
 
 @pytest.mark.parametrize("sizes,reach", (((1, 1), 1), ((3, 7), 6), ((40, 9), 6), ((40, 9), 1000), ((9, 600), 6)))

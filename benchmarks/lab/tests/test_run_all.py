@@ -25,6 +25,9 @@ def ids(experiment):
     return experiment.name
 
 
+MEASURED_IN_PART = {"fwd_bwd": ["fwd"]}  # the run of e2873cd ended before the backward
+
+
 def options_of(experiment):
     """{option: its words} of the command."""
     found, option = {}, None
@@ -45,7 +48,8 @@ def test_grids_measure_what_the_stored_results_hold(experiment):
     result = results.stored(experiment.name)
     if result:
         assert result["groups"] == options["--groups"]
-        assert set(scores.modes(result)) <= set(options["--mode"])  # a run may end before its last mode
+        modes = MEASURED_IN_PART.get(experiment.name, options["--mode"])
+        assert sorted(scores.modes(result)) == sorted(modes)
 
 
 def test_every_stored_result_has_its_experiment():

@@ -108,9 +108,6 @@ inline autograd_list python_backward(const at::Tensor& dout, const autograd_list
   }
 }
 
-// A saved tensor as the kernels read it; hooks may have given it other strides.
-inline bool has_rows(const at::Tensor& x) { return x.size(-1) <= 1 || x.stride(-1) == 1; }
-
 struct DenseAttention {
   // Compiled autograd of torch before 2.7 takes traceable nodes alone.
   static constexpr bool is_traceable = TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR < 7;
@@ -122,7 +119,7 @@ struct DenseAttention {
     const NodeOptions options(ctx->saved_data["options"].toDoubleVector());
     const bool is_plain_call = !at::GradMode::is_enabled() && is_unwatched() && is_plain(dout) &&
                                std::all_of(saved.begin(), saved.end(), is_plain) &&
-                               std::all_of(saved.begin(), saved.begin() + 3, has_rows);
+                               std::all_of(saved.begin(), saved.begin() + 3, has_contiguous_rows);  // hooks change it
     if (!is_plain_call) return python_backward(dout, saved, options);
     const OptionalTensor none;
     const py::gil_scoped_acquire gil;

@@ -33,6 +33,9 @@ inline at::Tensor new_zeros(const at::Tensor& like, at::IntArrayRef shape, at::S
 
 // ---- alignment and strides ----
 
+// Whether the elements of a row are adjacent.
+inline bool has_contiguous_rows(const at::Tensor& tensor) { return tensor.size(-1) <= 1 || tensor.stride(-1) == 1; }
+
 // Whether every row begins at a multiple of vector_bytes; attention kernels move vectors of 16 bytes. Strides of axes
 // of size 1 do not matter.
 inline bool is_aligned(const at::Tensor& tensor, int64_t vector_bytes = 16) {
@@ -41,7 +44,7 @@ inline bool is_aligned(const at::Tensor& tensor, int64_t vector_bytes = 16) {
   for (int64_t axis = 0; axis + 1 < tensor.dim(); ++axis) {
     if (tensor.size(axis) > 1 && tensor.stride(axis) % elements != 0) return false;
   }
-  return tensor.size(-1) <= 1 || tensor.stride(-1) == 1;
+  return has_contiguous_rows(tensor);
 }
 
 inline at::Tensor aligned(const at::Tensor& tensor) {
