@@ -217,7 +217,7 @@ def test_gradients_of_broadcast_biases(device, axes, stride_0):
 
 
 def test_gradient_of_a_bias_of_one_number(device):
-    """It is the sum of the gradients of equal biases, one for each score: rounded alike, only added in other order."""
+    """The sum of the gradients that equal biases of each score have: the same numbers, added in another order."""
     call = Call(dtype=torch.bfloat16, causal=True)
     q, k, v = inputs(call, device, ((2, 20, 6), (2, 30, 0), (2, 30, 0)))
     one = torch.randn(1, 1, 1, 1, device=device)

@@ -119,7 +119,7 @@ struct DenseAttention {
     const NodeOptions options(ctx->saved_data["options"].toDoubleVector());
     const bool is_plain_call = !at::GradMode::is_enabled() && is_unwatched() && is_plain(dout) &&
                                std::all_of(saved.begin(), saved.end(), is_plain) &&
-                               std::all_of(saved.begin(), saved.begin() + 3, has_contiguous_rows);  // hooks change it
+                               std::all_of(saved.begin(), saved.begin() + 3, has_contiguous_rows);  // after hooks
     if (!is_plain_call) return python_backward(dout, saved, options);
     const OptionalTensor none;
     const py::gil_scoped_acquire gil;
