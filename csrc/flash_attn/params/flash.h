@@ -185,7 +185,7 @@ struct Flash_bwd_mask_params : Flash_bwd_params {
 // (kernels/common/pdl.h).
 cudaError_t run_prepare(const Flash_fwd_params& params, cudaStream_t stream);
 
-// One explicit specialisation per file of instantiations/. Launches the planned kernel on `stream` of the current
+// Instantiated by the files of instantiations/. Launches the planned kernel on `stream` of the current
 // device, which must be params.device; returns the launch status. cudaErrorNotSupported: not in this build.
 template <Dtype kDtype, int kHeadDim>
 cudaError_t run_mha_fwd_(const Flash_fwd_params& params, const plan::FwdPlan& plan, cudaStream_t stream);
@@ -194,6 +194,11 @@ cudaError_t run_mha_fwd_(const Flash_fwd_params& params, const plan::FwdPlan& pl
 // kHeadDimV. With several KV splits it writes their partial results.
 template <Dtype kDtype, int kHeadDim, int kHeadDimV = kHeadDim>
 cudaError_t run_mha_fwd_wgmma_(const Flash_fwd_split_params& params, const plan::FwdPlan& plan, cudaStream_t stream);
+
+// What run_mha_fwd_wgmma_ leaves to another file: the variants that modify scores or take a mask as data.
+template <Dtype kDtype, int kHeadDim>
+cudaError_t run_mha_fwd_modified_wgmma_(const Flash_fwd_split_params& params, const plan::FwdPlan& plan,
+                                        cudaStream_t stream);
 
 template <Dtype kDtype, int kHeadDim>
 cudaError_t run_mha_bwd_(const Flash_bwd_params& params, const plan::BwdPlan& plan, cudaStream_t stream);

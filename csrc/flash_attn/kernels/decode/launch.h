@@ -69,4 +69,10 @@ cudaError_t run_mha_fwd_split_sm80(const Flash_kvcache_params& call, cudaStream_
 }
 
 }  // namespace decode
+
+template <Dtype kDtype, int kHeadDim>
+cudaError_t run_mha_fwd_split_(const Flash_kvcache_params& params, cudaStream_t stream) {
+  return decode::run_mha_fwd_split_sm80<kDtype, kHeadDim>(params, stream);
+}
+
 }  // namespace flash

@@ -74,4 +74,10 @@ cudaError_t run_mha_bwd(const Flash_bwd_params& params, const plan::BwdPlan& pla
 }
 
 }  // namespace sm80
+
+template <Dtype kDtype, int kHeadDim>
+cudaError_t run_mha_bwd_(const Flash_bwd_params& params, const plan::BwdPlan& plan, cudaStream_t stream) {
+  return sm80::run_mha_bwd<kDtype, kHeadDim>(params, plan, stream);
+}
+
 }  // namespace flash

@@ -43,4 +43,10 @@ cudaError_t run_mha_fwd(const Flash_fwd_params& params, const plan::FwdPlan& pla
 }
 
 }  // namespace sm80
+
+template <Dtype kDtype, int kHeadDim>
+cudaError_t run_mha_fwd_(const Flash_fwd_params& params, const plan::FwdPlan& plan, cudaStream_t stream) {
+  return sm80::run_mha_fwd<kDtype, kHeadDim>(params, plan, stream);
+}
+
 }  // namespace flash

@@ -114,26 +114,24 @@ cudaError_t run_variant(const Flash_fwd_split_params& params, const plan::FwdPla
   return cudaErrorInvalidValue;
 }
 
-template <Dtype kDtype, int kHeadDim, int kHeadDimV = kHeadDim>
-cudaError_t run_mha_fwd(const Flash_fwd_split_params& params, const plan::FwdPlan& plan, cudaStream_t stream) {
+}  // namespace sm90
+
+template <Dtype kDtype, int kHeadDim, int kHeadDimV>
+cudaError_t run_mha_fwd_wgmma_(const Flash_fwd_split_params& params, const plan::FwdPlan& plan, cudaStream_t stream) {
+  using plan::FwdVariant;
   if constexpr (kHeadDimV != kHeadDim) {
-    return run_flash_fwd<kDtype, kHeadDim, FwdVariant::kPlain, kHeadDimV>(params, plan, stream);
+    return sm90::run_flash_fwd<kDtype, kHeadDim, FwdVariant::kPlain, kHeadDimV>(params, plan, stream);
   } else {
     switch (plan.variant) {
-      case FwdVariant::kPlain: return run_variant<kDtype, kHeadDim, FwdVariant::kPlain>(params, plan, stream);
-      case FwdVariant::kShort: return run_variant<kDtype, kHeadDim, FwdVariant::kShort>(params, plan, stream);
-      case FwdVariant::kDropout: return run_variant<kDtype, kHeadDim, FwdVariant::kDropout>(params, plan, stream);
-      case FwdVariant::kScoreMod: return run_variant<kDtype, kHeadDim, FwdVariant::kScoreMod>(params, plan, stream);
-      case FwdVariant::kMasked: return run_variant<kDtype, kHeadDim, FwdVariant::kMasked>(params, plan, stream);
-      case FwdVariant::kOneWave: return run_variant<kDtype, kHeadDim, FwdVariant::kOneWave>(params, plan, stream);
-      case FwdVariant::kSoftcap: return run_variant<kDtype, kHeadDim, FwdVariant::kSoftcap>(params, plan, stream);
-      case FwdVariant::kAlibi: return run_variant<kDtype, kHeadDim, FwdVariant::kAlibi>(params, plan, stream);
-      case FwdVariant::kDirect: return run_variant<kDtype, kHeadDim, FwdVariant::kDirect>(params, plan, stream);
-      case FwdVariant::kListed: return run_variant<kDtype, kHeadDim, FwdVariant::kListed>(params, plan, stream);
+      case FwdVariant::kPlain: return sm90::run_variant<kDtype, kHeadDim, FwdVariant::kPlain>(params, plan, stream);
+      case FwdVariant::kShort: return sm90::run_variant<kDtype, kHeadDim, FwdVariant::kShort>(params, plan, stream);
+      case FwdVariant::kDropout: return sm90::run_variant<kDtype, kHeadDim, FwdVariant::kDropout>(params, plan, stream);
+      case FwdVariant::kMasked: return sm90::run_variant<kDtype, kHeadDim, FwdVariant::kMasked>(params, plan, stream);
+      case FwdVariant::kOneWave: return sm90::run_variant<kDtype, kHeadDim, FwdVariant::kOneWave>(params, plan, stream);
+      case FwdVariant::kDirect: return sm90::run_variant<kDtype, kHeadDim, FwdVariant::kDirect>(params, plan, stream);
+      default: return run_mha_fwd_modified_wgmma_<kDtype, kHeadDim>(params, plan, stream);
     }
-    return cudaErrorInvalidValue;
   }
 }
 
-}  // namespace sm90
 }  // namespace flash
