@@ -180,7 +180,7 @@ inline void set_tile_order(FwdPlan& plan, const FwdProblem& problem, const Devic
   const int64_t row_tiles = plan.num_work_tiles / plan.num_splits;
   if (row_tiles == 0) return;
   const int64_t tiles_of_head = row_tiles / all_heads;
-  if (plan.variant == FwdVariant::kStatic) {  // the longest tiles of all heads first (StaticTileOrder)
+  if (has_static_tiles(plan.variant)) {  // the longest tiles of all heads first
     plan.band_heads = static_cast<int>(all_heads);
     plan.order = WorkTileOrder(plan.band_heads, static_cast<int>(tiles_of_head), plan.band_heads, 0);
     return;

@@ -9,7 +9,7 @@
 namespace flash {
 namespace sm90 {
 
-// In place of WorkPipeline: each warp finds the same tiles.
+// The work tiles of a thread block with visible keys.
 template <class Config>
 struct StaticTiles {
   const FwdLaunch& launch;
@@ -18,36 +18,50 @@ struct StaticTiles {
   __device__ __forceinline__ explicit StaticTiles(const FwdLaunch& launch_)
       : launch(launch_), at(blockIdx.x, gridDim.x) {}
 
-  __device__ __forceinline__ WorkTile tile() const {
-    const HeadBlock block = launch.order.at(at.index);
-    const int batch = launch.heads_of_batch.divide(block.head);
-    return equal_work_tile(launch.params, Config::kBlockM, batch, block.head - batch * launch.heads_of_batch.divisor,
-                           block.block);
-  }
-
-  // The next tile with visible keys; of the others the load warp stores the rows.
+  // kStores: zeros in the rows of tiles without such keys.
   template <bool kStores>
   __device__ __forceinline__ FwdWork<Config> next() {
     for (; at.index < launch.tiles; at.advance()) {
-      const WorkTile own = tile();
-      const KvBlockOrder order = kv_block_order<Config>(launch, own);
+      const WorkTile tile = direct_tile<Config>(launch, at.index);
+      const KvBlockOrder order = kv_block_order<Config>(launch, tile);
       if (order.count() > 0) {
         at.advance();
-        return {own, order};
+        return {tile, order};
       }
-      if constexpr (kStores) store_fully_masked<Config>(launch, own, 0);
+      if constexpr (kStores) store_fully_masked<Config>(launch, tile, 0);
     }
     return {WorkTile{}, KvBlockOrder{}};
   }
+};
 
-  // For the load warp.
-  __device__ __forceinline__ FwdWork<Config> wait() { return next<true>(); }
+// In place of WorkPipeline, for the load warp.
+template <class Config>
+struct LoaderTiles : StaticTiles<Config> {
+  using StaticTiles<Config>::StaticTiles;
+
+  __device__ __forceinline__ FwdWork<Config> wait() { return this->template next<true>(); }
   __device__ __forceinline__ void release_early(const KvBlockOrder&, int) const {}
+};
 
-  // For consumer warpgroup `group`, with its trip count.
+// For a consumer warpgroup: it knows the next tile before it begins one, so that nothing delays the last P V.
+template <class Config>
+struct ConsumerTiles : StaticTiles<Config> {
+  FwdWork<Config> found;
+
+  __device__ __forceinline__ ConsumerTiles(const FwdLaunch& launch_, int group) : StaticTiles<Config>(launch_) {
+    find(group);
+  }
+
+  __device__ __forceinline__ void find(int group) {
+    found = this->template next<false>();
+    if (found.exists()) {
+      found.steps = trip_count_of<Config>(found.tile, found.order, this->launch.params.window, group);
+    }
+  }
+
   __device__ __forceinline__ FwdWork<Config> consumer_wait(int group) {
-    FwdWork<Config> work = next<false>();
-    if (work.exists()) work.steps = trip_count_of<Config>(work.tile, work.order, launch.params.window, group);
+    const FwdWork<Config> work = found;
+    find(group);
     return work;
   }
 };
@@ -60,7 +74,6 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
       "plan and kernel agree on the shared memory");
   extern __shared__ __align__(1024) char smem[];
   FwdStorage<Config>& storage = *reinterpret_cast<FwdStorage<Config>*>(smem);
-  StaticTiles<Config> tiles(launch);
   const int warp_group =
       __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // shuffled, so that ptxas sees uniform branches
   if (warp_group == Config::kWarpGroups) {
@@ -72,13 +85,15 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     __syncwarp();
     arrive_at_begin<Config>();
     wait_for_previous_kernel();
+    LoaderTiles<Config> tiles(launch);
     FwdProducer<Config>(launch, storage).run_unpaged(tiles);
     return;
   }
+  const ConsumerTiles<Config> tiles(launch, warp_group);
   begin_together<Config>();
   wait_for_previous_kernel();
   store_rng_state(launch.params.dropout);
-  FwdConsumer<Config, StaticTiles<Config>>(launch, storage, tiles, warp_group).compute_attn();
+  FwdConsumer<Config, ConsumerTiles<Config>>(launch, storage, tiles, warp_group).compute_attn();
   allow_next_kernel();  // not earlier: its thread blocks would crowd onto the few idle SMs
 }
 
