@@ -99,6 +99,9 @@ std::vector<Row> table() {
       {"one wave", dense(1, 512, 16, 128), kH100, kWgmma, V::kDirect, 128, 64, 288, 197632, 64, 1, false, true},
       {"one wave, causal, d 64", dense(1, 1024, 16, 64, kCausal), kH100, kWgmma, V::kDirect, 128, 128, 288, 115712, 128,
        1, false, true},
+      {"two waves", dense(4, 1024, 8, 128), kH100, kWgmma, V::kStatic, 128, 64, 288, 230400, 132, 1, false, true},
+      {"two waves, causal", dense(4, 1024, 8, 128, kCausal), kH100, kWgmma, V::kStatic, 128, 64, 288, 230400, 132, 1,
+       false, true},
       {"one wave, packed", packed(1, 512, 16, 128), kH100, kWgmma, V::kOneWave, 128, 64, 384, 230400, 112, 1, false,
        true},
       {"one wave, d 256", dense(1, 512, 16, 256), kH100, kWgmma, V::kOneWave, 128, 64, 384, 230400, 64, 1, false, true},
@@ -179,6 +182,23 @@ void check_other_families() {
   check::that(odd.family == Family::kWgmma && odd.pad_head_dim == 136 && odd.head_dim == 192, "V of odd head dim");
   const FwdProblem huge = changed(dense(16, 1 << 24, 1024, 64), [](FwdProblem& p) { p.seqlen_k = 128; });
   check::that(is_mma_sync(plan_of(huge, kH100)), "more work tiles than can be numbered");
+}
+
+// Whole waves of 128 rows or of 192, whichever take less time; packed calls with the same bits.
+void check_whole_waves() {
+  const auto variant = [](const FwdProblem& problem) { return plan_of(problem, kH100).variant; };
+  using V = FwdVariant;
+  check::that(variant(dense(4, 2048, 8, 128)) == V::kStatic, "four waves instead of three");
+  check::that(variant(dense(1, 1024, 20, 128)) == V::kPlain, "two waves or one");
+  check::that(variant(dense(1, 1024, 20, 128, kCausal)) == V::kStatic, "but the long tiles of one end late");
+  const FwdProblem nearly_equal = changed(dense(1, 768, 30, 128, kCausal), [](FwdProblem& p) { p.seqlen_k = 16384; });
+  check::that(variant(nearly_equal) == V::kShort, "none of them ends early");
+  check::that(variant(dense(4, 2048, 8, 128, kCausal)) == V::kMasked, "more than two waves of unequal tiles");
+  check::that(variant(dense(4, 4096, 8, 128)) == V::kPlain, "eight waves");
+  check::that(variant(dense(4, 1024, 8, 128, kSliding)) == V::kShort, "a left window bound");
+  check::that(variant(packed(4, 1024, 8, 128)) == V::kOneWave, "packed");
+  check::that(variant(changed(dense(4, 1024, 8, 128), [](FwdProblem& p) { p.batch_invariant = true; })) == V::kPlain,
+              "batch-invariant");
 }
 
 // Work tiles of variable trip counts go by bands, the short ones last of all; packed ones are sorted.
@@ -414,6 +434,7 @@ int main() {
   check_tangents();
   check_splits();
   check_other_families();
+  check_whole_waves();
   check_tile_order();
   check_rules();
   check_masks();

@@ -96,10 +96,7 @@ constexpr int64_t dequantize_cost(const FwdProblem& problem, int64_t seen_keys) 
 constexpr int64_t kMaxGatheredBytes = int64_t{2} << 30;
 
 constexpr FamilyQuery family_query(const FwdProblem& problem, const Device& device) {
-  const int rows = static_cast<int>(problem.rows()), last = rows > 0 ? rows - 1 : 0;
-  constexpr int64_t kMaxKeys = kUnbounded / 2;  // sums of two lengths are ints
-  const int keys = static_cast<int>(problem.keys() < kMaxKeys ? problem.keys() : kMaxKeys);
-  const Visibility sequence{rows, keys, problem.window};
+  const SeenKeys seen = seen_keys(problem);
   FamilyQuery query{};
   query.capability = device.capability;
   query.head_dim = problem.max_head_dim();
@@ -107,20 +104,18 @@ constexpr FamilyQuery family_query(const FwdProblem& problem, const Device& devi
   query.multiprocessors = device.multiprocessors;
   query.has_direct_kernel = has_direct_kernel(problem);
   query.may_use_decode = may_use_decode_kernels(problem);
-  query.decode_rows = problem.heads_k > 0 ? product(rows, problem.group()) : 0;
+  query.decode_rows = problem.heads_k > 0 ? product(problem.rows(), problem.group()) : 0;
   query.kv_dtype = problem.kv_dtype;
   const int64_t decode_tiles = kv_row_tiles(query.head_dim, query.decode_rows, problem.kv_dtype);
   query.decode_tiles = product(problem.batch, problem.heads_k, decode_tiles);
-  query.seen_keys = sequence.key_end(last) - sequence.key_begin(last > 127 ? last - 127 : 0);
-  const int first_keys = sequence.key_end(last < 127 ? last : 127) - sequence.key_begin(0);
-  query.mean_keys = ((first_keys > 0 ? first_keys : 0) + query.seen_keys) / 2;
+  query.seen_keys = seen.most;
+  query.mean_keys = seen.mean;
   if (may_split_kv(problem)) {
     query.split_kv_tiles = query.row_tiles;
     query.split_kv_rows = problem.all_rows();
   }
   query.batch_invariant = problem.batch_invariant;
-  const int sequence_keys = sequence.key_end(last) - sequence.key_begin(0);
-  query.pass_cost = dequantize_cost(problem, sequence_keys > 0 ? sequence_keys : 0);
+  query.pass_cost = dequantize_cost(problem, seen.of_sequence);
   query.is_pass_large = problem.gathers_keys && problem.dequantized_bytes() > kMaxGatheredBytes;
   return query;
 }

@@ -138,10 +138,14 @@ constexpr FwdVariant score_mod_variant(const FwdProblem& problem) {
                                                   : FwdVariant::kScoreMod;
 }
 
-// Whether a call of one wave needs no schedule: each CTA finds its m_block and its keys from blockIdx.
+// Whether the host knows all lengths, so that each CTA may find its m_blocks and their keys from blockIdx.
+constexpr bool has_host_lengths(const FwdProblem& problem) {
+  return !problem.is_varlen && !problem.has_key_ranges && !problem.is_paged;
+}
+
+// Whether a call of one wave needs no schedule.
 constexpr bool runs_direct(const FwdProblem& problem, const Device& device, const FamilyChoice& choice, int head_dim) {
-  const bool is_dense = !problem.is_varlen && !problem.has_key_ranges && !problem.is_paged;
-  return has_direct_kernel(problem) && choice.num_splits == 1 && is_dense &&
+  return has_direct_kernel(problem) && choice.num_splits == 1 && has_host_lengths(problem) &&
          problem.blocks(sm90_fwd_tile(head_dim, FwdVariant::kDirect).block_m) <= device.multiprocessors;
 }
 
@@ -152,6 +156,9 @@ inline FwdVariant sm90_variant(const FwdProblem& problem, const Device& device, 
   if (problem.has_dropout) return FwdVariant::kDropout;
   if (choice.num_splits > 1 || choice.is_one_wave) {
     return runs_direct(problem, device, choice, head_dim) ? FwdVariant::kDirect : FwdVariant::kOneWave;
+  }
+  if (sm90_has_variant(head_dim, FwdVariant::kStatic) && sm90_takes_whole_waves(problem, device, head_dim)) {
+    return has_host_lengths(problem) ? FwdVariant::kStatic : FwdVariant::kOneWave;  // with the same bits
   }
   if (sm90_has_variant(head_dim, FwdVariant::kShort)) {
     const Sm90FwdTile plain = sm90_fwd_tile(head_dim, FwdVariant::kPlain);
@@ -173,6 +180,11 @@ inline void set_tile_order(FwdPlan& plan, const FwdProblem& problem, const Devic
   const int64_t row_tiles = plan.num_work_tiles / plan.num_splits;
   if (row_tiles == 0) return;
   const int64_t tiles_of_head = row_tiles / all_heads;
+  if (has_static_tiles(plan.variant)) {  // the longest tiles of all heads first
+    plan.band_heads = static_cast<int>(all_heads);
+    plan.order = WorkTileOrder(plan.band_heads, static_cast<int>(tiles_of_head), plan.band_heads, 0);
+    return;
+  }
   // The query heads of one K/V head read the same K and V.
   const int64_t row_bytes = dtype_bytes(problem.dtype) * (problem.head_dim + problem.head_dim_v);
   const int64_t head_bytes = row_bytes * problem.keys_of_head() / problem.group();
@@ -222,7 +234,7 @@ inline FwdPlan plan_fwd_wgmma(const FwdProblem& problem, const Device& device, c
   if (plan.num_work_tiles > kMaxWorkTiles) return plan;  // too many
   plan.grid = plan.num_work_tiles < device.multiprocessors ? plan.num_work_tiles : device.multiprocessors;
   set_tile_order(plan, problem, device);
-  const bool is_one_wave = plan.variant == FwdVariant::kOneWave || plan.variant == FwdVariant::kDirect;
+  const bool is_one_wave = plan.variant == FwdVariant::kOneWave || has_static_tiles(plan.variant);
   // Lists are read before the kernel would wait for the one that makes them.
   plan.pdl = !problem.has_mask() && (is_one_wave || plan.num_splits > 1 || problem.is_varlen || plan.is_dynamic);
   if (problem.is_paged && problem.seqlen_k > 0 && problem.fits_page_maps) {
