@@ -50,7 +50,7 @@ cudaError_t run_mha_fwd_family(const Flash_fwd_split_params& params, const plan:
     }
     return cudaErrorInvalidValue;  // no plan has this
   } else {
-    if constexpr (plan::kLeastWgmmaHeadDim <= kHeadDim && kHeadDim <= plan::kMaxWgmmaHeadDim) {
+    if constexpr (plan::kLeastWgmmaHeadDim <= kHeadDim) {
       if (plan.family == plan::Family::kWgmma) return run_mha_fwd_wgmma_<kDtype, kHeadDim>(params, plan, stream);
     }
     return run_mha_fwd_<kDtype, kHeadDim>(params, plan, stream);

@@ -201,7 +201,7 @@ constexpr int kSm90WideHeadDim = 512, kSm90WideBlockM = 64, kSm90WideBlockN = 64
 constexpr int kSm90WideChunkCols = 64, kSm90WidePartKeys = 16, kSm90WideHeldChunks = 2;
 constexpr int kSm90WideValueSlots = 6;  // for each half of the columns
 
-// Whether the head dims have this kernel alone.
+// Head dims of the "wide" kernel, which is this one.
 constexpr bool is_wide(int max_head_dim) { return max_head_dim > kMaxWgmmaHeadDim; }
 
 // kListed: blocks are whole strips of kMaskStrip keys. Other head dims run in the next greater kernel.
