@@ -46,7 +46,7 @@ cudaError_t run_mha_fwd(const Flash_fwd_split_params& params, const plan::FwdPla
     return HEADDIM_SWITCH(plan.head_dim, [&] {
       return BOOL_SWITCH(plan.has_value_dim(), kHasValueDim, [&] {
         if constexpr (!kHasValueDim) {
-          if constexpr (plan::kLeastWgmmaHeadDim <= kHeadDim && kHeadDim <= plan::kMaxWgmmaHeadDim) {
+          if constexpr (plan::kLeastWgmmaHeadDim <= kHeadDim) {
             if (plan.family == plan::Family::kWgmma) return run_mha_fwd_wgmma_<kDtype, kHeadDim>(params, plan, stream);
           }
           return run_mha_fwd_<kDtype, kHeadDim>(params, plan, stream);

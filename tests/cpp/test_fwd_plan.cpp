@@ -79,6 +79,7 @@ std::vector<Row> table() {
   const auto both = [](FwdProblem& problem) { problem.modifiers = Modifiers::kAny; };
   const auto wide = [](FwdProblem& problem) { problem.head_dim = 192; };
   const FwdProblem long_64 = dense(2, 8192, 32, 64), long_128 = dense(2, 8192, 16, 128);
+  const FwdProblem wide_heads = dense(2, 8192, 8, 512);
   return {
       {"d 64", long_64, kH100, kWgmma, V::kPlain, 192, 128, 512, 148480, 132, 1, false, false},
       {"d 64, short", dense(32, 512, 32, 64), kH100, kWgmma, V::kShort, 128, 64, 640, 198656, 132, 1, false, false},
@@ -109,7 +110,14 @@ std::vector<Row> table() {
       {"d 64 on A100", long_64, kA100, kMma, V::kPlain, 128, 128, 128, 49152, 4096, 1, false, true},
       {"d 128, short, on A100", dense(1, 512, 8, 128), kA100, kMma, V::kShort, 64, 64, 128, 49152, 64, 1, false, true},
       {"d 256 on L40", dense(2, 8192, 8, 256), kL40, kMma, V::kPlain, 64, 64, 128, 98304, 2048, 1, false, true},
-      {"d 512", dense(2, 8192, 8, 512), kH100, kMma, V::kPlain, 64, 32, 256, 135680, 2048, 1, false, true},
+      {"d 512", wide_heads, kH100, kWgmma, V::kPlain, 64, 64, 384, 224256, 2048, 1, false, true},
+      {"d 320, causal", dense(2, 8192, 8, 320, kCausal), kH100, kWgmma, V::kPlain, 64, 64, 384, 224256, 2048, 1, false,
+       true},
+      {"d 512, dropout", changed(wide_heads, dropout), kH100, kMma, V::kDropout, 32, 32, 128, 100608, 4096, 1, false,
+       true},
+      {"d 512, softcap", changed(wide_heads, softcap), kH100, kMma, V::kPlain, 64, 32, 256, 135680, 2048, 1, false,
+       true},
+      {"d 512 on A100", wide_heads, kA100, kMma, V::kPlain, 64, 32, 256, 135680, 2048, 1, false, true},
       {"d 512 on L40", dense(2, 8192, 8, 512), kL40, kMma, V::kShort, 32, 32, 128, 100608, 4096, 1, false, true},
       {"d 128, origins, on L40", changed(long_128, origins), kL40, kMma, V::kDropout, 128, 32, 128, 49152, 2048, 1,
        false, true},
@@ -180,6 +188,11 @@ void check_other_families() {
   check::that(is_mma_sync(padded) && padded.pad_head_dim == 128 && padded.head_dim == 128, "padded");
   const FwdPlan odd = plan_of(changed(problem, [](FwdProblem& p) { p.head_dim_v = 131; }), kH100);
   check::that(odd.family == Family::kWgmma && odd.pad_head_dim == 136 && odd.head_dim == 192, "V of odd head dim");
+  const FwdProblem wide = changed(dense(2, 8192, 8, 512), [](FwdProblem& p) { p.head_dim_v = 320; });
+  const FwdPlan wide_direct = plan_of(wide, kH100);
+  check::that(wide_direct.family == Family::kWgmma && wide_direct.pad_head_dim == 0, "K of 512 with V of 320");
+  check::that(is_mma_sync(plan_of(changed(wide, [](FwdProblem& p) { p.is_paged = true; }), kH100)), "wide pages");
+  check::that(is_mma_sync(plan_of(wide, without)), "a build without head dim 512");
   const FwdProblem huge = changed(dense(16, 1 << 24, 1024, 64), [](FwdProblem& p) { p.seqlen_k = 128; });
   check::that(is_mma_sync(plan_of(huge, kH100)), "more work tiles than can be numbered");
 }

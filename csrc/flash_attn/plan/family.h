@@ -44,6 +44,7 @@ struct FamilyQuery {
   int64_t split_kv_tiles = 0;      // m_blocks of 128 rows, at mean length, whose keys wgmma may split
   int64_t split_kv_rows = 0;       // of all heads
   bool has_direct_kernel = false;  // packed calls choose as dense ones do, for the same bits
+  bool has_wide_kernel = false;    // may_use_wide_kernel()
   bool batch_invariant = false;    // only options and head dims may choose
   Dtype kv_dtype = Dtype::kBf16;
   int64_t pass_cost = 0;       // dequantize_cost(), which the decode kernels save
@@ -68,6 +69,12 @@ constexpr bool has_direct_kernel(const FwdProblem& problem) {
   if (problem.max_head_dim() > kMaxWgmmaHeadDim) return false;
   const int head_dim = wgmma_head_dim(fwd_tile(problem.max_head_dim(), FwdVariant::kPlain).head_dim);
   return sm90_has_variant(head_dim, FwdVariant::kDirect) && !problem.has_dropout && !problem.has_score_mod();
+}
+
+// Whether the wgmma kernel of head dims above kMaxWgmmaHeadDim supports the call.
+constexpr bool may_use_wide_kernel(const FwdProblem& problem) {
+  return is_wide(problem.max_head_dim()) && !problem.is_paged && !problem.has_dropout && !problem.has_score_mod() &&
+         !problem.has_mask();
 }
 
 // KV splits: not with dropout or a mask as data, nor where the kernel cannot read pages.
@@ -103,6 +110,7 @@ constexpr FamilyQuery family_query(const FwdProblem& problem, const Device& devi
   query.row_tiles = problem.blocks(128);
   query.multiprocessors = device.multiprocessors;
   query.has_direct_kernel = has_direct_kernel(problem);
+  query.has_wide_kernel = may_use_wide_kernel(problem);
   query.may_use_decode = may_use_decode_kernels(problem);
   query.decode_rows = problem.heads_k > 0 ? product(problem.rows(), problem.group()) : 0;
   query.kv_dtype = problem.kv_dtype;
@@ -121,7 +129,7 @@ constexpr FamilyQuery family_query(const FwdProblem& problem, const Device& devi
 }
 
 constexpr bool may_use_wgmma(const FamilyQuery& query) {
-  return query.capability == kWgmmaCapability && query.head_dim <= kMaxWgmmaHeadDim;
+  return query.capability == kWgmmaCapability && (!is_wide(query.head_dim) || query.has_wide_kernel);
 }
 
 // Time of one wave of m_blocks in each family, in picoseconds on an H200: fitted to 507 calls, at head dims with
@@ -169,7 +177,8 @@ constexpr FamilyCosts kFamilyCosts[kNumHeadDims] = {
      {},
      {7440000, 19600, 21100, 1627},
      {7230000, 126, 13100000, 130, 198}},
-    {512, {4800000, 90000}, {}, {}, {}, {7600000, 126, 7600000, 126, 126}},  // estimated from the row above
+    // Estimated: from the row above, of wgmma from the clocks of a step.
+    {512, {4800000, 90000}, {5500000, 19800, 24300}, {}, {}, {7600000, 126, 7600000, 126, 126}},
 };
 
 constexpr const FamilyCosts& family_costs(const FamilyQuery& query) {
@@ -191,8 +200,9 @@ constexpr int64_t mma_sync_cost(const FamilyQuery& query) {
 constexpr int64_t wgmma_cost(const FamilyQuery& query) {
   const FamilyCosts& costs = family_costs(query);
   const auto& cost = query.has_direct_kernel && waves_of(query.row_tiles, query) == 1 ? costs.direct : costs.wgmma;
-  const int64_t at_a_time = query.row_tiles < query.multiprocessors ? query.row_tiles : query.multiprocessors;
-  return cost.call + cost.tile * at_a_time + product(waves_of(query.row_tiles, query), query.seen_keys) * cost.key;
+  const int64_t row_tiles = (query.has_wide_kernel ? 2 : 1) * query.row_tiles;  // of 64 rows, or of 128
+  const int64_t at_a_time = row_tiles < query.multiprocessors ? row_tiles : query.multiprocessors;
+  return cost.call + cost.tile * at_a_time + product(waves_of(row_tiles, query), query.seen_keys) * cost.key;
 }
 
 // KV splits are work tiles too, in separate waves; if m_blocks have different trip counts, the longest tiles go
