@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from statistics import geometric_mean
 
+import accuracy_table
 import cp_tables
 from markdown_tables import markdown_table, mask, rewritten, wrapped
 from plots import PLOTTED_GROUPS
@@ -254,6 +255,14 @@ def steps_block():
     return [*markdown_table(header, lines), "", *wrapped(told)]
 
 
+# ---- errors ----------------------------------------------------------------------------------------------------------
+
+
+def accuracy_block():
+    result = stored("accuracy")
+    return [*accuracy_table.block(result), "", *origin(result, "accuracy")] if result else []
+
+
 # ---- 8 bits ----------------------------------------------------------------------------------------------------------
 
 
@@ -348,6 +357,7 @@ BLOCKS = {
         "deterministic": deterministic_block,
         "mma_sync": mma_sync_block,
         "decode": decode_block,
+        "accuracy": accuracy_block,
         "loss": loss_block,
         "steps": steps_block,
     },

@@ -39,9 +39,10 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from flash_attn import backends
+from flash_attn import backends, observation
 from flash_attn._docstrings import documented
 from flash_attn._types import Descale, TensorOrTuple, WindowSize
+from flash_attn.batch_invariance import is_batch_invariant
 from flash_attn.inference import flash_attn_combine, flash_attn_with_kvcache  # noqa: F401
 from flash_attn.masks import AttentionMask
 from flash_attn.ops import arguments, calls, context, eager, library, normalize, outputs
@@ -542,7 +543,8 @@ def flash_attn_func(
     if _is_compiling():
         result = _attention(None, (q, k, v), DENSE, *score, *more)
     else:
-        result = NotImplemented if more else eager.attention(q, k, v, *score)
+        in_python = more or observation.DEBUG
+        result = NotImplemented if in_python else eager.attention(q, k, v, *score, is_batch_invariant())
         if result is NotImplemented:
             result = FlashAttnFunc.apply(q, k, v, *score, *more)
     return result if lse_convention == "fa2" else _in_convention(result, lse_convention, return_attn_probs)

@@ -105,6 +105,10 @@ EXPERIMENTS = (
         LAB_PAGE,
     ),
     Experiment(
+        "accuracy", "errors against float64, of these kernels and of peers",
+        "{python} benchmarks/lab/accuracy.py --out {result}", 60, compiles=30, small="--device cpu --peers sdpa_flash",
+    ),
+    Experiment(
         "sdpa_step", "training steps of a transformers model by SDPA",
         "{python} benchmarks/sdpa_step.py --steps 10 --out {result}", 55, small="--device cpu --steps 2",
     ),

@@ -10,24 +10,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_attn import backends, observation
-from flash_attn.batch_invariance import is_batch_invariant
+from flash_attn import backends
 from flash_attn.ops import library
 from flash_attn.ops.attention_args import backward_args
 
 _extension: Any = backends.cuda_extension()
-_attention: Any = getattr(_extension, "attention", None)
 
-if _attention is not None:  # torch finds only its own types of nodes
-    torch.autograd.graph.Node.register(_extension.FlashAttnFuncBackward)
+if hasattr(_extension, "attention"):
+    torch.autograd.graph.Node.register(_extension.FlashAttnFuncBackward)  # torch finds only its own types of nodes
 
 
-def attention(*args: Any) -> Any:
-    """The result of a dense call, or NotImplemented where `FlashAttnFunc` has to take it. args: of flash_attn_func, up
-    to return_attn_probs."""
-    if _attention is None or observation.DEBUG:
-        return NotImplemented
-    return _attention(*args, is_batch_invariant())
+def _declines(*args: Any) -> Any:
+    return NotImplemented
+
+
+# The result of a dense call, or NotImplemented where `FlashAttnFunc` has to take it. Takes the arguments of
+# flash_attn_func up to return_attn_probs, then whether the call is batch-invariant.
+attention: Any = getattr(_extension, "attention", _declines)
 
 
 def backward(

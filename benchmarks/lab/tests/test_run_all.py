@@ -25,6 +25,7 @@ def ids(experiment):
     return experiment.name
 
 
+NOT_YET_MEASURED = {"accuracy"}
 MEASURED_IN_PART = {"fwd_bwd": ["fwd"]}  # the run of e2873cd ended before the backward
 
 
@@ -55,7 +56,7 @@ def test_grids_measure_what_the_stored_results_hold(experiment):
 def test_every_stored_result_has_its_experiment():
     if not results.RESULTS.is_dir():
         pytest.skip("a source distribution has no results")
-    assert {path.stem for path in results.RESULTS.glob("*.json")} == set(NAMES)
+    assert set(NAMES) - NOT_YET_MEASURED <= {path.stem for path in results.RESULTS.glob("*.json")} <= set(NAMES)
 
 
 def writer(name, code, **more):
@@ -79,7 +80,7 @@ def test_results_are_collected_and_a_failure_stops_nothing(tmp_path, capsys, mon
     assert run_all.main(["named", "renamed", "--out", str(tmp_path)]) == 0
 
 
-@pytest.mark.parametrize("name", ["deterministic", "sdpa_step"])
+@pytest.mark.parametrize("name", ["deterministic", "accuracy", "sdpa_step"])
 def test_experiments_run_in_miniature_on_a_cpu(name, tmp_path, monkeypatch, capfd):
     """One of each program that no other test runs by its command line."""
     pytest.importorskip({"sdpa_step": "transformers"}.get(name, "torch"))

@@ -23,8 +23,9 @@
 #include <utility>
 #include <vector>
 
-#include "api/dense.h"
+#include "api/backward.h"
 #include "api/environment.h"
+#include "api/forward.h"
 
 namespace flash {
 
@@ -121,12 +122,22 @@ struct DenseAttention {
                                std::all_of(saved.begin(), saved.end(), is_plain) &&
                                std::all_of(saved.begin(), saved.begin() + 3, has_contiguous_rows);  // after hooks
     if (!is_plain_call) return python_backward(dout, saved, options);
-    const OptionalTensor none;
+    const OptionalTensor none, rng_state = saved[5];
+    BwdCall call{{dout, none, none, none, none},
+                 saved[0],
+                 saved[1],
+                 saved[2],
+                 saved[3],
+                 saved[4],
+                 options.scores(),
+                 options.dropout_p,
+                 options.deterministic,
+                 rng_state,
+                 options.batch_invariant};
     const py::gil_scoped_acquire gil;
     const CallGuard guard;
-    autograd_list results = dense_backward<Tensors>({dout, none, none, none, none}, saved[0], saved[1], saved[2],
-                                                    saved[3], saved[4], options.scores(), options.dropout_p,
-                                                    options.deterministic, saved[5], options.batch_invariant, 0);
+    set_dense(call);
+    autograd_list results = mha_bwd(call);
     results.resize(3);
     return results;
   }
@@ -178,12 +189,16 @@ inline at::Tensor attention(const at::Tensor& q, const at::Tensor& k, const at::
                             bool records) {
   NodePointer<FlashAttnFuncBackward>::Type node;
   if (records) node = FlashAttnFuncBackward::of(q, k, v, options);
+  const OptionalTensor no_out;
+  const OptionalGenerator default_generator;
+  FwdCall call{
+      q, k, v, no_out, options.scores(), options.dropout_p, false, default_generator, false, options.batch_invariant};
   Tensors results;
   {
     const CallGuard guard;
     const at::AutoGradMode mode(at::GradMode::is_enabled() && !records);  // a result may be a view
-    results = dense_forward<Tensors>(q, k, v, {}, options.scores(), options.dropout_p, false, {}, false,
-                                     options.batch_invariant, {}, {}, 0);
+    set_dense(call);
+    results = mha_fwd(call);
   }
   if (records) {
     FlashAttnFuncBackward::record(node, results[0], {q, k, v, results[0], results[1], results[3]});

@@ -1,4 +1,4 @@
-// A backward of dense or packed batches: set_params -> plan -> allocate -> launch -> return.
+// A backward of dense or packed batches: checks -> set_params -> plan -> allocate -> launch -> return.
 #pragma once
 
 #include <ATen/ops/sum.h>
@@ -97,12 +97,34 @@ inline void check_kept(const KeptDq& kept, at::IntArrayRef sum_shape, at::IntArr
   check("softmax_d", kept.softmax_d, softmax_d_shape);
 }
 
-inline void check_gradients(const Gradients& gradients, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                            const at::Tensor& out, const at::Tensor& softmax_lse, at::IntArrayRef lse_shape) {
+// A backward of a dense or a packed batch: its arguments, and the sequences that set_dense() or set_packed() adds once
+// they have passed the checks.
+struct BwdCall {
+  Gradients gradients;
+  const at::Tensor& q;
+  const at::Tensor& k;
+  const at::Tensor& v;
+  const at::Tensor& out;
+  const at::Tensor& lse;
+  ScoreOptions scores;
+  double p_dropout;
+  bool deterministic;
+  const OptionalTensor& rng_state;
+  bool batch_invariant;
+  LaunchOptions launch = {};
+
+  Flash_bwd_params sequences = {};
+};
+
+// ---- its checks ----
+
+inline void check_gradients(const BwdCall& call, at::IntArrayRef lse_shape) {
+  const Gradients& gradients = call.gradients;
+  const at::Tensor &q = call.q, &k = call.k, &v = call.v;
   check_stage(gradients);
   const at::DimVector out_shape = checks::output_shape(q, v);
   checks::like("dout", gradients.dout, out_shape, q);
-  checks::like("out", out, out_shape, q);
+  checks::like("out", call.out, out_shape, q);
   if (gradients.dq.has_value()) checks::like("dq", *gradients.dq, q.sizes(), q);
   if (gradients.accumulate_dkv) {
     checks::accumulated("dk", gradients.dk, k);
@@ -111,18 +133,19 @@ inline void check_gradients(const Gradients& gradients, const at::Tensor& q, con
     if (gradients.dk.has_value()) checks::like("dk", *gradients.dk, k.sizes(), q);
     if (gradients.dv.has_value()) checks::like("dv", *gradients.dv, v.sizes(), q);
   }
-  checks::lse("softmax_lse", softmax_lse, q, lse_shape);
+  checks::lse("softmax_lse", call.lse, q, lse_shape);
   if (gradients.dlse.has_value()) checks::lse("dlse", *gradients.dlse, q, lse_shape);
 }
 
-inline void check_written(const Gradients& gradients, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                          const at::Tensor& out, const at::Tensor& softmax_lse, const ScoreOptions& scores) {
+inline void check_written(const BwdCall& call) {
+  const Gradients& gradients = call.gradients;
+  const ScoreOptions& scores = call.scores;
   const overlap::Operands read = {{"dout", gradients.dout},
-                                  {"q", q},
-                                  {"k", k},
-                                  {"v", v},
-                                  {"out", out},
-                                  {"softmax_lse", softmax_lse},
+                                  {"q", call.q},
+                                  {"k", call.k},
+                                  {"v", call.v},
+                                  {"out", call.out},
+                                  {"softmax_lse", call.lse},
                                   {"dlse", gradients.dlse},
                                   {"alibi_slopes", scores.alibi_slopes},
                                   {"sinks", scores.sinks},
@@ -136,26 +159,39 @@ inline void check_written(const Gradients& gradients, const at::Tensor& q, const
                  read);
 }
 
+inline void set_dense(BwdCall& call) {
+  const at::Tensor& q = call.q;
+  checks::query(q, 4, kDenseAxes);
+  checks::whole_vectors(q);
+  const int64_t batch = q.size(0);
+  checks::key_value(call.k, call.v, q, {batch, -1, -1, q.size(3)}, kDenseAxes);
+  check_gradients(call, {batch, q.size(2), q.size(1)});
+  check_dense_scores(call.scores, q, call.k, call.p_dropout);
+  checks::rng_state(call.rng_state, call.p_dropout, q);
+  check_written(call);
+  call.sequences = dense_sequences<Flash_bwd_params>(batch, call.batch_invariant);
+}
+
+inline void set_packed(BwdCall& call, const at::Tensor& cu_seqlens_q, const at::Tensor& cu_seqlens_k,
+                       int64_t max_seqlen_q, int64_t max_seqlen_k) {
+  const at::Tensor& q = call.q;
+  checks::query(q, 3, kPackedAxes);
+  checks::whole_vectors(q);
+  const int64_t batch = checks::cu_seqlens(cu_seqlens_q, cu_seqlens_k, q);
+  checks::key_value(call.k, call.v, q, {-1, -1, q.size(2)}, kPackedAxes);
+  check_gradients(call, {q.size(1), q.size(0)});
+  checks::max_seqlen("max_seqlen_q", max_seqlen_q);
+  checks::max_seqlen("max_seqlen_k", max_seqlen_k);
+  check_packed_scores(call.scores, q, call.k, batch, call.p_dropout, max_seqlen_k);
+  checks::rng_state(call.rng_state, call.p_dropout, q);
+  check_written(call);
+  call.sequences = packed_sequences<Flash_bwd_params>(batch, call.batch_invariant, cu_seqlens_q, cu_seqlens_k);
+}
+
 // ---- the call ----
 
 // The instantiation that the plan names (flash_api.cpp).
 cudaError_t run_mha_bwd(const Flash_bwd_mask_params& params, const plan::BwdPlan& plan, cudaStream_t stream);
-
-// A call whose arguments have passed the checks.
-struct BwdCall {
-  Flash_bwd_params sequences;  // the batch, packed sequences
-  Gradients gradients;
-  const at::Tensor& q;
-  const at::Tensor& k;
-  const at::Tensor& v;
-  const at::Tensor& out;
-  const at::Tensor& lse;
-  ScoreOptions scores;
-  double p_dropout;
-  bool deterministic;
-  const OptionalTensor& rng_state;
-  int64_t sm_margin;
-};
 
 // What calls with a mask do not do yet.
 inline void check_mask_options(const BwdCall& call) {
@@ -179,7 +215,7 @@ inline plan::BwdPlan plan_call(const BwdCall& call, Flash_bwd_params& params, co
   plan::BwdProblem problem = bwd_problem(params, dtype_of(call.q), call.deterministic, stage);
   problem.mask_matrices = mask_matrix_count(call.scores.mask, params);
   if (problem.has_mask()) check_mask_options(call);
-  const plan::BwdPlan plan = plan::plan_bwd(problem, device_of(params.device, call.sm_margin), forced_family());
+  const plan::BwdPlan plan = plan::plan_bwd(problem, device_of(params.device, call.launch.sm_margin), forced_family());
   if (problem.has_mask()) check_mask_plan(plan.mask, params);
   return plan;
 }
@@ -252,8 +288,8 @@ inline at::Tensor kept_dq_sum(const Flash_bwd_params& params, const plan::BwdPla
 inline at::Tensor computed(const std::optional<Output>& output) { return output ? output->computed : at::Tensor(); }
 inline at::Tensor finished(const std::optional<Output>& output) { return output ? output->finish() : at::Tensor(); }
 
-inline void launch_backward(Flash_bwd_mask_params& params, const plan::BwdPlan& plan, const at::Tensor& q,
-                            const at::Tensor& dq_sum) {
+inline void launch(Flash_bwd_mask_params& params, const plan::BwdPlan& plan, const at::Tensor& q,
+                   const at::Tensor& dq_sum) {
   trace(params, params.seqlen_k, plan);
   at::Tensor varlen;
   check_launch(prepare(params, false, q, varlen), "prepare_kernel", q);
@@ -265,7 +301,7 @@ inline void launch_backward(Flash_bwd_mask_params& params, const plan::BwdPlan& 
   check_launch(run_mha_bwd(params, plan, c10::cuda::getCurrentCUDAStream().stream()), "flash_bwd_kernel", q);
 }
 
-inline std::vector<at::Tensor> backward(const BwdCall& call) {
+inline Tensors mha_bwd(const BwdCall& call) {
   const CallDevice guard(call.q.device());
   check_device_supported(call.q);
   const Gradients& gradients = call.gradients;
@@ -304,14 +340,14 @@ inline std::vector<at::Tensor> backward(const BwdCall& call) {
   params.d_rows = plan.softmax_d_rows;
   if (plan.mask.matrices > 0) params.mask = params.dq_mask = mask_params(call.scores.mask, params.h);
   if (softmax_d.defined()) params.softmax_d_ptr = softmax_d.mutable_data_ptr<float>();
-  launch_backward(params, plan, q, dq_sum);
-  std::vector<at::Tensor> results{dq ? finished(dq) : dq_sum, finished(dk), finished(dv), softmax_d};
+  launch(params, plan, q, dq_sum);
+  Tensors results{dq ? finished(dq) : dq_sum, finished(dk), finished(dv), softmax_d};
   if (dsinks.defined()) results.push_back(at::sum(dsinks, at::OptionalIntArrayRef({0, 2})));
   return results;
 }
 
 // The plan alone: no launch, no memory.
-inline plan::Explanation explain(const BwdCall& call) {
+inline plan::Explanation explain_bwd(const BwdCall& call) {
   check_device_supported(call.q);
   Flash_bwd_params params;
   return plan::explain(plan_call(call, params, aligned_layout(call.q), aligned_layout(call.k), aligned_layout(call.v),

@@ -26,6 +26,8 @@ using OptionalTensor = std::optional<at::Tensor>;
 
 constexpr const char* kSupportedDtypes = "float16 or bfloat16";
 constexpr const char* kCombinedDtypes = "float16, bfloat16 or float32";
+constexpr const char* kDenseAxes = "batch, seqlen, heads, head_dim";
+constexpr const char* kPackedAxes = "total, heads, head_dim";
 
 inline bool is_supported(at::ScalarType type) { return type == at::kHalf || type == at::kBFloat16; }
 

@@ -217,7 +217,7 @@ inline void set_params_partials(Flash_kvcache_params& params, const plan::Decode
 inline at::Tensor wide_query(const at::Tensor& q, const QuantArgs& quant) {
   if (!checks::is_8bit(q) || !q.is_cuda()) return q;
   checks::strided("q", q);
-  checks::rank("q", q, 4, "batch, seqlen, heads, head_dim");
+  checks::rank("q", q, 4, kDenseAxes);
   checks::last_stride("q", q);
   const CallDevice guard(q.device());
   const at::ScalarType type = quant.result_type(q);
@@ -247,9 +247,8 @@ inline std::vector<at::Tensor> mha_fwd_kvcache(const KvCacheCall& call) {
   at::Tensor out = call.out.has_value() ? *call.out : new_empty(q, q.sizes(), q.scalar_type());
   at::Tensor lse = new_empty(q, {q.size(0), q.size(2), q.size(1)}, at::kFloat), workspace, scratch;
   if (!plan.stages.has(plan::Stage::kAttention)) lse.fill_(std::numeric_limits<float>::infinity());
-  OptionalTensor e4m3_q;
-  if (call.has_8bit_q()) e4m3_q = call.given_q;
-  FwdLaunch launched{problem, plan, q, call.k_cache, call.v_cache, out, e4m3_q, call.quant};
+  FwdLaunch launched{problem, plan, q, call.k_cache, call.v_cache, out, call.quant};
+  if (call.has_8bit_q()) launched.e4m3_q = call.given_q;
   launched.scales = cache_scales(call);
   launched.kv = set_params_kvcache(call, problem.decode, *plan.decode, launched.scales, out, lse);
   set_params_partials(*launched.kv, *plan.decode, call, workspace);

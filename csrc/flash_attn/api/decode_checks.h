@@ -76,7 +76,7 @@ inline void like_query(const char* name, const at::Tensor& tensor, const at::Ten
 }
 
 inline void caches(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, bool paged) {
-  const char* axes = paged ? "blocks, page_size, heads, head_dim" : "batch, seqlen, heads, head_dim";
+  const char* axes = paged ? "blocks, page_size, heads, head_dim" : kDenseAxes;
   like_query("k_cache", k, q, {-1, -1, -1, q.size(3)}, axes, is_8bit(k));
   if (is_8bit(k)) eight_bit_head_dim("k_cache", k.size(3));
   if (is_8bit(k) && v.defined()) same_dtype("v_cache", v, "k_cache", k);
@@ -96,7 +96,7 @@ inline void new_rows(const at::Tensor& q, const at::Tensor& k_cache, const Optio
   }
   if (!v.has_value()) fail("v", "expected a tensor when k is given, got None");
   if (!seqlens.has_value()) fail("cache_seqlens", "expected cache lengths when k is given, got None");
-  const char* axes = "batch, seqlen, heads, head_dim";
+  const char* axes = kDenseAxes;
   const bool quantizes = is_8bit(k_cache);
   if (quantizes) {
     device("k", *k, q);
@@ -239,7 +239,7 @@ inline void kvcache_overlap(const KvCacheCall& call) {
 // A call as a whole.
 inline void kvcache(const KvCacheCall& call) {
   const at::Tensor& q = call.q;
-  query(q, 4, "batch, seqlen, heads, head_dim");
+  query(q, 4, kDenseAxes);
   caches(q, call.k_cache, call.v_cache, call.is_paged());
   check_scores(call.scores, q, q.size(0), 0.0);
   if (call.scores.mask.given()) fail("mask", "expected None over a KV cache, got one");

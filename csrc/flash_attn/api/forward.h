@@ -1,4 +1,4 @@
-// A forward of dense or packed batches: set_params -> plan -> allocate -> launch -> return.
+// A forward of dense or packed batches: checks -> set_params -> plan -> allocate -> launch -> return.
 #pragma once
 
 #include <ATen/ops/full.h>
@@ -12,6 +12,7 @@
 #include "api/device.h"
 #include "api/environment.h"
 #include "api/launch.h"
+#include "api/overlap.h"
 #include "api/problem.h"
 #include "api/quantized.h"
 #include "api/scores.h"
@@ -30,27 +31,128 @@ struct FwdOptions {
   }
 };
 
-// A call whose arguments have passed the checks.
+// A forward of a dense or a packed batch: its arguments, and what set_dense() or set_packed() adds once they have
+// passed the checks.
 struct FwdCall {
-  Flash_fwd_params sequences;  // the batch, packed sequences, pages, sizes of S_dmask
   const at::Tensor& q;
   const at::Tensor& k;
   const at::Tensor& v;
   const OptionalTensor& out;
-  at::DimVector lse_shape;
   ScoreOptions scores;
   double p_dropout;
   bool return_softmax;
   const OptionalGenerator& gen;
   bool return_max_logit;
-  const FwdOptions& options;
-  const QuantArgs& quant;
-  int64_t sm_margin;
+  bool batch_invariant;
+  FwdOptions options = {};
+  QuantArgs quant = {};
+  LaunchOptions launch = {};
+
+  Flash_fwd_params sequences = {};  // the batch, packed sequences, pages, sizes of S_dmask
+  at::DimVector lse_shape = {};
 
   bool has_8bit_kv() const { return checks::is_8bit(k); }
   bool has_8bit_q() const { return checks::is_8bit(q); }
   at::ScalarType out_type() const { return quant.result_type(q); }
 };
+
+// Of a packed call alone.
+struct PackedArgs {
+  const at::Tensor& cu_seqlens_q;
+  const at::Tensor& cu_seqlens_k;
+  const OptionalTensor& seqused_k;
+  const OptionalTensor& leftpad_k;
+  const OptionalTensor& block_table;
+  int64_t max_seqlen_q, max_seqlen_k;
+};
+
+// ---- its checks ----
+
+// S_dmask is padded to multiples of 128, as in FlashAttention-2. The caller's maximum length may be loose: no sequence
+// is longer than kMaxLength.
+inline int probability_rows(int64_t max_seqlen) {
+  constexpr int64_t kProbabilityTile = 128;
+  const int64_t rows = std::min<int64_t>(max_seqlen, kMaxLength);
+  return static_cast<int>((rows + kProbabilityTile - 1) / kProbabilityTile * kProbabilityTile);
+}
+
+inline void check_random_state(const FwdCall& call) {
+  checks::generator(call.gen);
+  if (call.options.rng_state.has_value()) checks::rng_state(call.options.rng_state, call.p_dropout, call.q);
+}
+
+inline void set_dense(FwdCall& call) {
+  const at::Tensor &q = call.q, &k = call.k, &v = call.v;
+  checks::query(q, 4, kDenseAxes, true);
+  checks::whole_vectors(q);
+  const int64_t batch = q.size(0), seqlen_q = q.size(1), heads = q.size(2);
+  checks::key_value(k, v, q, {batch, -1, -1, q.size(3)}, kDenseAxes, true);
+  checks::quant_args(call.quant, q, k, v, batch, call.p_dropout);
+  checks::output(call.out, q, checks::output_shape(q, v), call.out_type());
+  check_dense_scores(call.scores, q, k, call.p_dropout, {{"out", call.out}});
+  check_random_state(call);
+  overlap::check({{"out", call.out}}, {{"q", q},
+                                       {"k", k},
+                                       {"v", v},
+                                       {"alibi_slopes", call.scores.alibi_slopes},
+                                       {"sinks", call.scores.sinks},
+                                       {"origins", call.scores.origins},
+                                       {"rng_state", call.options.rng_state},
+                                       {"q_descale", call.quant.q},
+                                       {"k_descale", call.quant.k},
+                                       {"v_descale", call.quant.v}});
+  call.sequences = dense_sequences<Flash_fwd_params>(batch, call.batch_invariant);
+  call.sequences.p_rows = probability_rows(seqlen_q);
+  call.sequences.p_cols = probability_rows(k.size(1));
+  call.lse_shape = {batch, heads, seqlen_q};
+}
+
+inline void set_packed(FwdCall& call, const PackedArgs& packed) {
+  const at::Tensor &q = call.q, &k = call.k, &v = call.v;
+  const bool is_paged = packed.block_table.has_value();
+  checks::query(q, 3, kPackedAxes, true);
+  checks::whole_vectors(q);
+  const int64_t batch = checks::cu_seqlens(packed.cu_seqlens_q, packed.cu_seqlens_k, q);
+  if (is_paged) {
+    checks::key_value(k, v, q, {-1, -1, -1, q.size(2)}, "blocks, page_size, heads, head_dim", true);
+  } else {
+    checks::key_value(k, v, q, {-1, -1, q.size(2)}, kPackedAxes, true);
+  }
+  checks::quant_args(call.quant, q, k, v, batch, call.p_dropout);
+  checks::output(call.out, q, checks::output_shape(q, v), call.out_type());
+  checks::lengths("seqused_k", packed.seqused_k, q, batch);
+  if (packed.seqused_k.has_value() && call.scores.mask.key_hidden.has_value())  // its strips are those of cu_seqlens_k
+    checks::fail("seqused_k", "expected None with a mask that hides keys from ranges of queries on CUDA, got a tensor");
+  checks::lengths("leftpad_k", packed.leftpad_k, q, batch);
+  checks::block_table(packed.block_table, q, batch);
+  checks::max_seqlen("max_seqlen_q", packed.max_seqlen_q);
+  checks::max_seqlen("max_seqlen_k", packed.max_seqlen_k);
+  check_packed_scores(call.scores, q, k, batch, call.p_dropout, packed.max_seqlen_k, is_paged, {{"out", call.out}});
+  check_random_state(call);
+  overlap::check({{"out", call.out}}, {{"q", q},
+                                       {"k", k},
+                                       {"v", v},
+                                       {"cu_seqlens_q", packed.cu_seqlens_q},
+                                       {"cu_seqlens_k", packed.cu_seqlens_k},
+                                       {"seqused_k", packed.seqused_k},
+                                       {"leftpad_k", packed.leftpad_k},
+                                       {"block_table", packed.block_table},
+                                       {"alibi_slopes", call.scores.alibi_slopes},
+                                       {"sinks", call.scores.sinks},
+                                       {"origins", call.scores.origins},
+                                       {"rng_state", call.options.rng_state},
+                                       {"q_descale", call.quant.q},
+                                       {"k_descale", call.quant.k},
+                                       {"v_descale", call.quant.v}});
+  Flash_fwd_params& sequences = call.sequences;
+  sequences = packed_sequences<Flash_fwd_params>(batch, call.batch_invariant, packed.cu_seqlens_q, packed.cu_seqlens_k);
+  sequences.p_rows = probability_rows(packed.max_seqlen_q);
+  sequences.p_cols = probability_rows(packed.max_seqlen_k);
+  sequences.varlen.seqused_k = int_or_null(packed.seqused_k);
+  sequences.varlen.leftpad_k = int_or_null(packed.leftpad_k);
+  sequences.paged = set_params_pages(packed.block_table, k);
+  call.lse_shape = {q.size(1), q.size(0)};
+}
 
 // ---- the problem ----
 
@@ -132,7 +234,7 @@ inline void check_mask_options(const FwdCall& call) {
 
 inline plan::FwdPlan plan_call(const FwdCall& call, const plan::FwdProblem& problem, const Flash_fwd_params& params) {
   if (problem.has_mask()) check_mask_options(call);
-  const plan::FwdPlan plan = checked_plan(problem, params.device, call.sm_margin);
+  const plan::FwdPlan plan = checked_plan(problem, params.device, call.launch.sm_margin);
   if (problem.has_mask()) check_mask_plan(plan.mask, params);
   if (problem.gathers_keys && plan.stages.has(plan::Stage::kDequantize)) {
     checks::at_most("block_table", static_cast<int64_t>(params.b) * plan.dequantized_rows, "keys of all sequences");
@@ -185,27 +287,26 @@ inline void set_params_rng(Flash_fwd_params& params, const FwdCall& call, const 
 // e4m3 queries that no e4m3 product takes: memory for them in 16 bits.
 inline at::Tensor wide_query(const FwdCall& call) { return new_empty(call.q, call.q.sizes(), call.out_type()); }
 
-inline void launch_forward(const FwdCall& call, const plan::FwdProblem& problem, const plan::FwdPlan& plan,
-                           const Flash_fwd_params& params, const at::Tensor& q, const at::Tensor& k,
-                           const at::Tensor& v, const at::Tensor& out) {
-  OptionalTensor e4m3_q;
-  if (call.has_8bit_q() && !plan.is_fp8) e4m3_q = call.q;
-  FwdLaunch launched{problem, plan, q, k, v, out, e4m3_q, call.quant};
-  static_cast<Flash_fwd_params&>(launched.params) = params;
-  if (problem.has_mask()) launched.params.mask = mask_params(call.scores.mask, params.h);
+// What the stages of the plan take. q, k, v, out: as its kernels do.
+inline FwdLaunch make_launch(const FwdCall& call, const plan::FwdProblem& problem, const plan::FwdPlan& plan,
+                             const Flash_fwd_params& params, const at::Tensor& q, const at::Tensor& k,
+                             const at::Tensor& v, const at::Tensor& out) {
+  FwdLaunch launch{problem, plan, q, k, v, out, call.quant};
+  static_cast<Flash_fwd_params&>(launch.params) = params;
+  if (call.has_8bit_q() && !plan.is_fp8) launch.e4m3_q = call.q;
+  if (problem.has_mask()) launch.params.mask = mask_params(call.scores.mask, params.h);
   if (call.has_8bit_kv() && !plan.is_fp8) {
     const bool packed = params.is_varlen() && !params.is_paged();
-    launched.scales = kernel_scales(call.quant, params.h_k, call.has_8bit_q(), packed);
+    launch.scales = kernel_scales(call.quant, params.h_k, call.has_8bit_q(), packed);
   }
   if (plan.family == plan::Family::kDecode) {
-    launched.kv = set_params_decode(launched, params);
-    launched.decode_workspace = allocate_decode_workspace(*launched.kv, *plan.decode, q);
+    launch.kv = set_params_decode(launch, params);
+    launch.decode_workspace = allocate_decode_workspace(*launch.kv, *plan.decode, q);
   }
-  trace(params, params.seqlen_k, problem, plan);
-  launch(launched);
+  return launch;
 }
 
-inline std::vector<at::Tensor> forward(const FwdCall& call) {
+inline Tensors mha_fwd(const FwdCall& call) {
   const CallDevice guard(call.q.device());
   check_device_supported(call.q);
   at::Tensor q = call.has_8bit_q() ? aligned_layout(call.q) : aligned(call.q);
@@ -237,15 +338,17 @@ inline std::vector<at::Tensor> forward(const FwdCall& call) {
   if (call.return_max_logit) max_logit = allocate_max_logit(params, lse.options());
   if (launches) {
     set_params_rng(params, call, dropout.rng_state);
-    launch_forward(call, problem, plan, params, q, k, v, out.computed);
+    trace(params, params.seqlen_k, problem, plan);
+    FwdLaunch launched = make_launch(call, problem, plan, params, q, k, v, out.computed);
+    launch(launched);
   }
-  std::vector<at::Tensor> results{out.finish(), lse, dropout.probabilities, dropout.rng_state};
+  Tensors results{out.finish(), lse, dropout.probabilities, dropout.rng_state};
   if (max_logit.defined()) results.push_back(max_logit);
   return results;
 }
 
 // The plan alone: no launch, no memory.
-inline plan::Explanation explain(const FwdCall& call) {
+inline plan::Explanation explain_fwd(const FwdCall& call) {
   check_device_supported(call.q);
   const auto layout = [](const at::Tensor& x) { return checks::is_8bit(x) ? x : aligned_layout(x); };
   Flash_fwd_params params;

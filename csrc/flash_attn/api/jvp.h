@@ -121,7 +121,7 @@ inline std::optional<std::vector<at::Tensor>> mha_jvp_fwd(const at::Tensor& q, c
                                                           bool is_causal, int64_t window_left, int64_t window_right,
                                                           int64_t sm_margin) {
   const bool is_packed = cu_seqlens_q.has_value() && cu_seqlens_k.has_value();
-  const char* axes = is_packed ? "total, heads, head_dim" : "batch, seqlen, heads, head_dim";
+  const char* axes = is_packed ? kPackedAxes : kDenseAxes;
   checks::query(q, is_packed ? 3 : 4, axes);
   checks::whole_vectors(q);
   const int64_t heads = q.size(-2), rows = q.size(-3);

@@ -106,8 +106,8 @@ struct FwdLaunch {
   const at::Tensor& k;
   const at::Tensor& v;
   const at::Tensor& out;
-  const OptionalTensor& e4m3_q;  // q before its conversion to 16 bits
   const QuantArgs& quant;
+  OptionalTensor e4m3_q = {};  // q before its conversion to 16 bits
 
   Flash_fwd_split_params params;           // of the prefill kernels
   std::optional<Flash_kvcache_params> kv;  // of the decode kernels, and of the stages before and after a cached call

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "api/decode.h"
+#include "api/forward.h"
 #include "api/prepare.h"
 #include "params/combine.h"
 #include "params/mla.h"
@@ -83,7 +84,7 @@ inline void absent(const char* name, bool given) {
 inline void mla(const MlaCall& call, const char* k_name, const char* v_name) {
   const at::Tensor& q = call.q;
   const bool is_packed = call.is_packed();
-  const char* q_axes = is_packed ? "total, heads, head_dim" : "batch, seqlen, heads, head_dim";
+  const char* q_axes = is_packed ? kPackedAxes : kDenseAxes;
   const char* axes = "blocks, page_size, heads, head_dim";
   query(q, is_packed ? 3 : 4, q_axes);
   if (q.size(-1) != kMlaRopeDim)
@@ -133,28 +134,26 @@ inline void mla(const KvCacheCall& call, const at::Tensor& qv) {
                                                             {"sinks", call.scores.sinks}});
 }
 
-inline void packed_mla(const MlaCall& call, const at::Tensor& cu_seqlens_q, const at::Tensor& cu_seqlens_k,
-                       const OptionalTensor& seqused_k, const OptionalTensor& leftpad_k, const QuantArgs& quant,
-                       double p_dropout, bool return_max_logit) {
-  absent("q_descale", quant.q.has_value());
-  absent("k_descale", quant.k.has_value());
-  absent("v_descale", quant.v.has_value());
+inline void packed_mla(const MlaCall& call, const FwdCall& given, const PackedArgs& packed) {
+  absent("q_descale", given.quant.q.has_value());
+  absent("k_descale", given.quant.k.has_value());
+  absent("v_descale", given.quant.v.has_value());
   mla(call, "k", "v");
-  lengths("seqused_k", seqused_k, call.q, call.batch());
-  lengths("leftpad_k", leftpad_k, call.q, call.batch());
+  lengths("seqused_k", packed.seqused_k, call.q, call.batch());
+  lengths("leftpad_k", packed.leftpad_k, call.q, call.batch());
   const OptionalTensor given_qv = call.qv;
   overlap::check({{"out", call.out}}, {{"q", call.q},
                                        {"qv", given_qv},
                                        {"k", call.k},
                                        {"v", call.v},
-                                       {"cu_seqlens_q", cu_seqlens_q},
-                                       {"cu_seqlens_k", cu_seqlens_k},
-                                       {"seqused_k", seqused_k},
-                                       {"leftpad_k", leftpad_k},
-                                       {"block_table", call.block_table},
+                                       {"cu_seqlens_q", packed.cu_seqlens_q},
+                                       {"cu_seqlens_k", packed.cu_seqlens_k},
+                                       {"seqused_k", packed.seqused_k},
+                                       {"leftpad_k", packed.leftpad_k},
+                                       {"block_table", packed.block_table},
                                        {"sinks", call.scores.sinks}});
-  absent("p_dropout", p_dropout > 0.0);
-  absent("return_max_logit", return_max_logit);
+  absent("p_dropout", given.p_dropout > 0.0);
+  absent("return_max_logit", given.return_max_logit);
 }
 
 // The sizes of a plan.
@@ -309,21 +308,36 @@ inline int64_t mla_plan_elements(plan::MlaProblem problem, const at::Device& dev
   return mla_workspace(problem, plan_of(problem, device, sm_margin));
 }
 
-inline void set_latent_sequences(Flash_fwd_params& sequences, const OptionalTensor& seqused_k,
-                                 const OptionalTensor& leftpad_k, const OptionalTensor& block_table,
-                                 const at::Tensor& k) {
-  sequences.varlen.seqused_k = int_or_null(seqused_k);
-  sequences.varlen.leftpad_k = int_or_null(leftpad_k);
-  sequences.paged = set_params_pages(block_table, k);
-}
-
-// Packed queries with qv, whose results are those of mha_varlen_fwd().
+// Packed queries with qv, which have the results of mha_fwd().
 template <class Result>
-Result packed_mla(const MlaCall& call) {
+Result packed_mla(const FwdCall& given, const PackedArgs& packed, const at::Tensor& qv) {
+  checks::query(given.q, 3, kPackedAxes);
+  const int64_t batch = checks::cu_seqlens(packed.cu_seqlens_q, packed.cu_seqlens_k, given.q);
+  auto sequences =
+      packed_sequences<Flash_fwd_params>(batch, given.batch_invariant, packed.cu_seqlens_q, packed.cu_seqlens_k);
+  sequences.varlen.seqused_k = int_or_null(packed.seqused_k);
+  sequences.varlen.leftpad_k = int_or_null(packed.leftpad_k);
+  sequences.paged = set_params_pages(packed.block_table, given.k);
+  const OptionalTensor none;
+  const MlaCall call{given.q,
+                     qv,
+                     given.k,
+                     given.v,
+                     given.out,
+                     packed.block_table,
+                     given.scores,
+                     0,
+                     given.batch_invariant,
+                     given.launch.sm_margin,
+                     none,
+                     none,
+                     none,
+                     sequences};
+  checks::packed_mla(call, given, packed);
   if constexpr (std::is_same_v<Result, plan::Explanation>) {
     return explain(call, "forward");
   } else {
-    std::vector<at::Tensor> results = mla_forward(call);
+    Tensors results = mla_forward(call);
     results.push_back(new_empty(call.q, {0}, call.q.scalar_type()));  // S_dmask
     results.push_back(new_empty(call.q, {2}, at::kLong));             // rng_state
     return results;

@@ -9,10 +9,13 @@
 #include <c10/cuda/CUDAStream.h>
 
 #include <optional>
+#include <vector>
 
 #include "params/flash.h"
 
 namespace flash {
+
+using Tensors = std::vector<at::Tensor>;
 
 // ---- new ----
 

@@ -8,6 +8,7 @@
 #ifdef __CUDA_ARCH__
 #include "kernels/sm90/fwd_direct_kernel.h"
 #include "kernels/sm90/fwd_kernel.h"
+#include "kernels/sm90/fwd_static_kernel.h"
 #else
 #include "kernels/common/host_pass.h"
 #endif
@@ -24,6 +25,8 @@ template <class Config>
 __global__ void flash_fwd_kernel(const __grid_constant__ FwdLaunch launch) {}
 template <class Config>
 __global__ void flash_fwd_direct_kernel(const __grid_constant__ FwdLaunch launch) {}
+template <class Config>
+__global__ void flash_fwd_static_kernel(const __grid_constant__ FwdLaunch launch) {}
 #endif
 
 // Maps of boxes of rows within a page; without them rows are copied one by one.
@@ -99,6 +102,8 @@ cudaError_t run_flash_fwd(const Flash_fwd_split_params& params, const plan::FwdP
   void (*kernel)(FwdLaunch);
   if constexpr (kVariant == FwdVariant::kDirect) {
     kernel = flash_fwd_direct_kernel<Config>;
+  } else if constexpr (kVariant == FwdVariant::kStatic) {
+    kernel = flash_fwd_static_kernel<Config>;
   } else {
     kernel = flash_fwd_kernel<Config>;
   }
@@ -128,6 +133,7 @@ cudaError_t run_mha_fwd_wgmma_(const Flash_fwd_split_params& params, const plan:
       case FwdVariant::kMasked: return sm90::run_variant<kDtype, kHeadDim, FwdVariant::kMasked>(params, plan, stream);
       case FwdVariant::kOneWave: return sm90::run_variant<kDtype, kHeadDim, FwdVariant::kOneWave>(params, plan, stream);
       case FwdVariant::kDirect: return sm90::run_variant<kDtype, kHeadDim, FwdVariant::kDirect>(params, plan, stream);
+      case FwdVariant::kStatic: return sm90::run_variant<kDtype, kHeadDim, FwdVariant::kStatic>(params, plan, stream);
       default: return run_mha_fwd_modified_wgmma_<kDtype, kHeadDim>(params, plan, stream);
     }
   }
