@@ -224,7 +224,7 @@ def test_the_wgmma_family_is_compiled_for_its_architecture_only():
     assert {(f.direction, f.head_dim) for f in hopper if f.head_dim_v is None} == {
         (direction, d)
         for direction, head_dims in (
-            ("fwd", (64, 96, 128, 192, 256)),
+            ("fwd", (64, 96, 128, 192, 256, 512)),
             ("fwd_modified", (64, 96, 128, 192, 256)),
             ("fwd_fp8", (64, 128, 256)),
             ("fwd_jvp", (64, 128)),
@@ -396,7 +396,9 @@ def test_compile_commands_are_those_of_the_compiler(stand_in, tmp_path):
     assert Path(entry["directory"]) == tmp_path / "out"
     arguments = entry["arguments"]
     assert arguments[0] == str(tmp_path / "bin" / "nvcc")
-    assert {"-std=c++17", "--compress-mode=size", "-DFLASH_WITHOUT_BF16", f"-I{tmp_path / 'source with space'}"} <= set(arguments)
+    assert {"-std=c++17", "--compress-mode=size", "-DFLASH_WITHOUT_BF16", f"-I{tmp_path / 'source with space'}"} <= set(
+        arguments
+    )
     assert arguments[-4:] == ["-c", entry["file"], "-o", "flash_fwd_hdim64_sm80.o"]
 
 
