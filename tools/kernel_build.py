@@ -202,7 +202,7 @@ def build_alone(build: KernelBuild, toolkit: CudaToolkit, site_dirs: list[str]) 
     info = build_info(selected, build.archs, toolkit.version)
     digest = interface_digest(build.source_dir)
     missing = left_out(files, selected)
-    write_if_changed(build.out_dir / "kernel_manifest.cpp", manifest_source(info, digest, missing))
+    write_if_changed(build.out_dir / "kernel_manifest.cpp", manifest_source(info, digest, missing, build.source_dir))
     largest_first = sorted(selected, key=lambda f: f.head_dim, reverse=True)
     sources = {f.path.resolve(): [*gencode_flags(build.archs, f.only_arch), *f.defines] for f in largest_first}
     sources |= {path.resolve(): gencode_flags(build.archs) for path in auxiliary}

@@ -7,7 +7,6 @@ import json
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
 
 from errors import BuildError
 
@@ -16,76 +15,36 @@ DEFAULT_ARCHS = ("80", "90")  # of a build that asks for none; the others are bu
 DTYPES = {"fp16": "kFp16", "bf16": "kBf16"}
 CACHE_DTYPES = {"e4m3": "kE4m3", "int8": "kInt8"}  # of a KV cache alone
 ALL_DTYPES = {**DTYPES, **CACHE_DTYPES}
-# Suffix of the family's functions in flash.h, and the one architecture it is compiled for (None: all that are asked).
-FAMILIES = {"sm80": ("", None), "sm90": ("wgmma_", "90")}
-
-
-class Direction(NamedTuple):
-    """A kind of kernel file: what it defines of a header of params/."""
-
-    header: str
-    parameters: str  # Flash_<...>_params
-    plan: str = ""  # parameter after it
-    function: str = ""  # run_mha_<...>_, where it is not named after the direction
-    dtypes: tuple[str, ...] = tuple(DTYPES)
-
-
-DIRECTIONS = {
-    ("fwd", "sm80"): Direction("flash", "fwd", "FwdPlan"),
-    ("fwd", "sm90"): Direction("flash", "fwd_split", "FwdPlan"),
-    ("fwd_modified", "sm90"): Direction("flash", "fwd_split", "FwdPlan"),
-    ("bwd", "sm80"): Direction("flash", "bwd", "BwdPlan"),
-    ("bwd", "sm90"): Direction("flash", "bwd_mask", "BwdPlan"),
-    ("fwd_split", "sm80"): Direction("kvcache", "kvcache"),
-    ("fwd_split_8bit", "sm80"): Direction("kvcache", "kvcache", function="fwd_split", dtypes=tuple(CACHE_DTYPES)),
-    ("fwd_fp8", "sm90"): Direction("fp8", "fwd_fp8", "FwdPlan"),
-    ("fwd_jvp", "sm90"): Direction("jvp", "fwd_jvp", "FwdPlan"),
-    ("mla", "sm90"): Direction("mla", "mla"),
-}
-INSTANTIATION = re.compile(
-    r"flash_(?P<direction>[a-z_0-9]+)_hdim(?P<head_dim>\d+)(_(?P<head_dim_v>\d+))?_(?P<family>sm80|sm90)"
-)
+INSTANTIATION = re.compile(r"^FLASH_INSTANTIATE(_8BIT)?\((run_mha_\w+_), ((\d+)(?:, \d+)?)\)$", re.MULTILINE)
+DECLARATION = re.compile(r"^cudaError_t (run_mha_\w+_)\(([^;]*),\s+cudaStream_t stream\);", re.MULTILINE)
 INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*["<]([^">]+)[">]', re.MULTILINE)
+ONLY_ARCH = {"sm80": None, "sm90": "90"}  # the one architecture that a family is compiled for; None: all that are asked
 
 
 @dataclass(frozen=True)
 class KernelFile:
+    """What a file of instantiations/ says: FLASH_INSTANTIATE(function, head_dims)."""
+
     path: Path
-    direction: str  # of DIRECTIONS
-    head_dim: int
-    family: str
-    dtypes: tuple[str, ...]  # of fwd_split: of the cache; of fwd_fp8: of the output
-    head_dim_v: str | None = None  # of V and the output, where it is another
-
-    @property
-    def kind(self) -> Direction:
-        return DIRECTIONS[self.direction, self.family]
-
-    @property
-    def function(self) -> str:
-        """The template of params/ that the file instantiates."""
-        return f"run_mha_{self.kind.function or self.direction}_{FAMILIES[self.family][0]}"
-
-    @property
-    def parameters(self) -> str:
-        """The parameters of the function before the stream."""
-        plan = f", const plan::{self.kind.plan}&" if self.kind.plan else ""
-        return f"const Flash_{self.kind.parameters}_params&{plan}"
+    function: str  # run_mha_..._, which a header of params/ declares
+    head_dims: str  # its arguments after the dtype
+    head_dim: int  # the first of them
+    dtypes: tuple[str, ...]  # of a KV cache: of the cache; of the e4m3 forward: of the output
 
     @property
     def arguments(self) -> list[str]:
         """Of the template, for each dtype."""
-        head_dims = f"{self.head_dim}, {self.head_dim_v}" if self.head_dim_v else self.head_dim
-        return [f"Dtype::{ALL_DTYPES[dtype]}, {head_dims}" for dtype in self.dtypes]
+        return [f"Dtype::{ALL_DTYPES[dtype]}, {self.head_dims}" for dtype in self.dtypes]
 
     @property
     def only_arch(self) -> str | None:
-        return FAMILIES[self.family][1]
+        return ONLY_ARCH[self.path.stem.rsplit("_", 1)[-1]]
 
     @property
     def defines(self) -> list[str]:
         """Compiler flags that leave out the other dtypes (instantiations/dtypes.h)."""
-        return [f"-DFLASH_WITHOUT_{dtype.upper()}" for dtype in self.kind.dtypes if dtype not in self.dtypes]
+        kind = CACHE_DTYPES if self.dtypes[0] in CACHE_DTYPES else DTYPES
+        return [f"-DFLASH_WITHOUT_{dtype.upper()}" for dtype in kind if dtype not in self.dtypes]
 
 
 def words(text: str) -> list[str]:
@@ -110,15 +69,13 @@ def kernel_files(source_dir: Path) -> list[KernelFile]:
     """All instantiation files under `source_dir` (csrc/flash_attn), by head dim."""
     files = []
     for path in sorted((source_dir / "instantiations").glob("*.cu")):
-        name = INSTANTIATION.fullmatch(path.stem)
-        kind = DIRECTIONS.get((name["direction"], name["family"])) if name else None
-        if name is None or kind is None:
-            raise BuildError(f"{path}: expected a name like flash_fwd_hdim128_sm80.cu")
-        head_dims = int(name["head_dim"]), name["family"], kind.dtypes, name["head_dim_v"]
-        files.append(KernelFile(path, name["direction"], *head_dims))
+        line = INSTANTIATION.search(path.read_text(encoding="utf-8"))
+        if line is None or path.stem.rsplit("_", 1)[-1] not in ONLY_ARCH:
+            raise BuildError(f"{path}: expected FLASH_INSTANTIATE(run_mha_..., ...) and a name that ends in _sm80.cu")
+        files.append(KernelFile(path, *line.group(2, 3), int(line[4]), tuple(CACHE_DTYPES if line[1] else DTYPES)))
     if not files:
         raise BuildError(f"{source_dir}: expected .cu files in instantiations, found none")
-    return sorted(files, key=lambda f: (f.head_dim, f.direction, f.family, f.head_dim_v or ""))
+    return sorted(files, key=lambda f: (f.head_dim, f.path))
 
 
 def auxiliary_files(source_dir: Path) -> list[Path]:
@@ -217,20 +174,20 @@ def interface_digest(source_dir: Path) -> str:
     return digest.hexdigest()
 
 
-def manifest_source(info: dict, digest: str, missing: list[KernelFile]) -> str:
+def manifest_source(info: dict, digest: str, missing: list[KernelFile], source_dir: Path) -> str:
     """C++ text that defines kernel_build_info(), the interface's digest for archive_info(), and a stub for each
     instantiation that a subset leaves out, so that the binding links against any archive."""
+    headers = {path.name: path.read_text(encoding="utf-8") for path in sorted((source_dir / "params").glob("*.h"))}
+    parameters = {name: text for header in headers.values() for name, text in DECLARATION.findall(header)}
     stubs = "".join(
         f"template <>\n"
-        f"cudaError_t {f.function}<{arguments}>("
-        f"{f.parameters}, cudaStream_t) {{\n"
+        f"cudaError_t {f.function}<{arguments}>({parameters[f.function]}, cudaStream_t) {{\n"
         f"  return cudaErrorNotSupported;\n"
         f"}}\n"
         for f in missing
         for arguments in f.arguments
     )
-    headers = sorted({"flash", *(f.kind.header for f in missing)})
-    includes = "".join(f'#include "params/{header}.h"\n' for header in headers)
+    includes = "".join(f'#include "params/{name}"\n' for name, text in headers.items() if DECLARATION.search(text))
     return (
         "// Generated by tools/kernel_manifest.py.\n"
         f"{includes}\n"

@@ -201,28 +201,29 @@ def test_the_default_architectures_are_the_tuned_ones():
 
 def test_the_tree_has_every_instantiation():
     files = kernel_manifest.kernel_files(ROOT / "csrc" / "flash_attn")
-    assert {(f.direction, f.head_dim) for f in files if f.dtypes == ("e4m3", "int8")} == {
-        ("fwd_split_8bit", d) for d in (64, 128, 256)
+    assert {(f.function, f.head_dim) for f in files if f.dtypes == ("e4m3", "int8")} == {
+        ("run_mha_fwd_split_", d) for d in (64, 128, 256)
     }
     assert {f.head_dim for f in files if f.dtypes == ("fp16", "bf16")} == {32, 64, 96, 128, 192, 256, 512}
-    assert {(f.path.stem, *f.arguments) for f in files if f.head_dim_v} == {
-        (f"flash_{direction}_hdim{d}_{d_v}_sm90", f"Dtype::kFp16, {d}, {d_v}", f"Dtype::kBf16, {d}, {d_v}")
+    assert {(f.function, *f.arguments) for f in files if f.head_dims != str(f.head_dim)} == {
+        (f"run_mha_{direction}_wgmma_", f"Dtype::kFp16, {d}, {d_v}", f"Dtype::kBf16, {d}, {d_v}")
         for direction, d, d_v in (("fwd", 192, 128), ("bwd", 192, 128), ("mla", 64, 512))
     }
 
 
-def test_every_instantiation_is_of_the_function_that_its_name_says():
+def test_every_file_is_named_after_its_instantiation():
     for file in kernel_manifest.kernel_files(ROOT / "csrc" / "flash_attn"):
-        dims = f"{file.head_dim}, {file.head_dim_v}" if file.head_dim_v else file.head_dim
-        macro = "FLASH_INSTANTIATE_8BIT" if "e4m3" in file.dtypes else "FLASH_INSTANTIATE"
-        assert f"\n{macro}({file.function}, {dims})\n" in file.path.read_text(encoding="utf-8"), file.path.name
+        name = file.function.removeprefix("run_mha_").removesuffix("_").removesuffix("_wgmma")
+        name += "_8bit" if "e4m3" in file.dtypes else ""
+        family = "sm90" if file.function.endswith("_wgmma_") else "sm80"
+        assert file.path.stem == f"flash_{name}_hdim{file.head_dims.replace(', ', '_')}_{family}"
 
 
 def test_the_wgmma_family_is_compiled_for_its_architecture_only():
     files = kernel_manifest.kernel_files(ROOT / "csrc" / "flash_attn")
-    hopper = [f for f in files if f.family == "sm90"]
-    assert {(f.direction, f.head_dim) for f in hopper if f.head_dim_v is None} == {
-        (direction, d)
+    hopper = [f for f in files if f.only_arch == "90"]
+    assert {(f.function, f.head_dims) for f in hopper if "," not in f.head_dims} == {
+        (f"run_mha_{direction}_wgmma_", str(d))
         for direction, head_dims in (
             ("fwd", (64, 96, 128, 192, 256, 512)),
             ("fwd_modified", (64, 96, 128, 192, 256)),
@@ -232,14 +233,10 @@ def test_the_wgmma_family_is_compiled_for_its_architecture_only():
         )
         for d in head_dims
     }
-    assert {(f.only_arch, f.direction, f.function) for f in hopper} == {
-        ("90", direction, f"run_mha_{direction}_wgmma_")
-        for direction in ("fwd", "fwd_modified", "fwd_fp8", "fwd_jvp", "bwd", "mla")
-    }
-    assert {f.only_arch for f in files if f.family == "sm80"} == {None}
+    assert {f.only_arch for f in files} == {None, "90"}
     assert kernel_build.gencode_flags(["80", "90"], only_arch="90") == ["-gencode=arch=compute_90a,code=sm_90a"]
     assert kernel_manifest.select(files, None, None, ["80", "90"]) == files
-    assert kernel_manifest.select(files, None, None, ["80"]) == [f for f in files if f.family == "sm80"]
+    assert kernel_manifest.select(files, None, None, ["80"]) == [f for f in files if f.only_arch is None]
 
 
 def test_the_wgmma_family_is_stubbed_where_its_architecture_is_not_built():
@@ -247,8 +244,8 @@ def test_the_wgmma_family_is_stubbed_where_its_architecture_is_not_built():
     for archs in (["80"], ["100"], ["80", "90"]):
         selected = kernel_manifest.select(files, ["64"], ["bf16"], archs)
         missing = kernel_manifest.left_out(files, selected)
-        text = kernel_manifest.manifest_source({}, "0" * 64, missing)
-        parameters = "const Flash_fwd_split_params&, const plan::FwdPlan&, cudaStream_t"
+        text = kernel_manifest.manifest_source({}, "0" * 64, missing, ROOT / "csrc" / "flash_attn")
+        parameters = "const Flash_fwd_split_params& params, const plan::FwdPlan& plan, cudaStream_t"
         stub = f"cudaError_t run_mha_fwd_wgmma_<Dtype::kBf16, 64>({parameters})"
         assert (stub in text) == ("90" not in archs)
         assert "run_mha_fwd_wgmma_<Dtype::kBf16, 192, 128>(" in text
