@@ -10,9 +10,6 @@
 
 #include "api/checks.h"
 #include "api/device.h"
-#include "api/overlap.h"
-#include "api/prepare.h"
-#include "api/problem.h"
 #include "api/scores.h"
 #include "api/set_params.h"
 #include "api/tensors.h"
@@ -213,7 +210,7 @@ inline plan::BwdPlan plan_call(const BwdCall& call, Flash_bwd_params& params, co
   const plan::BwdStage stage = call.gradients.kept.value();
   params.keeps_dq = stage != plan::BwdStage::kAll;
   plan::BwdProblem problem = bwd_problem(params, dtype_of(call.q), call.deterministic, stage);
-  problem.mask_matrices = mask_matrix_count(call.scores.mask, params);
+  if (call.scores.mask.given()) problem.mask_matrices = mask_matrix_count(call.scores.mask, params);
   if (problem.has_mask()) check_mask_options(call);
   const plan::BwdPlan plan = plan::plan_bwd(problem, device_of(params.device, call.launch.sm_margin), forced_family());
   if (problem.has_mask()) check_mask_plan(plan.mask, params);

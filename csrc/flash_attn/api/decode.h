@@ -10,9 +10,7 @@
 
 #include "api/decode_checks.h"
 #include "api/device.h"
-#include "api/environment.h"
 #include "api/launch.h"
-#include "api/problem.h"
 #include "api/quantized.h"
 #include "api/set_params.h"
 #include "api/tensors.h"

@@ -10,7 +10,6 @@
 #include <vector>
 
 #include "api/checks.h"
-#include "api/overlap.h"
 #include "api/quantized.h"
 #include "api/scores.h"
 #include "core/block_range.h"

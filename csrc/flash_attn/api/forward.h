@@ -10,10 +10,7 @@
 
 #include "api/checks.h"
 #include "api/device.h"
-#include "api/environment.h"
 #include "api/launch.h"
-#include "api/overlap.h"
-#include "api/problem.h"
 #include "api/quantized.h"
 #include "api/scores.h"
 #include "api/set_params.h"
@@ -53,6 +50,7 @@ struct FwdCall {
 
   bool has_8bit_kv() const { return checks::is_8bit(k); }
   bool has_8bit_q() const { return checks::is_8bit(q); }
+  bool is_quantized() const { return has_8bit_q() || has_8bit_kv() || quant.given(); }
   at::ScalarType out_type() const { return quant.result_type(q); }
 };
 
@@ -87,7 +85,7 @@ inline void set_dense(FwdCall& call) {
   checks::whole_vectors(q);
   const int64_t batch = q.size(0), seqlen_q = q.size(1), heads = q.size(2);
   checks::key_value(k, v, q, {batch, -1, -1, q.size(3)}, kDenseAxes, true);
-  checks::quant_args(call.quant, q, k, v, batch, call.p_dropout);
+  if (call.is_quantized()) checks::quant_args(call.quant, q, k, v, batch, call.p_dropout);
   checks::output(call.out, q, checks::output_shape(q, v), call.out_type());
   check_dense_scores(call.scores, q, k, call.p_dropout, {{"out", call.out}});
   check_random_state(call);
@@ -118,7 +116,7 @@ inline void set_packed(FwdCall& call, const PackedArgs& packed) {
   } else {
     checks::key_value(k, v, q, {-1, -1, q.size(2)}, kPackedAxes, true);
   }
-  checks::quant_args(call.quant, q, k, v, batch, call.p_dropout);
+  if (call.is_quantized()) checks::quant_args(call.quant, q, k, v, batch, call.p_dropout);
   checks::output(call.out, q, checks::output_shape(q, v), call.out_type());
   checks::lengths("seqused_k", packed.seqused_k, q, batch);
   if (packed.seqused_k.has_value() && call.scores.mask.key_hidden.has_value())  // its strips are those of cu_seqlens_k
@@ -210,7 +208,7 @@ inline plan::FwdProblem make_problem(const FwdCall& call, Flash_fwd_params& para
   }
   plan::FwdProblem problem =
       call.has_8bit_kv() ? quantized_problem(call, params) : fwd_problem(params, dtype_of(call.q));
-  problem.mask_matrices = mask_matrix_count(call.scores.mask, params);
+  if (call.scores.mask.given()) problem.mask_matrices = mask_matrix_count(call.scores.mask, params);
   problem.returns_max_logit = call.return_max_logit;
   problem.exact_row_max = call.return_max_logit || CallEnvironment::exact_row_max();
   problem.returns_probabilities = call.return_softmax && params.b > 0 && params.p_rows > 0 && params.p_cols > 0;

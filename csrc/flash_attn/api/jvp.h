@@ -10,9 +10,6 @@
 
 #include "api/checks.h"
 #include "api/device.h"
-#include "api/environment.h"
-#include "api/prepare.h"
-#include "api/problem.h"
 #include "api/scores.h"
 #include "api/set_params.h"
 #include "api/tensors.h"

@@ -11,7 +11,7 @@
 
 #include "api/decode.h"
 #include "api/forward.h"
-#include "api/prepare.h"
+#include "api/set_params.h"
 #include "params/combine.h"
 #include "params/mla.h"
 #include "plan/mla_plan.h"

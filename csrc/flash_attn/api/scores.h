@@ -56,17 +56,15 @@ inline void check_scores(const ScoreOptions& scores, const at::Tensor& q, int64_
 inline void check_dense_scores(const ScoreOptions& scores, const at::Tensor& q, const at::Tensor& k, double p_dropout,
                                overlap::Operands written = {}) {
   check_scores(scores, q, q.size(0), p_dropout);
-  checks::mask(scores.mask, q, k.size(1), written);
+  if (scores.mask.given()) checks::mask(scores.mask, q, k.size(1), written);
 }
 inline void check_packed_scores(const ScoreOptions& scores, const at::Tensor& q, const at::Tensor& k, int64_t batch,
                                 double p_dropout, int64_t max_seqlen_k, bool is_paged = false,
                                 overlap::Operands written = {}) {
   check_scores(scores, q, batch, p_dropout);
-  if (!is_paged) {
-    checks::packed_mask(scores.mask, q, k.size(0), max_seqlen_k, written);
-  } else if (scores.mask.given()) {
-    checks::fail("block_table", "expected None with a mask on CUDA, got a tensor");
-  }
+  if (!scores.mask.given()) return;
+  if (is_paged) checks::fail("block_table", "expected None with a mask on CUDA, got a tensor");
+  checks::packed_mask(scores.mask, q, k.size(0), max_seqlen_k, written);
 }
 
 inline Window make_window(const ScoreOptions& scores) {

@@ -149,6 +149,27 @@ constexpr bool runs_direct(const FwdProblem& problem, const Device& device, cons
          problem.blocks(sm90_fwd_tile(head_dim, FwdVariant::kDirect).block_m) <= device.multiprocessors;
 }
 
+// Whether the mma.sync family takes its short tiles, which have half the rows: if whole m_blocks leave multiprocessors
+// idle, or a mask on the right wastes half of the diagonal blocks of short sequences. `block_m`: rows of whole
+// m_blocks.
+constexpr bool takes_short_tile(const FwdProblem& problem, const Device& device, int block_m) {
+  if (problem.batch_invariant) return false;
+  return problem.blocks(block_m) <= device.multiprocessors || (problem.masked_right() && problem.rows() <= kShortRows);
+}
+
+// The same for the wgmma family. Never if equal short tiles without a second consumer group are two waves and plain
+// ones one.
+constexpr bool sm90_takes_short_tile(const FwdProblem& problem, const Device& device, const Sm90FwdTile& plain,
+                                     const Sm90FwdTile& short_tile) {
+  if (problem.batch_invariant) return false;
+  const bool equal_tiles = !problem.masked_right() && short_tile.consumer_groups == 1;
+  if (equal_tiles && problem.blocks(plain.block_m) <= device.multiprocessors &&
+      problem.blocks(short_tile.block_m) > device.multiprocessors) {
+    return false;
+  }
+  return sm90_prefers_short_tile(plain.head_dim, problem.rows(), problem.masked_right());
+}
+
 inline FwdVariant sm90_variant(const FwdProblem& problem, const Device& device, const FamilyChoice& choice,
                                int head_dim) {
   if (problem.has_mask()) return FwdVariant::kListed;
