@@ -51,8 +51,8 @@ cudaError_t run_mha_fwd_wgmma_(const Flash_fwd_split_params& params, const plan:
   launch.group = FastDiv(params.h_h_k_ratio);
   const cudaError_t status = sm90::make_wide_tensor_maps(launch, plan);
   if (status != cudaSuccess) return status;
-  return sm90::launch_dependent(sm90::flash_fwd_wide_kernel<sm90::WideFwdConfig<kDtype>>, plan.grid, plan.threads,
-                                plan.smem_bytes, launch, params.device, stream, configured_devices);
+  return launch_dependent(sm90::flash_fwd_wide_kernel<sm90::WideFwdConfig<kDtype>>, plan.grid, plan.threads,
+                          plan.smem_bytes, launch, params.device, stream, configured_devices);
 }
 
 }  // namespace flash
