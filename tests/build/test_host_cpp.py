@@ -40,7 +40,9 @@ def test_host_program(source, tmp_path):
 def test_emulated_kernels(name, tmp_path):
     program, cpp = tmp_path / name, ROOT / "tests" / "cpp"
     flags = [*FLAGS, "-O1", "-Wno-unknown-pragmas", f"-I{cpp / 'stand_ins'}", f"-I{cpp}", *INCLUDES]
-    built = subprocess.run(["g++", *flags, str(cpp / f"{name}.cpp"), "-o", str(program)], capture_output=True, text=True)
+    built = subprocess.run(
+        ["g++", *flags, str(cpp / f"{name}.cpp"), "-o", str(program)], capture_output=True, text=True
+    )
     assert built.returncode == 0, built.stderr[-4000:]
     result = subprocess.run([str(program)], capture_output=True, text=True)
     assert result.returncode == 0, (result.stdout + result.stderr)[-4000:]

@@ -123,7 +123,8 @@ struct Call {
       for (int head = 0; head < c.heads_k; ++head) {
         bf16* const row = k.at(first_k[i] + key, head);
         for (int col = 0; col < c.dim; ++col)
-          row[col].bits = key < unseen ? 0x7fff : to_bf16(to_float(row[col]) * (1.0f + static_cast<float>(key) * c.growth));
+          row[col].bits =
+              key < unseen ? 0x7fff : to_bf16(to_float(row[col]) * (1.0f + static_cast<float>(key) * c.growth));
         for (int col = 0; col < c.dim_v && key < unseen; ++col) v.at(first_k[i] + key, head)[col].bits = 0x7fff;
       }
     }
@@ -161,10 +162,12 @@ struct Call {
       largest = std::max(largest, std::abs(expected[col]));
     }
     check::that(worst <= 0.01 * largest, "out: sequence", sequence, "row", row, "head", head, worst);
-    const double expected_lse = top == -INFINITY ? INFINITY : top + std::log(sum), ours = lse[lse_at(sequence, row, head)];
+    const double expected_lse = top == -INFINITY ? INFINITY : top + std::log(sum),
+                 ours = lse[lse_at(sequence, row, head)];
     check::that(expected_lse == ours || std::abs(expected_lse - ours) < 1e-3, "lse: sequence", sequence, "row", row,
                 "head", head, ours, expected_lse);
-    if (!scores.empty()) largest_logit[head] = std::max(largest_logit[head], *std::max_element(scores.begin(), scores.end()));
+    if (!scores.empty())
+      largest_logit[head] = std::max(largest_logit[head], *std::max_element(scores.begin(), scores.end()));
   }
   std::vector<double> largest_logit = std::vector<double>(c.heads, -INFINITY);
 

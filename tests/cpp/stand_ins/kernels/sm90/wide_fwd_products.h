@@ -69,8 +69,7 @@ struct WideFwdProducts : emulation::Wgmma {
     for (int key = 0; key < 16; ++key) {
       for (int at = 0; at < 64; ++at) {
         const int col = at / 2 * 8 + threadIdx.x % 4 * 2 + at % 2;
-        const float value =
-            to_float(part[col / 64 * 16 * 64 + tma::swizzle_offset(64, key, col % 64 / 8) + col % 8]);
+        const float value = to_float(part[col / 64 * 16 * 64 + tma::swizzle_offset(64, key, col % 64 / 8) + col % 8]);
         for (int i = 0; i < 2; ++i) out()(i, at) += prob(i, key) * value;
       }
     }
