@@ -203,8 +203,9 @@ constexpr Sm90FwdTile kSm90OneWaveTiles[kNumSm90FwdHeadDims] = {
 constexpr Sm90FwdTile kSm90ValueDimTile = {192, 192, 64, 2, 2, false, 1, 128};
 
 // Forward of head dims above kMaxWgmmaHeadDim: two consumer warpgroups of the same 64 rows share the scores by keys and
-// the output by columns (kernels/sm90/wide_fwd_kernel.h). Q, K and V come in chunks of one size: of Q and K 64 rows x 64
-// columns, of V 16 keys x half of the columns. Consumers hold the first chunks of Q in registers, V gets their memory.
+// the output by columns (kernels/sm90/wide_fwd_kernel.h). Q, K and V come in chunks of one size: of Q and K 64 rows x
+// 64 columns, of V 16 keys x half of the columns. Consumers hold the first chunks of Q in registers, V gets their
+// memory.
 constexpr int kSm90WideHeadDim = 512, kSm90WideBlockM = 64, kSm90WideBlockN = 64, kSm90WideThreads = 384;
 constexpr int kSm90WideChunkCols = 64, kSm90WidePartKeys = 16, kSm90WideHeldChunks = 2;
 constexpr int kSm90WideValueSlots = 6;  // for each half of the columns

@@ -38,10 +38,9 @@ struct WideFwdProducer {
     storage.q_full.arrive_and_expect(Config::kChunks * kChunkBytes);
 #pragma unroll
     for (int chunk = 0; chunk < Config::kChunks; ++chunk) {
-      tma::load_tile<1, Config::kChunkCols, Config::kBlockM>(launch.q_map, storage.q_full, storage.query(chunk), rows,
-                                                             tile.row_begin, tile.head,
-                                                             cute::TMA::CacheHintSm90::EVICT_FIRST,
-                                                             chunk * Config::kChunkCols);
+      tma::load_tile<1, Config::kChunkCols, Config::kBlockM>(
+          launch.q_map, storage.q_full, storage.query(chunk), rows, tile.row_begin, tile.head,
+          cute::TMA::CacheHintSm90::EVICT_FIRST, chunk * Config::kChunkCols);
     }
   }
 
