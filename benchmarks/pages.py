@@ -252,8 +252,16 @@ def gains_block():
         fastest = min(others, key=others.get)
         what = f"{row['what']}, {row['batch']} × {row['seqlen']}" + f" + {row['new_tokens']}" * (row["new_tokens"] > 0)
         cells = (f"{others[name]:.1f}" if name in others else "–" for name in ("use", "fa_native", "kvcache"))
-        memory = f"{row['gib']['torch']:.1f} → {row['gib'][fastest]:.1f}"
-        lines.append([what, f"{before:.1f}", *cells, gain(before / others[fastest]), memory])
+        memory = [row["gib"][name] for name in ("torch", fastest)]  # None on a CPU
+        lines.append(
+            [
+                what,
+                f"{before:.1f}",
+                *cells,
+                gain(before / others[fastest]),
+                " → ".join(f"{x:.1f}" if x else "–" for x in memory),
+            ]
+        )
         if before / others[fastest] < PAYS:
             equal.append(what)
     header = ["", "PyTorch's SDPA, ms", "`use`", "`fa_native`", "`kvcache`", "gain of the fastest", "peak memory, GiB"]

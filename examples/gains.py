@@ -3,10 +3,10 @@
 
     python examples/gains.py [--device cuda] [--out FILE.json]      about a minute on an H200; on a CPU in miniature
 
-The model has the sizes of Llama 3.2 1B with a smaller vocabulary, and random weights. The ways take turns, call by call:
-"torch" is attn_implementation="sdpa" as it is, "use" the same within `flash_attn.sdpa.use`, "fa_native" the attention
-that `flash_attn.integrations.transformers` registers. Decoding alone is the attention of all layers over caches that
-grow by a token: SDPA over the part in use, and "kvcache", which is `flash_attn_with_kvcache` with one plan a token.
+The model has the sizes of Llama 3.2 1B with a smaller vocabulary, and random weights. The ways take turns, call by
+call: "torch" is attn_implementation="sdpa" as it is, "use" the same within `flash_attn.sdpa.use`, "fa_native" the
+attention that `flash_attn.integrations.transformers` registers. Decoding alone is the attention of all layers over
+caches that grow by a token: SDPA over the part in use, and "kvcache": `flash_attn_with_kvcache`, one plan a token.
 Prints medians and the peak of memory; the exit status is 1 if losses disagree beyond rounding.
 """
 

@@ -101,7 +101,7 @@ EXPERIMENTS = (
         "{python} benchmarks/lab/ablate.py --out {result}", 55, LAB_PAGE,
     ),
     Experiment(
-        "sweep", "other tiles of all four kernels in use", "{python} benchmarks/lab/sweep.py --out {result}", 75,
+        "sweep", "other tiles of both forwards in use", "{python} benchmarks/lab/sweep.py --out {result}", 75,
         LAB_PAGE,
     ),
     Experiment(

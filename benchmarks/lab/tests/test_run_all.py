@@ -12,6 +12,7 @@ LAB = Path(__file__).resolve().parents[1]
 sys.path += [str(LAB), str(LAB.parent)]
 
 import implementations
+import pages
 import results
 import rows
 import run_all
@@ -86,4 +87,12 @@ def test_experiments_run_in_miniature_on_a_cpu(name, tmp_path, monkeypatch, capf
     pytest.importorskip({"gains": "transformers"}.get(name, "torch"))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     assert run_all.main([name, "--small", "--out", str(tmp_path)]) == 0, capfd.readouterr().out
-    assert json.loads((tmp_path / f"{name}.json").read_text(encoding="utf-8"))["rows"]
+    result = results.compact(json.loads((tmp_path / f"{name}.json").read_text(encoding="utf-8")), name)
+    monkeypatch.setattr(pages, "stored", lambda _: result)
+    blocks = {block: lines for of_page in pages.BLOCKS.values() for block, lines in of_page.items()}
+    expected = {
+        "deterministic": "| `ours_deterministic` |",
+        "accuracy": "| `ours` |",
+        "gains": "| decoding alone, 1 × 128",
+    }
+    assert result["rows"] and expected[name] in "\n".join(blocks[name]())
