@@ -131,8 +131,7 @@ def build_file(build: KernelBuild, toolkit: CudaToolkit, cutlass_include: Path, 
     ]
     judges = " ".join(escaped(path) for path in (script, tools / "resources.py", build.budget))
     edges = [
-        f"build {s.stem}.o: kernel {escaped(s)} | {judges}\n"
-        f"  depfile = {s.stem}.o.d\n  flags = {shell(flags)}"
+        f"build {s.stem}.o: kernel {escaped(s)} | {judges}\n  depfile = {s.stem}.o.d\n  flags = {shell(flags)}"
         for s, flags in sources.items()
     ]
     edges.append(f"build kernel_manifest.o: host kernel_manifest.cpp | {escaped(source_dir / 'params' / 'flash.h')}")

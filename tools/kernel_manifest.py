@@ -31,10 +31,10 @@ class Direction(NamedTuple):
 
 
 DIRECTIONS = {
-    ("fwd", "sm80"): Direction("flash", "fwd", "FwdPlan"),
+    ("fwd", "sm80"): Direction("flash", "fwd_split", "FwdPlan"),
     ("fwd", "sm90"): Direction("flash", "fwd_split", "FwdPlan"),
     ("fwd_modified", "sm90"): Direction("flash", "fwd_split", "FwdPlan"),
-    ("bwd", "sm80"): Direction("flash", "bwd", "BwdPlan"),
+    ("bwd", "sm80"): Direction("flash", "bwd_mask", "BwdPlan"),
     ("bwd", "sm90"): Direction("flash", "bwd_mask", "BwdPlan"),
     ("fwd_split", "sm80"): Direction("kvcache", "kvcache"),
     ("fwd_split_8bit", "sm80"): Direction("kvcache", "kvcache", function="fwd_split", dtypes=tuple(CACHE_DTYPES)),

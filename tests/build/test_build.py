@@ -396,7 +396,9 @@ def test_compile_commands_are_those_of_the_compiler(stand_in, tmp_path):
     assert Path(entry["directory"]) == tmp_path / "out"
     arguments = entry["arguments"]
     assert arguments[0] == str(tmp_path / "bin" / "nvcc")
-    assert {"-std=c++17", "--compress-mode=size", "-DFLASH_WITHOUT_BF16", f"-I{tmp_path / 'source with space'}"} <= set(arguments)
+    assert {"-std=c++17", "--compress-mode=size", "-DFLASH_WITHOUT_BF16", f"-I{tmp_path / 'source with space'}"} <= set(
+        arguments
+    )
     assert arguments[-4:] == ["-c", entry["file"], "-o", "flash_fwd_hdim64_sm80.o"]
 
 

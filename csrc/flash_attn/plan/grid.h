@@ -60,7 +60,7 @@ constexpr SeenKeys seen_keys(const FwdProblem& problem) {
 }
 
 // Time of a key of one work tile, in picoseconds on an H200; only the ratio counts (docs/tuning/fwd_sm90.md).
-constexpr int64_t kStaticKeyCost = 11230, kPlainKeyCost = 16500;  // 128 rows of kStatic, 192 of kPlain
+constexpr int64_t kStaticKeyCost = 12100, kPlainKeyCost = 14450;  // 128 rows of kStatic, 192 of kPlain
 constexpr int kStaticWaves = 4;                                   // at most, of equal tiles
 constexpr int kStaticMaskedWaves = 2;  // of others, which two waves in opposite orders even out
 
