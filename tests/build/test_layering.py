@@ -22,7 +22,7 @@ LAYERS = {
     "kernels/tma": ["core", "params", "kernels/common"],
     "kernels/sm80": KERNELS,
     "kernels/sm90": [*KERNELS, "kernels/tma"],
-    "kernels/decode": [*KERNELS, "kernels/sm80"],
+    "kernels/decode": [*KERNELS, "kernels/tma", "kernels/sm80"],
     "kernels/mla": [*KERNELS, "kernels/tma", "kernels/sm80", "kernels/sm90", "kernels/decode"],
     "kernels/auxiliary": KERNELS,
     "instantiations": ["kernels/sm80", "kernels/sm90", "kernels/decode", "kernels/mla"],
@@ -142,10 +142,10 @@ def test_environment_is_read_under_the_gil():
     readers = {
         p.relative_to(CSRC).as_posix(): len(re.findall(r"getenv", p.read_text(encoding="utf-8"))) for p in SOURCES
     }
-    assert {name: count for name, count in readers.items() if count} == {"api/environment.h": 4}
+    assert {name: count for name, count in readers.items() if count} == {"api/device.h": 4}
     binding = (CSRC / "flash_api.cpp").read_text(encoding="utf-8")
     assert not re.search(r"call_guard<\s*py::gil_scoped_release", binding)
-    environment = (CSRC / "api" / "environment.h").read_text(encoding="utf-8")
+    environment = (CSRC / "api" / "device.h").read_text(encoding="utf-8")
     guard = re.search(r"struct CallGuard \{(.*?)\};", environment, re.DOTALL).group(1)
     assert guard.index("CallEnvironment") < guard.index("py::gil_scoped_release")
     binding += (CSRC / "api" / "signatures.h").read_text(encoding="utf-8")

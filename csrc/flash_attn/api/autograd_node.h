@@ -24,7 +24,7 @@
 #include <vector>
 
 #include "api/backward.h"
-#include "api/environment.h"
+#include "api/device.h"
 #include "api/forward.h"
 
 namespace flash {

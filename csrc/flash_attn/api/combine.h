@@ -10,7 +10,6 @@
 
 #include "api/checks.h"
 #include "api/device.h"
-#include "api/overlap.h"
 #include "api/tensors.h"
 #include "params/combine.h"
 

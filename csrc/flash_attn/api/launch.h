@@ -9,8 +9,6 @@
 
 #include "api/device.h"
 #include "api/mask.h"
-#include "api/prepare.h"
-#include "api/problem.h"
 #include "api/quantized.h"
 #include "api/set_params.h"
 #include "api/tensors.h"

@@ -12,7 +12,6 @@
 
 #include "api/checks.h"
 #include "api/device.h"
-#include "api/overlap.h"
 #include "api/tensors.h"
 #include "params/mask.h"
 #include "plan/mask_plan.h"
@@ -84,7 +83,6 @@ inline void mask_overlap(const MaskTensors& mask, overlap::Operands written) {
 // The mask of a dense batch, and outputs that must not overlap it. Values of its tensors are never read here, and lead
 // no kernel outside of them.
 inline void mask(const MaskTensors& mask, const at::Tensor& q, int64_t seqlen_k, overlap::Operands written) {
-  if (!mask.given()) return;
   for (const auto& [name, tensor] : mask.named()) {
     if (tensor.has_value() && tensor->dim() == 3) {
       fail("mask", "expected a mask of dense sequences, got one of packed sequences");
@@ -108,7 +106,6 @@ inline void mask(const MaskTensors& mask, const at::Tensor& q, int64_t seqlen_k,
 // Of a packed one.
 inline void packed_mask(const MaskTensors& mask, const at::Tensor& q, int64_t total_k, int64_t max_seqlen_k,
                         overlap::Operands written) {
-  if (!mask.given()) return;
   bool is_packed = false;
   for (const auto& [name, tensor] : mask.named()) is_packed |= tensor.has_value() && tensor->dim() == 3;
   if (!is_packed) fail("mask", "expected a mask of packed sequences, got one of dense sequences");
@@ -124,12 +121,6 @@ inline void packed_mask(const MaskTensors& mask, const at::Tensor& q, int64_t to
       fail("max_seqlen_k", "expected at least 1 with keys and a mask of bits, got 0");
   }
   mask_overlap(mask, written);
-}
-
-// No kernel adds these to scores.
-inline void no_biases(const OptionalTensor& attn_bias, const OptionalTensor& rel_bias) {
-  if (attn_bias.has_value()) fail("attn_bias", "expected None on CUDA, got a tensor");
-  if (rel_bias.has_value()) fail("rel_bias", "expected None on CUDA, got a tensor");
 }
 
 }  // namespace checks
@@ -158,9 +149,9 @@ inline MaskMatrices mask_matrices(const MaskTensors& mask, int heads) {
   return all;
 }
 
-// The number that a plan needs; 0 without a mask, or where it hides nothing because there are no scores.
+// The number that a plan needs; 0 where it hides nothing because there are no scores.
 inline int64_t mask_matrix_count(const MaskTensors& mask, const Flash_fwd_params& params) {
-  if (!mask.given() || params.b == 0 || params.seqlen_q == 0 || params.seqlen_k == 0 || params.h == 0) return 0;
+  if (params.b == 0 || params.seqlen_q == 0 || params.seqlen_k == 0 || params.h == 0) return 0;
   const MaskMatrices matrices = mask_matrices(mask, params.h);
   return plan::product(matrices.per_batch ? params.b : 1, matrices.heads);
 }

@@ -34,6 +34,9 @@ struct QuantArgs {
     visit("fast_exp", fast_exp, "a bool");
   }
 
+  bool given() const {
+    return q.has_value() || k.has_value() || v.has_value() || v_per_channel || out_dtype.has_value();
+  }
   at::ScalarType result_type(const at::Tensor& q_given) const {
     return checks::is_8bit(q_given) ? out_dtype.value_or(at::kBFloat16) : q_given.scalar_type();
   }

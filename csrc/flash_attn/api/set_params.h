@@ -1,17 +1,23 @@
-// Tensors and options -> the plain parameters of params/flash.h.
+// Tensors and options -> the plain parameters of params/flash.h, and these -> the problems that plans take.
 #pragma once
 
 #include <ATen/core/Generator.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/cuda/CUDAGeneratorImpl.h>
+#include <c10/cuda/CUDAStream.h>
 
+#include <algorithm>
 #include <cmath>
+#include <cstdint>
+#include <limits>
 #include <mutex>
 #include <optional>
 
 #include "api/scores.h"
 #include "api/tensors.h"
 #include "params/flash.h"
+#include "plan/fwd_plan.h"
+#include "plan/problem.h"
 
 namespace flash {
 
@@ -131,6 +137,151 @@ inline void draw_philox_state(Flash_fwd_params& params, const OptionalGenerator&
 inline void reuse_philox_state(Flash_fwd_params& params, const at::Tensor& rng_state) {
   params.dropout.state.seed_ptr = rng_state.const_data_ptr<int64_t>();
   params.dropout.state.offset_ptr = rng_state.const_data_ptr<int64_t>() + 1;
+}
+
+// ---- memory that the kernels of one call share ----
+
+inline int64_t varlen_words(const Flash_fwd_params& params) { return plan::varlen_words(params.is_varlen(), params.b); }
+
+// Points the parameters of a packed batch to varlen_words() of memory.
+inline void set_params_varlen_workspace(Flash_fwd_params& params, int* words) {
+  if (!params.is_varlen()) return;
+  params.varlen.segments_q = words;
+  params.varlen.segments_k = params.varlen.segments_q + params.b + 3;
+  params.varlen.key_ranges = params.varlen.segments_k + params.b + 3;
+}
+
+// `workspace` must outlive the launches that read it.
+inline cudaError_t prepare(Flash_fwd_params& params, bool takes_semaphore, const at::Tensor& q, at::Tensor& workspace) {
+  const int64_t words = varlen_words(params) + takes_semaphore;
+  if (words == 0) return cudaSuccess;
+  workspace = new_empty(q, {words}, at::kInt);
+  int* const begin = workspace.mutable_data_ptr<int>();
+  set_params_varlen_workspace(params, begin);
+  if (takes_semaphore) params.tile_count_semaphore = begin + words - 1;
+  return run_prepare(params, c10::cuda::getCurrentCUDAStream().stream());
+}
+
+// ---- problems ----
+
+inline plan::MatrixShape matrix_shape(const Flash_fwd_params& params, const MatrixStrides& strides, bool is_query,
+                                      bool is_packed) {
+  return {is_packed,
+          params.b,
+          is_query ? params.seqlen_q : params.seqlen_k,
+          is_query ? params.h : params.h_k,
+          strides.batch,
+          strides.row,
+          strides.head};
+}
+
+inline void set_problem(plan::Problem& problem, const Flash_fwd_params& params, Dtype dtype) {
+  problem.dtype = dtype;
+  problem.is_varlen = params.is_varlen();
+  problem.batch = params.b;
+  problem.heads = params.h;
+  problem.heads_k = params.h_k;
+  problem.head_dim = params.d;
+  problem.head_dim_v = params.d_v;
+  problem.seqlen_q = params.seqlen_q;
+  problem.seqlen_k = params.seqlen_k;
+  problem.window = params.window;
+  problem.modifiers = params.modifiers();
+  problem.has_softcap = params.softcap > 0.0f;
+  problem.has_dropout = params.has_dropout;
+  problem.has_origins = params.origins_ptr != nullptr;
+  problem.batch_invariant = params.batch_invariant;
+}
+
+inline int clamped_int(int64_t value) {
+  return static_cast<int>(std::min<int64_t>(value, std::numeric_limits<int>::max()));
+}
+
+// has_key_ranges: the keys of a cache, whose lengths only the device knows.
+inline plan::FwdProblem fwd_problem(const Flash_fwd_params& params, Dtype dtype, bool has_key_ranges = false) {
+  plan::FwdProblem problem;
+  set_problem(problem, params, dtype);
+  problem.has_sinks = params.sinks_ptr != nullptr;
+  problem.has_key_ranges = has_key_ranges;
+  problem.is_paged = params.is_paged();
+  problem.num_pages = params.paged.num_pages;
+  problem.pages_per_sequence = params.paged.pages_per_sequence;
+  problem.page_size = params.paged.page_size.divisor;
+
+  const bool keys_packed = params.is_varlen() || has_key_ranges;
+  const auto holds = [&](const MatrixStrides& strides, bool is_query) {
+    const bool is_packed = is_query ? params.is_varlen() : keys_packed;
+    return plan::tensor_map_holds(matrix_shape(params, strides, is_query, is_packed), dtype);
+  };
+  const auto holds_pages = [&](const MatrixStrides& strides) {
+    return plan::tensor_map_holds(
+        {false, problem.num_pages, problem.page_size, problem.heads_k, strides.batch, strides.row, strides.head},
+        dtype);
+  };
+  const bool loads_keys = params.seqlen_k > 0 && !params.is_paged();
+  problem.fits_tensor_maps = holds(params.q_strides, true) && holds(params.o_strides, true) &&
+                             (!loads_keys || (holds(params.k_strides, false) && holds(params.v_strides, false)));
+  problem.fits_page_maps = params.is_paged() && holds_pages(params.k_strides) && holds_pages(params.v_strides);
+  return problem;
+}
+
+// Whether the decode kernels may read rows of (sequences or pages, rows, heads, d) in TMA boxes.
+inline bool fits_boxes(const at::Tensor& rows) {
+  if (rows.dim() != 4) return false;
+  const MatrixStrides strides = cache_strides(rows);
+  return plan::tensor_map_holds(
+      {false, rows.size(0), rows.size(1), rows.size(2), strides.batch, strides.row, strides.head}, dtype_of(rows));
+}
+
+// Rows of a cache from one sequence to the next; -1: not a whole number, so the cache is no packed tensor.
+inline int64_t rows_per_sequence(const MatrixStrides& strides) {
+  return strides.row > 0 && strides.batch % strides.row == 0 ? strides.batch / strides.row : -1;
+}
+
+// Keys that a sequence of a forward may have.
+inline int split_capacity(const Flash_fwd_params& params) {
+  const PagedKv& paged = params.paged;
+  if (paged.block_table == nullptr) return params.seqlen_k;
+  return static_cast<int>(
+      std::min<int64_t>(static_cast<int64_t>(paged.pages_per_sequence) * paged.page_size.divisor, kMaxLength));
+}
+
+// A forward as the decode kernels see it: a dense batch is a full cache; of a packed one the schedule kernel linearises
+// the work. keys: of a sequence, on average. Q has 16-byte vectors.
+inline plan::DecodeProblem decode_problem(const Flash_fwd_params& params, Dtype kv_dtype, int64_t keys) {
+  plan::DecodeProblem problem;
+  problem.is_forward = true;
+  problem.batch = params.b;
+  problem.seqlen_q = params.seqlen_q;
+  problem.heads = params.h;
+  problem.heads_k = params.h_k;
+  problem.head_dim = params.d;
+  problem.capacity = split_capacity(params);
+  problem.is_packed = params.is_varlen();
+  problem.packed_keys = clamped_int(keys);
+  problem.kv_dtype = kv_dtype;
+  problem.options.window = params.window;
+  problem.options.has_score_mod = params.has_score_mod;
+  problem.options.page_size = params.is_paged() ? params.paged.page_size.divisor : 0;
+  return problem;
+}
+
+inline plan::BwdProblem bwd_problem(const Flash_bwd_params& params, Dtype dtype, bool deterministic,
+                                    plan::BwdStage stage) {
+  plan::BwdProblem problem;
+  set_problem(problem, params, dtype);
+  problem.stage = stage;
+  problem.deterministic = deterministic;
+  problem.accumulates_dkv = params.accumulates_dkv;
+  problem.fits_tensor_maps = true;
+  for (const MatrixStrides* strides : {&params.q_strides, &params.do_strides, &params.dq_strides}) {
+    problem.fits_tensor_maps &= plan::tensor_map_holds(matrix_shape(params, *strides, true, params.is_varlen()), dtype);
+  }
+  for (const MatrixStrides* strides : {&params.k_strides, &params.v_strides, &params.dk_strides, &params.dv_strides}) {
+    problem.fits_tensor_maps &=
+        plan::tensor_map_holds(matrix_shape(params, *strides, false, params.is_varlen()), dtype);
+  }
+  return problem;
 }
 
 }  // namespace flash

@@ -24,7 +24,8 @@ inline FwdPlan plan_cached_kernel(const FwdProblem& problem, const Device& devic
 
 inline FwdPlan plan_kernel(const FwdProblem& problem, const Device& device, const char* forced) {
   if (problem.is_cached) return plan_cached_kernel(problem, device, forced);
-  if (fp8_fwd_supports(problem, device) && !fp8_fwd_declines(problem, device, forced)) {
+  if (is_eight_bit(problem.q_dtype) && fp8_fwd_supports(problem, device) &&
+      !fp8_fwd_declines(problem, device, forced)) {
     const FwdPlan plan = plan_fp8_fwd(problem, device);
     if (plan.grid > 0) return plan;
   }

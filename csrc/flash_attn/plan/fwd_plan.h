@@ -149,6 +149,36 @@ constexpr bool runs_direct(const FwdProblem& problem, const Device& device, cons
          problem.blocks(sm90_fwd_tile(head_dim, FwdVariant::kDirect).block_m) <= device.multiprocessors;
 }
 
+// Whether the mma.sync family takes its short tiles, which have half the rows: if whole m_blocks leave multiprocessors
+// idle, or a mask on the right wastes half of the diagonal blocks of short sequences. `block_m`: rows of whole
+// m_blocks.
+constexpr bool takes_short_tile(const FwdProblem& problem, const Device& device, int block_m) {
+  if (problem.batch_invariant) return false;
+  return problem.blocks(block_m) <= device.multiprocessors || (problem.masked_right() && problem.rows() <= kShortRows);
+}
+
+// The same for the wgmma family. Never if equal short tiles without a second consumer group are two waves and plain
+// ones one.
+constexpr bool sm90_takes_short_tile(const FwdProblem& problem, const Device& device, const Sm90FwdTile& plain,
+                                     const Sm90FwdTile& short_tile) {
+  if (problem.batch_invariant) return false;
+  const bool equal_tiles = !problem.masked_right() && short_tile.consumer_groups == 1;
+  if (equal_tiles && problem.blocks(plain.block_m) <= device.multiprocessors &&
+      problem.blocks(short_tile.block_m) > device.multiprocessors) {
+    return false;
+  }
+  return sm90_prefers_short_tile(plain.head_dim, problem.rows(), problem.masked_right());
+}
+
+inline bool takes_short_variant(const FwdProblem& problem, const Device& device, int head_dim) {
+  const Sm90FwdTile plain = sm90_fwd_tile(head_dim, FwdVariant::kPlain);
+  const Sm90FwdTile short_tile = sm90_fwd_tile(head_dim, FwdVariant::kShort);
+  const bool plain_reads = sm90_reads_pages(plain, FwdVariant::kPlain);
+  const bool short_reads = sm90_reads_pages(short_tile, FwdVariant::kShort);
+  if (problem.is_paged && plain_reads != short_reads) return short_reads;
+  return sm90_takes_short_tile(problem, device, plain, short_tile);
+}
+
 inline FwdVariant sm90_variant(const FwdProblem& problem, const Device& device, const FamilyChoice& choice,
                                int head_dim) {
   if (problem.has_mask()) return FwdVariant::kListed;
@@ -157,19 +187,13 @@ inline FwdVariant sm90_variant(const FwdProblem& problem, const Device& device, 
   if (choice.num_splits > 1 || choice.is_one_wave) {
     return runs_direct(problem, device, choice, head_dim) ? FwdVariant::kDirect : FwdVariant::kOneWave;
   }
+  const bool takes_short =
+      sm90_has_variant(head_dim, FwdVariant::kShort) && takes_short_variant(problem, device, head_dim);
+  if (takes_short && !problem.masked_right()) return FwdVariant::kShort;
   if (sm90_has_variant(head_dim, FwdVariant::kStatic) && sm90_takes_whole_waves(problem, device, head_dim)) {
     return has_host_lengths(problem) ? FwdVariant::kStatic : FwdVariant::kOneWave;  // with the same bits
   }
-  if (sm90_has_variant(head_dim, FwdVariant::kShort)) {
-    const Sm90FwdTile plain = sm90_fwd_tile(head_dim, FwdVariant::kPlain);
-    const Sm90FwdTile short_tile = sm90_fwd_tile(head_dim, FwdVariant::kShort);
-    const bool plain_reads = sm90_reads_pages(plain, FwdVariant::kPlain);
-    const bool short_reads = sm90_reads_pages(short_tile, FwdVariant::kShort);
-    const bool takes_short = problem.is_paged && plain_reads != short_reads
-                                 ? short_reads
-                                 : sm90_takes_short_tile(problem, device, plain, short_tile);
-    if (takes_short) return FwdVariant::kShort;
-  }
+  if (takes_short) return FwdVariant::kShort;
   const bool has_masked = sm90_has_variant(head_dim, FwdVariant::kMasked);
   return has_masked && problem.window.may_mask() ? FwdVariant::kMasked : FwdVariant::kPlain;
 }
@@ -292,7 +316,7 @@ inline FwdPlan plan_fwd_mma_sync(const FwdProblem& problem, const Device& device
   FwdPlan plan;
   plan.dtype = problem.dtype;
   const FwdTile plain = fwd_tile(problem.head_dim, FwdVariant::kPlain);
-  if (problem.has_dropout || problem.has_origins) {
+  if (problem.has_dropout || problem.has_origins || problem.has_bias) {
     plan.variant = FwdVariant::kDropout;
   } else if (mma_sync_has_short(problem.head_dim)) {
     const bool fits = fwd_smem_bytes(plain, problem.dtype) <= device.smem_per_block;
@@ -315,16 +339,18 @@ inline FwdPlan plan_fwd_mma_sync(const FwdProblem& problem, const Device& device
 // The kernel of a call without a cache and e4m3 products. `forced`: the value of FLASH_ATTN_FAMILY, or null
 // (choose_family()). If no kernel takes V with another head dim, it is the plan of the padded call. A call with a mask
 // that no kernel takes gets a plan without MaskPlan.
-inline FwdPlan plan_fwd_kernel(const FwdProblem& problem, const Device& device, const char* forced) {
-  const FamilyChoice choice =
-      problem.has_mask() ? FamilyChoice{Family::kWgmma} : choose_family(family_query(problem, device), forced);
+inline FwdPlan plan_fwd_kernel(const FwdProblem& given, const Device& device, const char* forced) {
+  const FamilyChoice choice = given.has_mask() || given.has_bias
+                                  ? FamilyChoice{choose_listed_family(given, device, forced)}
+                                  : choose_family(family_query(given, device), forced);
+  const FwdProblem problem = with_lists(given, choice.family);
   if (choice.family == Family::kWgmma) {
     const bool wide = is_wide(problem.max_head_dim());
     const FwdPlan plan = wide ? plan_fwd_wide(problem, device) : plan_fwd_wgmma(problem, device, choice);
     if (wgmma_supports(problem, device, plan)) return plan;
   }
   if (problem.head_dim != problem.head_dim_v) {
-    FwdProblem padded = problem;
+    FwdProblem padded = given;
     padded.head_dim = padded.head_dim_v = padded_head_dim(problem.max_head_dim());
     FwdPlan plan = plan_fwd_kernel(padded, device, forced);
     plan.pad_head_dim = padded.head_dim;

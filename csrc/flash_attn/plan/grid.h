@@ -43,27 +43,6 @@ constexpr int page_box_rows(int page_size, int block_n) {
 // variable ones, instead of statically head by head (docs/tuning/fwd_sm90.md).
 constexpr bool sm90_dynamic_scheduler_for_equal_tiles(int head_dim) { return 96 < head_dim && head_dim <= 128; }
 
-// Whether the mma.sync family takes its short tiles, which have half the rows: if whole m_blocks leave multiprocessors
-// idle, or a mask on the right wastes half of the diagonal blocks of short sequences. `block_m`: rows of whole
-// m_blocks.
-constexpr bool takes_short_tile(const FwdProblem& problem, const Device& device, int block_m) {
-  if (problem.batch_invariant) return false;
-  return problem.blocks(block_m) <= device.multiprocessors || (problem.masked_right() && problem.rows() <= kShortRows);
-}
-
-// The same for the wgmma family. Never if equal short tiles without a second consumer group are two waves and plain
-// ones one.
-constexpr bool sm90_takes_short_tile(const FwdProblem& problem, const Device& device, const Sm90FwdTile& plain,
-                                     const Sm90FwdTile& short_tile) {
-  if (problem.batch_invariant) return false;
-  const bool equal_tiles = !problem.masked_right() && short_tile.consumer_groups == 1;
-  if (equal_tiles && problem.blocks(plain.block_m) <= device.multiprocessors &&
-      problem.blocks(short_tile.block_m) > device.multiprocessors) {
-    return false;
-  }
-  return sm90_prefers_short_tile(plain.head_dim, problem.rows(), problem.masked_right());
-}
-
 // Keys that an m_block of 128 rows sees, at most and on average, and those that a sequence sees.
 struct SeenKeys {
   int64_t most, mean, of_sequence;
@@ -81,7 +60,7 @@ constexpr SeenKeys seen_keys(const FwdProblem& problem) {
 }
 
 // Time of a key of one work tile, in picoseconds on an H200; only the ratio counts (docs/tuning/fwd_sm90.md).
-constexpr int64_t kStaticKeyCost = 11230, kPlainKeyCost = 16500;  // 128 rows of kStatic, 192 of kPlain
+constexpr int64_t kStaticKeyCost = 12100, kPlainKeyCost = 14450;  // 128 rows of kStatic, 192 of kPlain
 constexpr int kStaticWaves = 4;                                   // at most, of equal tiles
 constexpr int kStaticMaskedWaves = 2;  // of others, which two waves in opposite orders even out
 

@@ -27,7 +27,7 @@ struct WideFwdConsumer {
   const WideFwdLaunch& launch;
   WideFwdStorage<Config>& storage;
   const WideFwdWork& work;
-  const AccumulatorCoords<4> coords{threadIdx.x % 128};
+  const AccumulatorCoords<4> coords;
   const int warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
 
   WideFwdProducts<Config> products;
@@ -36,7 +36,7 @@ struct WideFwdConsumer {
 
   __device__ __forceinline__ WideFwdConsumer(const WideFwdLaunch& launch_, WideFwdStorage<Config>& storage_,
                                              const WideFwdWork& work_)
-      : launch(launch_), storage(storage_), work(work_) {}
+      : launch(launch_), storage(storage_), work(work_), coords(threadIdx.x % 128) {}
 
   __device__ __forceinline__ void arrive(tma::Barrier& barrier) const {
     if (lane == 0) barrier.arrive();
