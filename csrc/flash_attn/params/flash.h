@@ -197,7 +197,7 @@ cudaError_t run_mha_fwd_(const Flash_fwd_split_params& params, const plan::FwdPl
 template <Dtype kDtype, int kHeadDim, int kHeadDimV = kHeadDim>
 cudaError_t run_mha_fwd_wgmma_(const Flash_fwd_split_params& params, const plan::FwdPlan& plan, cudaStream_t stream);
 
-// What run_mha_fwd_wgmma_ leaves to another file: variants with dropout, modified scores or a mask as data.
+// What run_mha_fwd_wgmma_ leaves to another file: variants with modified scores or a mask as data.
 template <Dtype kDtype, int kHeadDim>
 cudaError_t run_mha_fwd_modified_wgmma_(const Flash_fwd_split_params& params, const plan::FwdPlan& plan,
                                         cudaStream_t stream);

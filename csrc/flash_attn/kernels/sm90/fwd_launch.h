@@ -130,6 +130,7 @@ cudaError_t run_mha_fwd_wgmma_(const Flash_fwd_split_params& params, const plan:
     switch (plan.variant) {
       case FwdVariant::kPlain: return sm90::run_variant<kDtype, kHeadDim, FwdVariant::kPlain>(params, plan, stream);
       case FwdVariant::kShort: return sm90::run_variant<kDtype, kHeadDim, FwdVariant::kShort>(params, plan, stream);
+      case FwdVariant::kDropout: return sm90::run_variant<kDtype, kHeadDim, FwdVariant::kDropout>(params, plan, stream);
       case FwdVariant::kMasked: return sm90::run_variant<kDtype, kHeadDim, FwdVariant::kMasked>(params, plan, stream);
       case FwdVariant::kOneWave: return sm90::run_variant<kDtype, kHeadDim, FwdVariant::kOneWave>(params, plan, stream);
       case FwdVariant::kDirect: return sm90::run_variant<kDtype, kHeadDim, FwdVariant::kDirect>(params, plan, stream);
