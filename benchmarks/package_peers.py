@@ -22,16 +22,16 @@ def triton_comparator(row, inputs):
     return lambda: triton_attention(q, k, v, causal=causal)[0]
 
 
-def flash_attn_3(row, inputs):
+def flash_attn_3(row, inputs, pick=first, **more):
     """FlashAttention-3 by its own interface, the top-level module flash_attn_interface."""
     import flash_attn_interface as fa3
 
     case, q, k, v, cu = row.case, inputs.q, inputs.k, inputs.v, inputs.cu_seqlens
-    options = {"causal": case.causal, "window_size": case.window, "softcap": case.softcap}
+    options = {"causal": case.causal, "window_size": case.window, "softcap": case.softcap, **more}
     if row.seqlens:
         longest = max(row.seqlens)
-        return lambda: first(fa3.flash_attn_varlen_func(q, k, v, cu, cu, longest, longest, **options))
-    return lambda: first(fa3.flash_attn_func(q, k, v, **options))
+        return lambda: pick(fa3.flash_attn_varlen_func(q, k, v, cu, cu, longest, longest, **options))
+    return lambda: pick(fa3.flash_attn_func(q, k, v, **options))
 
 
 def flash_attn_4_functions():
@@ -50,15 +50,15 @@ def flash_attn_4_functions():
     return flash_attn.cute
 
 
-def flash_attn_4(row, inputs):
+def flash_attn_4(row, inputs, pick=first, **more):
     """FlashAttention-4, which compiles a kernel in its first call of a kind."""
     fa4, case, q, k, v, cu = flash_attn_4_functions(), row.case, inputs.q, inputs.k, inputs.v, inputs.cu_seqlens
     window = tuple(None if bound < 0 else bound for bound in case.window)
-    options = {"causal": case.causal, "window_size": window, "softcap": case.softcap}
+    options = {"causal": case.causal, "window_size": window, "softcap": case.softcap, **more}
     if row.seqlens:
         options.update(cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=max(row.seqlens), max_seqlen_k=max(row.seqlens))
-        return lambda: first(fa4.flash_attn_varlen_func(q, k, v, **options))
-    return lambda: first(fa4.flash_attn_func(q, k, v, **options))
+        return lambda: pick(fa4.flash_attn_varlen_func(q, k, v, **options))
+    return lambda: pick(fa4.flash_attn_func(q, k, v, **options))
 
 
 def cudnn_fp8(row, inputs):

@@ -1,4 +1,4 @@
-"""The generated parts of README.md, docs/benchmarks.md, docs/fp8.md and docs/context_parallel.md.
+"""The generated parts of README.md and of documents.
 
 Each block is a function of stored results (results.py) and gives lines of Markdown. BLOCKS says which page has which;
 `python benchmarks/report.py --docs` writes them, --check compares them.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from statistics import geometric_mean
 
+import accuracy_table
 import cp_tables
 from markdown_tables import markdown_table, mask, rewritten, wrapped
 from plots import PLOTTED_GROUPS
@@ -36,6 +37,7 @@ PEER_TITLES = {
     "flash_attn_3": "FlashAttention-3",
     "flash_attn_4": "FlashAttention-4",
 }
+PAYS = 1.03
 SHORT = 1024  # tokens of the longest sequence of a short call
 FP8 = {"ours": "`bf16`", "ours_fp8": "`fp8`", "ours_fp8_fast": "`fp8 fast`", "cudnn_fp8": "`cudnn`"}
 
@@ -239,19 +241,41 @@ def loss_block():
     return [*markdown_table(header, lines), "", *wrapped(told)]
 
 
-def steps_block():
-    """Steps of a transformers model by SDPA (sdpa_step.py): milliseconds, and what the provider gains."""
-    result = stored("sdpa_step")
-    header = ["layers × width, heads, tokens", "PyTorch's choice", "its flash attention", "`register`", "`use`"]
-    lines = []
+def gains_block():
+    """Whole models (examples/gains.py): milliseconds by each way, memory, and what does not pay."""
+    result = stored("gains")
+    if not result:
+        return []
+    lines, equal = [], []
     for row in result["rows"]:
-        ms, tokens = row["ms"], f"{row['batch']} × {row['seqlen']}"
-        shape = f"{row['layers']} × {row['dim']}, {row['heads']}/{row['heads_k']}, {tokens}"
-        gained = [f"{ms[name]:.1f} ({ms[name] / ms['provider']:.2f}×)" for name in ("torch", "flash")]
-        lines.append([shape, *gained, *(f"{ms[name]:.1f}" for name in ("provider", "scope"))])
-    told = "Milliseconds of a training step of transformers' Llama with *sdpa* attention (relative to `register`); "
-    told += f"{environment_line(result)}, transformers {result['versions']['transformers']}."
-    return [*markdown_table(header, lines), "", *wrapped(told)]
+        before, others = row["ms"]["torch"], {name: ms for name, ms in row["ms"].items() if name != "torch"}
+        fastest = min(others, key=others.get)
+        what = f"{row['what']}, {row['batch']} × {row['seqlen']}" + f" + {row['new_tokens']}" * (row["new_tokens"] > 0)
+        cells = (f"{others[name]:.1f}" if name in others else "–" for name in ("use", "fa_native", "kvcache"))
+        memory = [row["gib"][name] for name in ("torch", fastest)]  # None on a CPU
+        lines.append(
+            [
+                what,
+                f"{before:.1f}",
+                *cells,
+                gain(before / others[fastest]),
+                " → ".join(f"{x:.1f}" if x else "–" for x in memory),
+            ]
+        )
+        if before / others[fastest] < PAYS:
+            equal.append(what)
+    header = ["", "PyTorch's SDPA, ms", "`use`", "`fa_native`", "`kvcache`", "gain of the fastest", "peak memory, GiB"]
+    told = f"Where it does not pay (a gain below {PAYS}): {'; '.join(equal) or 'none of these'}."
+    versions = f"{environment_line(result)}, transformers {result['versions']['transformers']}."
+    return [*markdown_table(header, lines), "", *wrapped(told), "", *wrapped(versions)]
+
+
+# ---- errors ----------------------------------------------------------------------------------------------------------
+
+
+def accuracy_block():
+    result = stored("accuracy")
+    return [*accuracy_table.block(result), "", *origin(result, "accuracy")] if result else []
 
 
 # ---- 8 bits ----------------------------------------------------------------------------------------------------------
@@ -340,7 +364,7 @@ def plot_block():
 
 
 BLOCKS = {
-    "README.md": {"plot": plot_block, "speed": speed_block, "steps": steps_block},
+    "README.md": {"plot": plot_block, "speed": speed_block},
     "docs/benchmarks.md": {
         "grid": grid_block,
         "everyone": everyone_block,
@@ -348,9 +372,10 @@ BLOCKS = {
         "deterministic": deterministic_block,
         "mma_sync": mma_sync_block,
         "decode": decode_block,
+        "accuracy": accuracy_block,
         "loss": loss_block,
-        "steps": steps_block,
     },
+    "docs/gains.md": {"gains": gains_block},
     "docs/fp8.md": {"fp8_speed": fp8_block},
     "docs/context_parallel.md": {"cp-measured": cp_tables.measured_block},
 }

@@ -8,10 +8,13 @@ from tqdm import tqdm
 
 sys.path.append(str(ROOT / "tests"))
 
-from cases import BENCH_CELLS, BENCH_GROUPS, Case, bench_cells, cache_groups
-from reference import attention
+from cases import BENCH_CELLS, BENCH_GROUPS, Case, accuracy_cases, bench_cells, cache_groups
+from reference import attention, attention_by_rows
 
-__all__ = ["BENCH_CELLS", "BENCH_GROUPS", "ROOT", "Case", "attention", "bench_cells", "cache_groups", "row_bar"]
+__all__ = [
+    "BENCH_CELLS", "BENCH_GROUPS", "ROOT", "Case", "accuracy_cases", "attention", "attention_by_rows", "bench_cells",
+    "cache_groups", "row_bar",
+]  # fmt: skip
 
 
 @contextmanager

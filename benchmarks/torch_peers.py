@@ -6,6 +6,7 @@ Each builder takes (row, inputs) and returns the function to call; the result is
 from __future__ import annotations
 
 import math
+from operator import itemgetter
 
 import torch
 import torch.nn.functional as F
@@ -30,7 +31,7 @@ def needs_flash_op(row):
     return bool(row.seqlens) or row.case.window != (-1, -1) or row.case.alibi != "none"
 
 
-def torch_flash_op(row, inputs):
+def torch_flash_op(row, inputs, pick=itemgetter(0)):
     """torch's FlashAttention-2, called below SDPA, which exposes neither windows, ALiBi nor packed sequences.
 
     It is differentiable but for ALiBi, whose slopes its backward does not get.
@@ -43,7 +44,7 @@ def torch_flash_op(row, inputs):
     if case.window != (-1, -1):
         extra.update(window_size_left=left, window_size_right=right)
     op = torch.ops.aten._flash_attention_forward
-    return lambda: op(q, k, v, cu, cu, longest_q, longest_k, case.dropout, case.causal, False, **extra)[0]
+    return lambda: pick(op(q, k, v, cu, cu, longest_q, longest_k, case.dropout, case.causal, False, **extra))
 
 
 def sdpa_flash(row, inputs):

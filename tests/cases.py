@@ -235,6 +235,36 @@ def cache_groups(dtype: str = "bfloat16") -> dict[str, list[Case]]:
     }  # fmt: skip
 
 
+def accuracy_cases(head_dims=(64, 96, 128, 192, 256), dtypes=("bfloat16", "float16")) -> list[tuple[str, Case]]:
+    """Problems whose errors are compared with peers', with the name of their logits; the longest at the end.
+
+    Logits: normal of a standard deviation ("std 3"), or one key above all others ("sink", "dominant"), or as they come.
+    """
+
+    def square(seqlen, **options):
+        return {"batch": 1, "seqlen_q": seqlen, "seqlen_k": seqlen, **options}
+
+    lengths, stds = (128, 1000, 2048, 300, 77), ("std 1", "std 3", "std 8")
+    one_key = {"batch": 1, "seqlen_q": 339, "seqlen_k": 1}
+    cache = {"batch": 4, "seqlen_q": 1, "seqlen_k": 8192, "nheads_k": 2, "kind": "cache"}
+    grid = [(std, seqlen) for seqlen in (128, 1024, 4096) for std in stds]
+    shapes = [(std, square(seqlen, causal=index % 2 == 1)) for index, (std, seqlen) in enumerate(grid)]
+    for seqlen in (1024, 4096):
+        shapes += [("sink", square(seqlen, causal=True)), ("dominant", square(seqlen))]
+    shapes += [("one key", one_key), ("one key", {**one_key, "alibi": "heads"})]
+    shapes += [("alibi", square(2048, causal=causal, alibi="heads")) for causal in (False, True)]
+    for std in stds[1:]:
+        packed = {**square(max(lengths), causal=True), "batch": len(lengths), "kind": "packed", "seqlens": lengths}
+        others = (square(2048, causal=True, window=(256, -1)), packed, {"batch": 1, "seqlen_q": 64, "seqlen_k": 8192})
+        shapes += [(std, fields) for fields in (*others, cache, {**cache, "page_size": 16})]
+    shapes += [("std 1", square(512, dropout=0.1))]
+    shapes += [("std 3", square(16384, causal=causal)) for causal in (False, True)]
+    return [
+        (logits, Case(**{"nheads": 4, "nheads_k": 4, **fields}, head_dim=head_dim, dtype=dtype))
+        for logits, fields in shapes for dtype in dtypes for head_dim in head_dims
+    ]  # fmt: skip
+
+
 BENCH_CELLS = bench_cells()
 BENCH_GROUPS = bench_groups()
 

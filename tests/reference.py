@@ -23,12 +23,12 @@ class Attention:
     max_logit: torch.Tensor
 
 
-def visible(seqlen_q, seqlen_k, causal=False, window=(-1, -1), device=None) -> torch.Tensor:
-    """Bool (sq, sk): query i sees key j iff i + sk - sq - L <= j <= i + sk - sq + R; causal makes R = 0."""
+def visible(seqlen_q, seqlen_k, causal=False, window=(-1, -1), device=None, first=None) -> torch.Tensor:
+    """Bool (sq, sk): query i sees key j iff first + i - L <= j <= first + i + R; causal makes R = 0. first: sk - sq."""
     left, right = window
     if causal:
         right = 0
-    position = torch.arange(seqlen_q, device=device)[:, None] + seqlen_k - seqlen_q
+    position = torch.arange(seqlen_q, device=device)[:, None] + (seqlen_k - seqlen_q if first is None else first)
     key = torch.arange(seqlen_k, device=device)[None, :]
     seen = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool, device=device)
     if left >= 0:
@@ -54,11 +54,14 @@ def attention(
     mask=None,
     attn_bias=None,
     rel_bias=None,
+    first=None,
     dtype=torch.float64,
 ) -> Attention:
     """Dense attention. q (b, sq, h, d), k (b, sk, h_k, d), v (b, sk, h_k, d_v), alibi_slopes (h) or (b, h), finite
-    sinks (h), keep bool (b, h, sq, sk); mask bool and attn_bias broadcastable to it, rel_bias (h, 2 R + 1)."""
+    sinks (h), keep bool (b, h, sq, sk); mask bool and attn_bias broadcastable to it, rel_bias (h, 2 R + 1); first: the
+    position of the first query among the keys, without rel_bias, by default that of the bottom right corner."""
     sq, sk, group = q.shape[1], k.shape[1], q.shape[2] // k.shape[2]
+    first = sk - sq if first is None else first
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     q, k, v = (x.to(dtype).transpose(1, 2) for x in (q, k, v))
     k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
@@ -66,10 +69,10 @@ def attention(
     if softcap > 0:
         scores = softcap * torch.tanh(scores / softcap)
     if alibi_slopes is not None:
-        position = torch.arange(sq, device=q.device)[:, None] + sk - sq
+        position = torch.arange(sq, device=q.device)[:, None] + first
         distance = (position - torch.arange(sk, device=q.device)[None, :]).abs()
         scores = scores - (alibi_slopes.double()[..., None, None] * distance).to(dtype)
-    seen = visible(sq, sk, causal, window, q.device)
+    seen = visible(sq, sk, causal, window, q.device, first)
     if mask is not None:
         seen = seen & mask
     if attn_bias is not None:
@@ -93,6 +96,40 @@ def attention(
         probs = torch.softmax(with_sink, dim=-1)[..., :-1]
     dropped = probs if keep is None else (probs * rp_dropout).masked_fill(~keep, 0.0)
     return Attention((dropped @ v).transpose(1, 2), lse, probs, max_logit)
+
+
+def with_rounded_probs(probs, v) -> torch.Tensor:
+    """Out by FlashAttention-2's arithmetic, else exact: P relative to the row max is rounded where it is multiplied by
+    v, not where it is summed."""
+    p = probs / probs.amax(-1, keepdim=True)
+    values = v.double().transpose(1, 2).repeat_interleave(p.shape[1] // v.shape[2], dim=1)
+    return (p.to(v.dtype).double() @ values / p.sum(-1, keepdim=True)).transpose(1, 2).to(v.dtype)
+
+
+def attention_by_rows(q, k, v, dout=None, *, causal=False, keep=None, at_once=2**27, **options):
+    """attention() in float64, of as many rows at a time as have `at_once` scores: {"out", "lse" (b, h, sq), "emulated"}
+    with what with_rounded_probs() gives, and, of dout, {"dq", "dk", "dv"}."""
+    first, count = k.shape[1] - q.shape[1], max(1, at_once // (q.shape[0] * q.shape[2] * k.shape[1]))
+    strips = {name: [] for name in ("out", "lse", "emulated", "dq")}
+    dk, dv = (torch.zeros_like(x, dtype=torch.float64) for x in (k, v))
+    for start in range(0, q.shape[1], count):
+        rows = slice(start, min(q.shape[1], start + count))
+        keys = slice(0, max(1, first + rows.stop) if causal else None)
+        leaves = [x.detach().double().requires_grad_(dout is not None) for x in (q[:, rows], k[:, keys], v[:, keys])]
+        kept = None if keep is None else keep[:, :, rows, keys]
+        with torch.set_grad_enabled(dout is not None):
+            part = attention(*leaves, causal=causal, keep=kept, first=first + start, **options)
+        strips["out"].append(part.out.detach())
+        strips["lse"].append(part.lse.detach().transpose(1, 2))
+        strips["emulated"].append(with_rounded_probs(part.probs.detach(), v[:, keys]))
+        if dout is not None:
+            dq, *others = torch.autograd.grad(part.out, leaves, dout[:, rows].double())
+            strips["dq"].append(dq)
+            for whole, of_strip in zip((dk, dv), others, strict=True):
+                whole[:, keys] += of_strip
+    found = {name: torch.cat(parts, 1) for name, parts in strips.items() if parts}
+    found["lse"] = found["lse"].transpose(1, 2)
+    return found if dout is None else {**found, "dk": dk, "dv": dv}
 
 
 def rel_columns(rel_bias, sq, sk) -> torch.Tensor:

@@ -24,11 +24,11 @@ from errors import BuildError
 from kernel_manifest import (
     DEFAULT_ARCHS,
     SUPPORTED_ARCHS,
-    KernelFile,
     auxiliary_files,
     build_info,
     interface_digest,
     kernel_files,
+    left_out,
     manifest_source,
     parse_archs,
     select,
@@ -111,9 +111,9 @@ def write_if_changed(path: Path, text: str) -> None:
         path.write_text(text, encoding="utf-8")
 
 
-def build_file(build: KernelBuild, toolkit: CudaToolkit, cutlass_include: Path, sources: dict[Path, str | None]) -> str:
+def build_file(build: KernelBuild, toolkit: CudaToolkit, cutlass_include: Path, sources: dict[Path, list[str]]) -> str:
     """Text of build.ninja: one edge per kernel file, one for the manifest, one for the archive. sources: each file with
-    its only architecture, or None."""
+    its own flags."""
     tools = Path(__file__).resolve().parent
     source_dir = build.source_dir.resolve()
     includes = [f"-I{source_dir}"]
@@ -123,17 +123,16 @@ def build_file(build: KernelBuild, toolkit: CudaToolkit, cutlass_include: Path, 
     checked = [*compiler, "--budget", str(build.budget), "--toolkit", toolkit.full_version, "--", *nvcc]
     host = [str(toolkit.nvcc), "-std=c++17", "-O2", "-Xcompiler=-fPIC,-fvisibility=hidden", *includes]
     rules = [
-        f"rule kernel\n  command = {shell(checked)} $gencode\n  depfile = $out.d\n  deps = gcc\n  description = $in",
+        f"rule kernel\n  command = {shell(checked)} $flags\n  depfile = $out.d\n  deps = gcc\n  description = $in",
         f"rule host\n  command = {shell([*host, '-c', '$in', '-o', '$out'])}\n  description = $in",
-        # One object without local symbols: names and tables of 85 would be a tenth of an archive of compressed code.
+        # One object without local symbols: names and tables of all would be a tenth of an archive of compressed code.
         "rule archive\n  command = rm -f $out && ld -r -o $out.o $in && strip --strip-unneeded $out.o"
         " && ar crs $out $out.o && rm $out.o\n  description = $out",
     ]
     judges = " ".join(escaped(path) for path in (script, tools / "resources.py", build.budget))
     edges = [
-        f"build {s.stem}.o: kernel {escaped(s)} | {judges}\n"
-        f"  depfile = {s.stem}.o.d\n  gencode = {shell(gencode_flags(build.archs, only_arch))}"
-        for s, only_arch in sources.items()
+        f"build {s.stem}.o: kernel {escaped(s)} | {judges}\n  depfile = {s.stem}.o.d\n  flags = {shell(flags)}"
+        for s, flags in sources.items()
     ]
     edges.append(f"build kernel_manifest.o: host kernel_manifest.cpp | {escaped(source_dir / 'params' / 'flash.h')}")
     objects = " ".join([f"{s.stem}.o" for s in sources] + ["kernel_manifest.o"])
@@ -202,10 +201,11 @@ def build_alone(build: KernelBuild, toolkit: CudaToolkit, site_dirs: list[str]) 
 
     info = build_info(selected, build.archs, toolkit.version)
     digest = interface_digest(build.source_dir)
-    left_out = [f for f in files if f not in selected]
-    write_if_changed(build.out_dir / "kernel_manifest.cpp", manifest_source(info, digest, left_out))
-    largest_first: list[KernelFile] = sorted(selected, key=lambda f: f.head_dim, reverse=True)
-    sources = {f.path.resolve(): f.only_arch for f in largest_first} | {p.resolve(): None for p in auxiliary}
+    missing = left_out(files, selected)
+    write_if_changed(build.out_dir / "kernel_manifest.cpp", manifest_source(info, digest, missing))
+    largest_first = sorted(selected, key=lambda f: f.head_dim, reverse=True)
+    sources = {f.path.resolve(): [*gencode_flags(build.archs, f.only_arch), *f.defines] for f in largest_first}
+    sources |= {path.resolve(): gencode_flags(build.archs) for path in auxiliary}
     write_if_changed(build.out_dir / "build.ninja", build_file(build, toolkit, cutlass.include, sources))
 
     say(

@@ -5,61 +5,87 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from errors import BuildError
 
 SUPPORTED_ARCHS = ("80", "90", "100", "120")
 DEFAULT_ARCHS = ("80", "90")  # of a build that asks for none; the others are built on request
-# Of a direction: Flash_<...>_params, the header of its functions in params/.
-PARAMETERS = {d: d for d in ("fwd", "bwd", "fwd_fp8", "fwd_jvp", "mla")} | {"fwd_split": "kvcache"}
-SM90_PARAMETERS = {"fwd": "fwd_split", "bwd": "bwd_mask"}  # where they are others
-HEADERS = {"fwd": "flash", "bwd": "flash", "fwd_split": "kvcache", "fwd_fp8": "fp8", "fwd_jvp": "jvp", "mla": "mla"}
-PLANS = {"fwd": "FwdPlan", "bwd": "BwdPlan", "fwd_fp8": "FwdPlan", "fwd_jvp": "FwdPlan"}
 DTYPES = {"fp16": "kFp16", "bf16": "kBf16"}
 CACHE_DTYPES = {"e4m3": "kE4m3", "int8": "kInt8"}  # of a KV cache alone
 ALL_DTYPES = {**DTYPES, **CACHE_DTYPES}
-INSTANTIATION = re.compile(
-    r"flash_(?P<direction>fwd|bwd|fwd_split|fwd_fp8|fwd_jvp|mla)_hdim(?P<head_dim>\d+)(_(?P<head_dim_v>\d+))?"
-    rf"_(?P<dtype>{'|'.join(ALL_DTYPES)})_(?P<family>sm80|sm90)"
-)
-INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*["<]([^">]+)[">]', re.MULTILINE)
 # Suffix of the family's functions in flash.h, and the one architecture it is compiled for (None: all that are asked).
 FAMILIES = {"sm80": ("", None), "sm90": ("wgmma_", "90")}
+
+
+class Direction(NamedTuple):
+    """A kind of kernel file: what it defines of a header of params/."""
+
+    header: str
+    parameters: str  # Flash_<...>_params
+    plan: str = ""  # parameter after it
+    function: str = ""  # run_mha_<...>_, where it is not named after the direction
+    dtypes: tuple[str, ...] = tuple(DTYPES)
+
+
+DIRECTIONS = {
+    ("fwd", "sm80"): Direction("flash", "fwd_split", "FwdPlan"),
+    ("fwd", "sm90"): Direction("flash", "fwd_split", "FwdPlan"),
+    ("fwd_modified", "sm90"): Direction("flash", "fwd_split", "FwdPlan"),
+    ("bwd", "sm80"): Direction("flash", "bwd_mask", "BwdPlan"),
+    ("bwd", "sm90"): Direction("flash", "bwd_mask", "BwdPlan"),
+    ("fwd_split", "sm80"): Direction("kvcache", "kvcache"),
+    ("fwd_split_8bit", "sm80"): Direction("kvcache", "kvcache", function="fwd_split", dtypes=tuple(CACHE_DTYPES)),
+    ("fwd_fp8", "sm90"): Direction("fp8", "fwd_fp8", "FwdPlan"),
+    ("fwd_jvp", "sm90"): Direction("jvp", "fwd_jvp", "FwdPlan"),
+    ("mla", "sm90"): Direction("mla", "mla"),
+}
+INSTANTIATION = re.compile(
+    r"flash_(?P<direction>[a-z_0-9]+)_hdim(?P<head_dim>\d+)(_(?P<head_dim_v>\d+))?_(?P<family>sm80|sm90)"
+)
+INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*["<]([^">]+)[">]', re.MULTILINE)
 
 
 @dataclass(frozen=True)
 class KernelFile:
     path: Path
-    direction: str  # fwd, bwd, fwd_split (over a KV cache), fwd_fp8 (e4m3; dtype: of the output), fwd_jvp, mla
+    direction: str  # of DIRECTIONS
     head_dim: int
-    dtype: str  # of fwd_split: of the cache
-    family: str = "sm80"
+    family: str
+    dtypes: tuple[str, ...]  # of fwd_split: of the cache; of fwd_fp8: of the output
     head_dim_v: str | None = None  # of V and the output, where it is another
 
     @property
+    def kind(self) -> Direction:
+        return DIRECTIONS[self.direction, self.family]
+
+    @property
     def function(self) -> str:
-        """The template of flash.h that the file specialises."""
-        return f"run_mha_{self.direction}_{FAMILIES[self.family][0]}"
+        """The template of params/ that the file instantiates."""
+        return f"run_mha_{self.kind.function or self.direction}_{FAMILIES[self.family][0]}"
 
     @property
     def parameters(self) -> str:
         """The parameters of the function before the stream."""
-        params = SM90_PARAMETERS.get(self.direction) if self.family == "sm90" else None
-        params = f"Flash_{params or PARAMETERS[self.direction]}_params"
-        plan = f", const plan::{PLANS[self.direction]}&" if self.direction in PLANS else ""
-        return f"const {params}&{plan}"
+        plan = f", const plan::{self.kind.plan}&" if self.kind.plan else ""
+        return f"const Flash_{self.kind.parameters}_params&{plan}"
 
     @property
-    def arguments(self) -> str:
-        """Of the template."""
+    def arguments(self) -> list[str]:
+        """Of the template, for each dtype."""
         head_dims = f"{self.head_dim}, {self.head_dim_v}" if self.head_dim_v else self.head_dim
-        return f"Dtype::{ALL_DTYPES[self.dtype]}, {head_dims}"
+        return [f"Dtype::{ALL_DTYPES[dtype]}, {head_dims}" for dtype in self.dtypes]
 
     @property
     def only_arch(self) -> str | None:
         return FAMILIES[self.family][1]
+
+    @property
+    def defines(self) -> list[str]:
+        """Compiler flags that leave out the other dtypes (instantiations/dtypes.h)."""
+        return [f"-DFLASH_WITHOUT_{dtype.upper()}" for dtype in self.kind.dtypes if dtype not in self.dtypes]
 
 
 def words(text: str) -> list[str]:
@@ -81,17 +107,18 @@ def parse_archs(text: str) -> list[str]:
 
 
 def kernel_files(source_dir: Path) -> list[KernelFile]:
-    """All instantiation files under `source_dir` (csrc/flash_attn), by head dim and dtype."""
+    """All instantiation files under `source_dir` (csrc/flash_attn), by head dim."""
     files = []
     for path in sorted((source_dir / "instantiations").glob("*.cu")):
         name = INSTANTIATION.fullmatch(path.stem)
-        if name is None:
-            raise BuildError(f"{path}: expected a name like flash_fwd_hdim128_bf16_sm80.cu")
-        head_dims = {"head_dim": int(name["head_dim"]), "head_dim_v": name["head_dim_v"]}
-        files.append(KernelFile(path, name["direction"], dtype=name["dtype"], family=name["family"], **head_dims))
+        kind = DIRECTIONS.get((name["direction"], name["family"])) if name else None
+        if name is None or kind is None:
+            raise BuildError(f"{path}: expected a name like flash_fwd_hdim128_sm80.cu")
+        head_dims = int(name["head_dim"]), name["family"], kind.dtypes, name["head_dim_v"]
+        files.append(KernelFile(path, name["direction"], *head_dims))
     if not files:
         raise BuildError(f"{source_dir}: expected .cu files in instantiations, found none")
-    return sorted(files, key=lambda f: (f.head_dim, f.dtype, f.direction, f.family, f.head_dim_v or ""))
+    return sorted(files, key=lambda f: (f.head_dim, f.direction, f.family, f.head_dim_v or ""))
 
 
 def auxiliary_files(source_dir: Path) -> list[Path]:
@@ -102,22 +129,34 @@ def auxiliary_files(source_dir: Path) -> list[Path]:
 def select(
     files: list[KernelFile], head_dims: list[str] | None, dtypes: list[str] | None, archs: list[str] | None = None
 ) -> list[KernelFile]:
-    """The files of a development subset that have code for some of `archs`; None selects all."""
+    """The files of a development subset that have code for some of `archs`, with the dtypes to compile; None selects
+    all."""
     known_dims = sorted({f.head_dim for f in files})
-    known_dtypes = [d for d in ALL_DTYPES if any(f.dtype == d for f in files)]
+    known_dtypes = dtypes_of(files)
     for dim in head_dims or []:
         if not dim.isdigit() or int(dim) not in known_dims:
             raise BuildError(f"FLASH_ATTN_HEAD_DIMS: expected some of {known_dims}, got {dim!r}")
     for dtype in dtypes or []:
         if dtype not in known_dtypes:
             raise BuildError(f"FLASH_ATTN_DTYPES: expected some of {known_dtypes}, got {dtype!r}")
-    return [
-        f
+    wanted = [
+        replace(f, dtypes=tuple(d for d in f.dtypes if not dtypes or d in dtypes))
         for f in files
         if (not head_dims or str(f.head_dim) in head_dims)
-        and (not dtypes or f.dtype in dtypes)
         and (archs is None or f.only_arch is None or f.only_arch in archs)
     ]
+    return [f for f in wanted if f.dtypes]
+
+
+def left_out(files: list[KernelFile], selected: list[KernelFile]) -> list[KernelFile]:
+    """The files, each with the dtypes that `selected` lacks."""
+    held = {f.path: f.dtypes for f in selected}
+    rest = [replace(f, dtypes=tuple(d for d in f.dtypes if d not in held.get(f.path, ()))) for f in files]
+    return [f for f in rest if f.dtypes]
+
+
+def dtypes_of(files: list[KernelFile]) -> list[str]:
+    return [dtype for dtype in ALL_DTYPES if any(dtype in f.dtypes for f in files)]
 
 
 def build_info(selected: list[KernelFile], archs: list[str], cuda: str) -> dict:
@@ -125,9 +164,15 @@ def build_info(selected: list[KernelFile], archs: list[str], cuda: str) -> dict:
     return {
         "archs": archs,
         "head_dims": sorted({f.head_dim for f in selected}),
-        "dtypes": [d for d in ALL_DTYPES if any(f.dtype == d for f in selected)],
+        "dtypes": dtypes_of(selected),
         "cuda": cuda,
     }
+
+
+def is_whole(info: dict, source_dir: Path) -> bool:
+    """Whether an archive with this build info has all head dims and dtypes of its architectures."""
+    everything = build_info(select(kernel_files(source_dir), None, None, info["archs"]), info["archs"], info["cuda"])
+    return info == everything
 
 
 def own_includes(path: Path, source_dir: Path) -> list[Path]:
@@ -172,18 +217,19 @@ def interface_digest(source_dir: Path) -> str:
     return digest.hexdigest()
 
 
-def manifest_source(info: dict, digest: str, left_out: list[KernelFile]) -> str:
+def manifest_source(info: dict, digest: str, missing: list[KernelFile]) -> str:
     """C++ text that defines kernel_build_info(), the interface's digest for archive_info(), and a stub for each
     instantiation that a subset leaves out, so that the binding links against any archive."""
     stubs = "".join(
         f"template <>\n"
-        f"cudaError_t {f.function}<{f.arguments}>("
+        f"cudaError_t {f.function}<{arguments}>("
         f"{f.parameters}, cudaStream_t) {{\n"
         f"  return cudaErrorNotSupported;\n"
         f"}}\n"
-        for f in left_out
+        for f in missing
+        for arguments in f.arguments
     )
-    headers = sorted({"flash", *(HEADERS[f.direction] for f in left_out)})
+    headers = sorted({"flash", *(f.kind.header for f in missing)})
     includes = "".join(f'#include "params/{header}.h"\n' for header in headers)
     return (
         "// Generated by tools/kernel_manifest.py.\n"

@@ -30,7 +30,7 @@ from typing import NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from errors import BuildError
-from kernel_manifest import archive_info
+from kernel_manifest import archive_info, is_whole
 from machine import cpu_seconds
 from portable_wheel import build_tag, find_auditwheel
 from toolchain import header_packages
@@ -196,7 +196,7 @@ def check_installed(python: str, wheel: Path, row: Row) -> None:
 def make_wheel(row: Row, archive: Path, out: Path, sysroot: Path | None) -> str:
     """Builds, checks and runs the wheel of one row; returns its line of the table."""
     held = archive_info(archive, CSRC)
-    archs = ";".join(held["archs"]) + (" in part" if len(held["head_dims"]) < 6 or len(held["dtypes"]) < 4 else "")
+    archs = ";".join(held["archs"]) + ("" if is_whole(held, CSRC) else " in part")
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out) as folder:
         python = fresh_environment(row, Path(folder, "env"))

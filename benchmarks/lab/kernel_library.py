@@ -5,8 +5,8 @@
     forward(default_design(64), q, k, v, out, causal=True)
 
 Libraries lie in build/lab/kernels by the hash of design, sources and compiler. Needs nvcc and the CUTLASS headers. A
-design says what is in a kernel: header() and overlay() its headers, launcher and more_sources its files, entry a part
-of the kernel's name where the library has others, mma_per_step what the inner loop is found by (0: it is not counted).
+design says what is in a kernel: header() and overlay() its headers, launcher its file, mma_per_step what the inner
+loop is found by (0: it is not counted).
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import os
 import re
 import subprocess
 import sys
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
@@ -49,9 +48,9 @@ def check(design):
         raise ValueError(f"design {design.name}: {'; '.join(problems)}")
 
 
-def included_files(*files):
-    """The files and all of the tree that they include, directly or not."""
-    found, todo = set(), [*files]
+def included_files(file):
+    """The file and all of the tree that it includes, directly or not."""
+    found, todo = set(), [file]
     while todo:
         path = todo.pop()
         if path in found:
@@ -64,10 +63,10 @@ def included_files(*files):
 
 
 @functools.lru_cache(None)
-def sources_digest(*files):
+def sources_digest(file):
     """Of all that a kernel's code is in."""
     digest = hashlib.sha256()
-    for path in included_files(*files):
+    for path in included_files(file):
         digest.update(f"{path.relative_to(ROOT)}\n".encode() + path.read_bytes())
     return digest.hexdigest()
 
@@ -119,36 +118,21 @@ class Compiler:
             raise BuildError("nvcc: not found; set CUDA_HOME or put it on PATH")
         self.cutlass = find_cutlass(ROOT, sys.path, ROOT / "build" / "cutlass")
         self.versions = {"nvcc": self.toolkit.full_version, "CUTLASS": self.cutlass.version}
-        self.arch, self.folder, self.lock = arch, folder, threading.Lock()
+        self.arch, self.folder = arch, folder
 
     def library(self, design):
-        sources = sources_digest(design.launcher, *design.more_sources)
-        key = cache_key(design, self.arch, ", ".join(self.versions.values()), sources)
+        key = cache_key(design, self.arch, ", ".join(self.versions.values()), sources_digest(design.launcher))
         return self.folder / f"{design.name}-{key}.so"
 
     def command(self, design, folder, library):
         options = ["-include", str(folder / "lab_design.h"), "-shared", str(design.launcher)]
-        objects = [str(self.object(source)) for source in design.more_sources]
-        return [*self.nvcc(self.arch + design.arch_suffix, f"-I{folder}"), *options, *objects, "-o", str(library)]
+        return [*self.nvcc(self.arch + design.arch_suffix, f"-I{folder}"), *options, "-o", str(library)]
 
     def nvcc(self, arch, *includes):
         """The compiler's call as far as the files; `includes` come first."""
         others = [f"-I{SOURCES}", f"-I{CSRC}", f"-I{self.cutlass.include}"]
         gencode = f"-gencode=arch=compute_{arch},code=sm_{arch}"
         return [str(self.toolkit.nvcc), *COMPILE_FLAGS, gencode, *includes, *others]
-
-    def object(self, source):
-        """A source that no design changes, compiled once for all."""
-        parts = [self.arch, *self.versions.values(), *COMPILE_FLAGS, sources_digest(source)]
-        key = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:12]
-        path = self.folder / f"{source.stem}-{key}.o"
-        with self.lock:
-            if not path.exists():
-                path.parent.mkdir(parents=True, exist_ok=True)
-                unfinished = path.with_suffix(".unfinished.o")
-                run_compiler([*self.nvcc(self.arch), "-c", str(source), "-o", str(unfinished)])
-                os.replace(unfinished, path)
-        return path
 
     def compile(self, design):
         """Compiles a design unless its library exists. Returns what is known of the kernel, as JSON holds it."""
@@ -172,7 +156,7 @@ class Compiler:
     def facts(self, design, library, log):
         """Registers and spills from ptxas, the inner loop from the machine code (None without cuobjdump), and whether
         ptxas made each wgmma wait for the one before or ignored setmaxnreg."""
-        (kernel,) = [kernel for kernel in parse_ptxas_log(log) if design.entry in kernel["name"]]
+        (kernel,) = parse_ptxas_log(log)
         cuobjdump = sass.find_cuobjdump(self.toolkit.root) if design.mma_per_step else None
         loop = None
         if cuobjdump is not None:
@@ -235,26 +219,18 @@ def kernel(design):
     return launch
 
 
-@functools.lru_cache(None)
-def backward_kernel(design):
-    """A function that launches a design's backward."""
-    function = library(design).lab_backward
-    function.argtypes = [ctypes.POINTER(ctypes.c_void_p)] + [ctypes.c_int] * 5 + [ctypes.c_void_p]
-    return function
-
-
-def check_tensors(design, q, k, v, out, causal, **more):
-    """Raises ValueError unless the design's kernel takes these tensors. more: of a backward, shaped as out, k and v."""
+def check_tensors(design, q, k, v, out, causal):
+    """Raises ValueError unless the design's kernel takes these tensors."""
     batch, _, heads, head_dim = q.shape
     keys, queries = (batch, k.shape[1], heads, head_dim), tuple(q.shape)
-    expected = {"k": keys, "v": keys, "out": queries, "dout": queries, "dq": queries, "dk": keys, "dv": keys}
+    expected = {"q": queries, "k": keys, "v": keys, "out": queries}
     if head_dim != design.head_dim:
         raise ValueError(f"q: expected head dim {design.head_dim}, got {head_dim}")
     if ("causal" if causal else "full") not in design.masks:
         raise ValueError(f"causal: this design is of a kernel for {design.masks[0]} attention")
-    tensors = {"q": q, "k": k, "v": v, "out": out, **more}
+    tensors = {"q": q, "k": k, "v": v, "out": out}
     for name, tensor in tensors.items():
-        if tuple(tensor.shape) != expected.get(name, queries):
+        if tuple(tensor.shape) != expected[name]:
             raise ValueError(f"{name}: expected the shape {expected[name]}, got {tuple(tensor.shape)}")
     for name, tensor in tensors.items():
         if str(tensor.dtype) != DTYPE_NAMES[design.dtype] or not tensor.is_contiguous() or not tensor.is_cuda:
@@ -280,12 +256,3 @@ def forward(design, q, k, v, out, causal=False):
     function = kernel(design)
     check_tensors(design, q, k, v, out, causal)
     launch(design, function, [tensor.data_ptr() for tensor in (q, k, v, out)], q, k, causal)
-
-
-def backward(design, q, k, v, out, lse, dout, dq, dk, dv, causal=False):
-    """Writes the gradients dq, dk and dv of forward()'s problem, given its out, lse (fp32 (b, h, s_q)) and dout."""
-    function = backward_kernel(design)
-    check_tensors(design, q, k, v, out, causal, dout=dout, dq=dq, dk=dk, dv=dv)
-    tensors = (q, k, v, out, lse, dout, dq, dk, dv)
-    pointers = (ctypes.c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
-    launch(design, function, [pointers], q, k, causal)

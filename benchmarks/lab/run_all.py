@@ -101,12 +101,16 @@ EXPERIMENTS = (
         "{python} benchmarks/lab/ablate.py --out {result}", 55, LAB_PAGE,
     ),
     Experiment(
-        "sweep", "other tiles of all four kernels in use", "{python} benchmarks/lab/sweep.py --out {result}", 75,
+        "sweep", "other tiles of both forwards in use", "{python} benchmarks/lab/sweep.py --out {result}", 75,
         LAB_PAGE,
     ),
     Experiment(
-        "sdpa_step", "training steps of a transformers model by SDPA",
-        "{python} benchmarks/sdpa_step.py --steps 10 --out {result}", 55, small="--device cpu --steps 2",
+        "accuracy", "errors against float64, of these kernels and of peers",
+        "{python} benchmarks/lab/accuracy.py --out {result}", 60, compiles=30, small="--device cpu --peers sdpa_flash",
+    ),
+    Experiment(
+        "gains", "training steps and requests of a transformers model", "{python} examples/gains.py --out {result}", 75,
+        "docs/gains.md", small="--device cpu --rounds 1",
     ),
     Experiment(
         "train_char_lm", "the loss of a model trained with each attention",

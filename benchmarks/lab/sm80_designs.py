@@ -62,8 +62,6 @@ class FwdDesign:
     family = "mma_sync"
     launcher = SOURCES / "fwd_launcher.cu"
     arch_suffix = ""
-    more_sources = ()  # besides the launcher
-    entry = ""  # what the name of its kernel has in it
     masks = ("full", "causal")  # that the kernel runs
     options = ()  # what a launch is told besides the tensors
     table_line = None  # of no table of the shipped kernels

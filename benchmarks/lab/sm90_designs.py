@@ -40,8 +40,6 @@ class Sm90Design:
 
     family = "wgmma"
     launcher = SOURCES / "sm90_launcher.cu"
-    more_sources = ()
-    entry = ""
     arch_suffix = "a"
 
     @property

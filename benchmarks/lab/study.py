@@ -11,49 +11,22 @@ import contextlib
 import itertools
 import json
 import platform
+from functools import partial
 from pathlib import Path
 
-from kernel_library import BuildError, Compiler, backward, forward
+from kernel_library import BuildError, Compiler, forward
 from results import ROOT, load
 
 CHECKED = ((1, 1), (200, 200), (577, 577), (70, 333))  # (seqlen_q, seqlen_k)
 DEVICE = "cuda"  # the CPU in a dry run
 TORCH_DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
-BACKWARD_FLOPS = 2.5  # times the forward's
 
 
 def say(line):
     print(line, flush=True)
 
 
-def is_backward(design):
-    return getattr(design, "is_backward", False)
-
-
 # ---- checks ----------------------------------------------------------------------------------------------------------
-
-
-def by_definition(attention, q, k, v, dout, causal, dtype):
-    """(out, lse, [dq, dk, dv]) in a dtype; without dout no gradients."""
-    import torch
-
-    leaves = [tensor.to(dtype).requires_grad_() for tensor in (q, k, v)]
-    found = attention(*leaves, causal=causal, dtype=dtype)
-    gradients = () if dout is None else torch.autograd.grad(found.out, leaves, dout.to(dtype))
-    return found.out.detach(), found.lse.detach(), gradients
-
-
-def results_of(design, tensors, dout, out, lse, causal):
-    """{name: result} of a design; a backward gets O and LSE of the definition. Memory is NaN before."""
-    import torch
-
-    made = [torch.full_like(tensor, float("nan")) for tensor in tensors]
-    if not is_backward(design):
-        forward(design, *tensors, made[0], causal=causal)
-        return {"out": made[0]}
-    out, lse = out.to(dout.dtype).contiguous(), lse.float().contiguous()
-    backward(design, *tensors, out, lse, dout, *made, causal=causal)
-    return dict(zip(("dq", "dk", "dv"), made))
 
 
 def refusal(design):
@@ -64,21 +37,20 @@ def refusal(design):
     generator = torch.Generator(device=DEVICE).manual_seed(0)
     dtype = getattr(torch, TORCH_DTYPES[design.dtype])
     for (seqlen_q, seqlen_k), mask in itertools.product(CHECKED, design.masks):
-        shapes = [(2, length, 3, design.head_dim) for length in (seqlen_q, seqlen_k, seqlen_k, seqlen_q)]
-        *tensors, dout = (torch.randn(shape, device=DEVICE, generator=generator).to(dtype) for shape in shapes)
-        causal, wanted = mask == "causal", dout if is_backward(design) else None
-        exact = by_definition(attention, *tensors, wanted, causal, torch.float64)
-        plain = by_definition(attention, *tensors, wanted, causal, dtype)
+        shapes = [(2, length, 3, design.head_dim) for length in (seqlen_q, seqlen_k, seqlen_k)]
+        tensors, causal = (
+            [torch.randn(x, device=DEVICE, generator=generator).to(dtype) for x in shapes],
+            mask == "causal",
+        )
+        exact, plain = (attention(*tensors, causal=causal, dtype=x).out.double() for x in (torch.float64, dtype))
+        out = torch.full_like(tensors[0], float("nan"))
         try:
-            found = results_of(design, tensors, dout, *exact[:2], causal)
+            forward(design, *tensors, out, causal=causal)
         except (BuildError, RuntimeError) as error:
             return str(error)
-        right, other = ({"out": out, **dict(zip(("dq", "dk", "dv"), grads))} for out, _, grads in (exact, plain))
-        for name, own in found.items():
-            error = (own.double() - right[name]).abs().max().item()
-            bound = 2 * (other[name].double() - right[name]).abs().max().item() + 1e-5
-            if not error <= bound:
-                return f"s {seqlen_q}, {seqlen_k}, {mask}: {name}: error {error:.2e} (bound {bound:.2e})"
+        error, bound = (out.double() - exact).abs().max().item(), 2 * (plain - exact).abs().max().item() + 1e-5
+        if not error <= bound:
+            return f"s {seqlen_q}, {seqlen_k}, {mask}: error {error:.2e} (bound {bound:.2e})"
     return None
 
 
@@ -96,27 +68,6 @@ def failures(designs, compiled):
 # ---- times -----------------------------------------------------------------------------------------------------------
 
 
-def flash_attention(q, k, v, causal):
-    """O (b, s, h, d) and LSE (b, h, s) of torch's flash attention."""
-    import torch
-
-    views = [tensor.transpose(1, 2) for tensor in (q, k, v)]
-    out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(*views, 0.0, causal)
-    return out.transpose(1, 2).contiguous(), lse.contiguous()
-
-
-def timed_call(design, tensors, causal):
-    """The function that is timed: the forward, or the backward with O and LSE of torch's flash attention."""
-    import torch
-
-    q, k, v, dout = tensors
-    made = [torch.empty_like(tensor) for tensor in (q, k, v)]
-    if not is_backward(design):
-        return lambda: forward(design, q, k, v, made[0], causal=causal)
-    out, lse = flash_attention(q, k, v, causal)
-    return lambda: backward(design, q, k, v, out, lse, dout, *made, causal=causal)
-
-
 def time_cell(timer, designs, case, budget):
     """{design: median ms} on one problem, in turns."""
     import torch
@@ -124,8 +75,8 @@ def time_cell(timer, designs, case, budget):
 
     shape, tensors = (case.batch, case.seqlen_q, case.nheads, case.head_dim), {}
     for dtype in dict.fromkeys(design.dtype for design in designs):
-        tensors[dtype] = [torch.randn(shape, device=DEVICE).to(getattr(torch, TORCH_DTYPES[dtype])) for _ in range(4)]
-    calls = {d: (contextlib.nullcontext, timed_call(d, tensors[d.dtype], case.causal)) for d in designs}
+        tensors[dtype] = [torch.randn(shape, device=DEVICE).to(getattr(torch, TORCH_DTYPES[dtype])) for _ in "qkvo"]
+    calls = {d: (contextlib.nullcontext, partial(forward, d, *tensors[d.dtype], causal=case.causal)) for d in designs}
     samples, _ = interleave(timer, calls, budget)
     return {design: summarize(values)["median"] for design, values in samples.items()}
 
@@ -144,7 +95,7 @@ def measure(entries, compiled, seqlens, timer, budget):
         cell = f"{mask} {case.seqlen_q}"
         for design, ms in time_cell(timer, good, case, budget).items():
             times.setdefault(design, {})[cell] = ms
-        flops[cell] = case.flops * (BACKWARD_FLOPS if is_backward(good[0]) else 1.0)
+        flops[cell] = float(case.flops)
     rows = [
         {"kind": e.kind, "label": e.label, "line": e.design.table_line, "facts": compiled.get(e.design),
          "ms": times.get(e.design, {}), "failed": failed.get(e.design)}

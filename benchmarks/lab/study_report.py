@@ -9,7 +9,6 @@ from results import run_line
 
 FORWARDS = {"mma_sync": "mma.sync forward", "wgmma": "Hopper forward"}
 KERNELS = {f"fwd_{family}": title for family, title in FORWARDS.items()}
-KERNELS |= {"bwd_mma_sync": "mma.sync backward", "bwd_wgmma": "Hopper backward"}
 MARGIN = 1.01  # what a tile must gain over the one in use to be proposed
 
 

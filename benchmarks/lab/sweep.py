@@ -1,6 +1,6 @@
 """Other tiles of the kernels in use: `python benchmarks/lab/sweep.py --out sweep.json`.
 
-Both forwards and both backwards, every head dim in bf16 and one in fp16; the tiles are data, tile_designs.py. Compiles
+Both forwards, every head dim in bf16 and one in fp16; the tiles are data, tile_designs.py. Compiles
 what is missing on all cores, compares each kernel with float64 attention, times those of a group in turns, writes the
 JSON and prints the tables and, where another tile won, its line for csrc/flash_attn/plan/tiles.h. Needs the same as
 ablate.py.

@@ -45,7 +45,7 @@ cudaError_t run_mha_fwd(const Flash_fwd_split_params& params, const plan::FwdPla
     return HEADDIM_SWITCH(plan.head_dim, [&] {
       return BOOL_SWITCH(plan.has_value_dim(), kHasValueDim, [&] {
         if constexpr (!kHasValueDim) {
-          if constexpr (plan::kLeastWgmmaHeadDim <= kHeadDim && kHeadDim <= plan::kMaxWgmmaHeadDim) {
+          if constexpr (plan::kLeastWgmmaHeadDim <= kHeadDim) {
             if (plan.family == plan::Family::kWgmma) return run_mha_fwd_wgmma_<kDtype, kHeadDim>(params, plan, stream);
           }
           return run_mha_fwd_<kDtype, kHeadDim>(params, plan, stream);
@@ -296,10 +296,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         py::arg("q"), py::arg("k"), py::arg("v"), py::arg("tq"), py::arg("tk"), py::arg("tv"), py::arg("cu_seqlens_q"),
         py::arg("cu_seqlens_k"), py::arg("softmax_scale"), py::arg("is_causal"), py::arg("window_size_left"),
         py::arg("window_size_right"), py::kw_only(), py::arg("sm_margin") = 0, py::call_guard<CallGuard>());
-  define_bwd(m, "bwd", &with_bwd_call<mha_bwd>, "Backward of dense batches: [dq, dk, dv, softmax_d(, dsinks)]");
+  define_bwd(m, "bwd", &with_bwd_call<mha_bwd>,
+             "Backward of dense batches: [dq, dk, dv, softmax_d(, dsinks, dattn_bias, drel_bias)]");
   define_bwd(m, "explain_bwd", &with_bwd_call<explain_bwd>, "The plan of bwd, as a dict; nothing is launched");
   define_varlen_bwd(m, "varlen_bwd", &with_varlen_bwd_call<mha_bwd>,
-                    "Backward of packed batches: [dq, dk, dv, softmax_d(, dsinks)]");
+                    "Backward of packed batches: [dq, dk, dv, softmax_d(, dsinks, dattn_bias, drel_bias)]");
   define_varlen_bwd(m, "explain_varlen_bwd", &with_varlen_bwd_call<explain_bwd>,
                     "The plan of varlen_bwd, as a dict; nothing is launched");
   define_kvcache(m, "fwd_kvcache", &with_kvcache_call<mha_fwd_kvcache, mha_fwd_mla>,

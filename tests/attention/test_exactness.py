@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from reference import attention
+from reference import attention, attention_by_rows
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flash_attn import explain, flash_attn_func
@@ -37,13 +37,6 @@ def raised(q, k, key, nats):
     q[..., 0], k[..., 0] = 1.0, 0.0
     k[:, key, :, 0] = nats * q.shape[-1] ** 0.5
     return q, k
-
-
-def emulated(q, k, v, **kwargs):
-    probs = attention(q, k, v, **kwargs).probs
-    p = probs / probs.amax(-1, keepdim=True)
-    out = torch.einsum("bhqk,bkhd->bqhd", p.to(v.dtype).double(), v.double())
-    return (out / p.sum(-1).transpose(1, 2)[..., None]).to(v.dtype)
 
 
 def flash_backend(q, k, v, causal=False):
@@ -74,15 +67,15 @@ def largest(errors):
 
 
 def check(q, k, v, **kwargs):
-    exact = attention(q, k, v, **kwargs).out
-    others = [emulated(q, k, v, **kwargs)]
+    exact = attention_by_rows(q, k, v, **kwargs)
+    others = [exact["emulated"]]
     if "alibi_slopes" not in kwargs:
         others.append(flash_backend(q, k, v, **kwargs))
-    assert_as_exact(flash_attn_func(q, k, v, **kwargs), others, exact)
+    assert_as_exact(flash_attn_func(q, k, v, **kwargs), others, exact["out"])
 
 
 def sizes(device):
-    return (128, 512, 2048, 4096) if device == "cuda" else (192,)
+    return (128, 512, 2048, 4096, 16384) if device == "cuda" else (192,)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -112,6 +105,23 @@ def test_rows_of_one_key_return_its_value(device, dtype, head_dim):
         assert torch.equal(flash_attn_func(q, k, v, **kwargs), v.expand_as(q))
     q, k, v = tensors(device, dtype, head_dim, 256, 256)
     assert torch.equal(flash_attn_func(q, k, v, causal=True)[:, 0], v[:, 0])
+
+
+@pytest.mark.parametrize("row_max", ("exact", "lagging"))
+@pytest.mark.parametrize("family", ("", "mma_sync"))
+@pytest.mark.parametrize("heads_k", (12, 4, 1))
+def test_one_key_far_away_returns_its_value(device, monkeypatch, row_max, family, heads_k):
+    """A case of FlashAttention-2's suite: biases down to -100 nats, of a head dim between those of the kernels."""
+    monkeypatch.setenv("FLASH_ATTN_ROW_MAX", row_max)
+    if family:
+        monkeypatch.setenv("FLASH_ATTN_FAMILY", family)
+    q = torch.randn(1, 339, 12, 160, device=device, dtype=torch.float16)
+    k, v = (torch.randn(1, 1, heads_k, 160, device=device, dtype=torch.float16) for _ in "kv")
+    slopes = 0.3 * torch.rand(1, 12, device=device)
+    expected = v.repeat_interleave(12 // heads_k, dim=2)
+    assert torch.equal(flash_attn_func(q, k, v, alibi_slopes=slopes), expected.expand_as(q))
+    causal = flash_attn_func(q, k, v, alibi_slopes=slopes, causal=True)
+    assert torch.equal(causal[:, -1:], expected) and not causal[:, :-1].any()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from reference import assert_accurate, attention, gather_pages, visible
+from reference import assert_accurate, attention, attention_by_rows, gather_pages, visible
 
 
 def test_pages_of_the_reference():
@@ -44,6 +44,21 @@ def test_masked_rows_and_their_gradients():
     assert (q.grad[:, :2] == 0).all() and not any(x.grad.isnan().any() for x in (q, k, v))
     empty = attention(q, k[:, :0], v[:, :0])
     assert (empty.out == 0).all() and torch.isposinf(empty.lse).all()
+
+
+@pytest.mark.parametrize("options", ({}, {"causal": True, "window": (4, -1)}, {"window": (3, 2)}), ids=str)
+def test_rows_by_rows_are_the_whole(options):
+    q, k, v, dout = (torch.randn(2, n, h, 4, dtype=torch.float64) for n, h in ((7, 4), (9, 2), (9, 2), (7, 4)))
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    options = {**options, "alibi_slopes": torch.rand(4), "keep": torch.rand(2, 4, 7, 9) > 0.2, "rp_dropout": 1.25}
+    whole = attention(*leaves, **options)
+    expected = [whole.out, whole.lse, *torch.autograd.grad(whole.out, leaves, dout)]
+    found = attention_by_rows(q, k, v, dout, at_once=2 * 4 * 9 * 2, **options)
+    for name, value in zip(("out", "lse", "dq", "dk", "dv"), expected, strict=True):
+        torch.testing.assert_close(found[name], value.detach())
+    del options["keep"], options["rp_dropout"]
+    rounded = attention_by_rows(q, k, v, **options)  # to the dtype of v: not at all
+    torch.testing.assert_close(rounded["emulated"], rounded["out"])
 
 
 def test_sinks_by_hand():

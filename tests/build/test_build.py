@@ -176,9 +176,9 @@ def test_spill_budget():
     kernel = resources.parse_ptxas_log(PTXAS_LOG)[0]
     rules = [{"file": "flash_fwd_hdim256_*", "kernel": "kI", "arch": "sm_80", "spill_bytes": 96, "reason": "..."}]
     budget = {"default_spill_bytes": 0, "rules": rules}
-    assert resources.over_budget(budget, "flash_fwd_hdim256_fp16_sm80", [kernel]) == []
-    (line,) = resources.over_budget(budget, "flash_fwd_hdim64_fp16_sm80", [kernel])
-    assert line == "flash_fwd_hdim64_fp16_sm80: _Z1kIfEvPT_ (sm_80) spills 96 bytes, budget 0 bytes"
+    assert resources.over_budget(budget, "flash_fwd_hdim256_sm80", [kernel]) == []
+    (line,) = resources.over_budget(budget, "flash_fwd_hdim64_sm80", [kernel])
+    assert line == "flash_fwd_hdim64_sm80: _Z1kIfEvPT_ (sm_80) spills 96 bytes, budget 0 bytes"
 
 
 @pytest.mark.parametrize("arch", ["sm_86", "sm_89", "sm_100", "sm_120"])
@@ -186,9 +186,9 @@ def test_a_spill_stops_no_install_on_an_architecture_that_kernels_are_not_tuned_
     """An install compiles for the GPU that it sees. Rules for one architecture say nothing of another."""
     budget = resources.load_budget(ROOT / "tools" / "resource_budget.json")
     kernel = {"name": "k", "arch": arch, "spill_stores": 100, "spill_loads": 160}
-    assert resources.over_budget(budget, "flash_bwd_hdim256_bf16_sm80", [kernel]) == []
-    assert resources.over_budget(budget, "flash_bwd_hdim256_bf16_sm80", [{**kernel, "spill_loads": 161}])
-    assert resources.over_budget(budget, "flash_fwd_hdim32_bf16_sm80", [{**kernel, "arch": "sm_90"}])
+    assert resources.over_budget(budget, "flash_bwd_hdim256_sm80", [kernel]) == []
+    assert resources.over_budget(budget, "flash_bwd_hdim256_sm80", [{**kernel, "spill_loads": 161}])
+    assert resources.over_budget(budget, "flash_fwd_hdim32_sm80", [{**kernel, "arch": "sm_90"}])
 
 
 def test_the_default_architectures_are_the_tuned_ones():
@@ -201,35 +201,40 @@ def test_the_default_architectures_are_the_tuned_ones():
 
 def test_the_tree_has_every_instantiation():
     files = kernel_manifest.kernel_files(ROOT / "csrc" / "flash_attn")
-    cached = {(f.head_dim, f.dtype) for f in files if f.dtype in kernel_manifest.CACHE_DTYPES}
-    assert cached == {(d, t) for d in (64, 128, 256) for t in ("e4m3", "int8")}
-    assert {f.direction for f in files if f.dtype in kernel_manifest.CACHE_DTYPES} == {"fwd_split"}
-    assert {(f.head_dim, f.dtype) for f in files} - cached == {
-        (d, t) for d in (32, 64, 96, 128, 192, 256, 512) for t in ("fp16", "bf16")
+    assert {(f.direction, f.head_dim) for f in files if f.dtypes == ("e4m3", "int8")} == {
+        ("fwd_split_8bit", d) for d in (64, 128, 256)
     }
-    assert {(f.path.stem, f.arguments) for f in files if f.head_dim_v} == {
-        (f"flash_{direction}_hdim{d}_{d_v}_{t}_sm90", f"Dtype::{name}, {d}, {d_v}")
+    assert {f.head_dim for f in files if f.dtypes == ("fp16", "bf16")} == {32, 64, 96, 128, 192, 256, 512}
+    assert {(f.path.stem, *f.arguments) for f in files if f.head_dim_v} == {
+        (f"flash_{direction}_hdim{d}_{d_v}_sm90", f"Dtype::kFp16, {d}, {d_v}", f"Dtype::kBf16, {d}, {d_v}")
         for direction, d, d_v in (("fwd", 192, 128), ("bwd", 192, 128), ("mla", 64, 512))
-        for t, name in kernel_manifest.DTYPES.items()
     }
+
+
+def test_every_instantiation_is_of_the_function_that_its_name_says():
+    for file in kernel_manifest.kernel_files(ROOT / "csrc" / "flash_attn"):
+        dims = f"{file.head_dim}, {file.head_dim_v}" if file.head_dim_v else file.head_dim
+        macro = "FLASH_INSTANTIATE_8BIT" if "e4m3" in file.dtypes else "FLASH_INSTANTIATE"
+        assert f"\n{macro}({file.function}, {dims})\n" in file.path.read_text(encoding="utf-8"), file.path.name
 
 
 def test_the_wgmma_family_is_compiled_for_its_architecture_only():
     files = kernel_manifest.kernel_files(ROOT / "csrc" / "flash_attn")
     hopper = [f for f in files if f.family == "sm90"]
-    assert {(f.direction, f.head_dim, f.dtype) for f in hopper if f.head_dim_v is None} == {
-        (direction, d, t)
+    assert {(f.direction, f.head_dim) for f in hopper if f.head_dim_v is None} == {
+        (direction, d)
         for direction, head_dims in (
             ("fwd", (64, 96, 128, 192, 256)),
+            ("fwd_modified", (64, 96, 128, 192, 256)),
             ("fwd_fp8", (64, 128, 256)),
             ("fwd_jvp", (64, 128)),
             ("bwd", (64, 128, 192, 256)),
         )
         for d in head_dims
-        for t in ("fp16", "bf16")
     }
     assert {(f.only_arch, f.direction, f.function) for f in hopper} == {
-        ("90", direction, f"run_mha_{direction}_wgmma_") for direction in ("fwd", "fwd_fp8", "fwd_jvp", "bwd", "mla")
+        ("90", direction, f"run_mha_{direction}_wgmma_")
+        for direction in ("fwd", "fwd_modified", "fwd_fp8", "fwd_jvp", "bwd", "mla")
     }
     assert {f.only_arch for f in files if f.family == "sm80"} == {None}
     assert kernel_build.gencode_flags(["80", "90"], only_arch="90") == ["-gencode=arch=compute_90a,code=sm_90a"]
@@ -241,13 +246,41 @@ def test_the_wgmma_family_is_stubbed_where_its_architecture_is_not_built():
     files = kernel_manifest.kernel_files(ROOT / "csrc" / "flash_attn")
     for archs in (["80"], ["100"], ["80", "90"]):
         selected = kernel_manifest.select(files, ["64"], ["bf16"], archs)
-        left_out = [f for f in files if f not in selected]
-        text = kernel_manifest.manifest_source({}, "0" * 64, left_out)
+        missing = kernel_manifest.left_out(files, selected)
+        text = kernel_manifest.manifest_source({}, "0" * 64, missing)
         parameters = "const Flash_fwd_split_params&, const plan::FwdPlan&, cudaStream_t"
         stub = f"cudaError_t run_mha_fwd_wgmma_<Dtype::kBf16, 64>({parameters})"
         assert (stub in text) == ("90" not in archs)
         assert "run_mha_fwd_wgmma_<Dtype::kBf16, 192, 128>(" in text
-        assert text.count("return cudaErrorNotSupported;") == len(left_out)
+        assert text.count("return cudaErrorNotSupported;") == sum(len(f.dtypes) for f in missing)
+
+
+def test_a_subset_of_dtypes_leaves_out_halves_of_files():
+    files = kernel_manifest.kernel_files(ROOT / "csrc" / "flash_attn")
+    selected = kernel_manifest.select(files, ["64"], ["bf16", "int8"])
+    assert {(f.dtypes, *f.defines) for f in selected} == {
+        (("bf16",), "-DFLASH_WITHOUT_FP16"),
+        (("int8",), "-DFLASH_WITHOUT_E4M3"),
+    }
+    missing = {(f.head_dim, dtype) for f in kernel_manifest.left_out(files, selected) for dtype in f.dtypes}
+    assert {d for d, _ in missing} == {f.head_dim for f in files}
+    assert {dtype for d, dtype in missing if d == 64} == {"fp16", "e4m3"}
+    assert not any(f.defines for f in kernel_manifest.select(files, None, None))
+
+
+@pytest.mark.parametrize("archs", [["80"], ["90"], ["80", "90"]])
+def test_an_archive_is_whole_with_all_head_dims_and_dtypes(archs):
+    source = ROOT / "csrc" / "flash_attn"
+    files = kernel_manifest.kernel_files(source)
+
+    def is_whole(head_dims, dtypes):
+        selected = kernel_manifest.select(files, head_dims, dtypes, archs)
+        return kernel_manifest.is_whole(kernel_manifest.build_info(selected, archs, "13.0"), source)
+
+    assert is_whole(None, None)
+    head_dims = sorted({str(f.head_dim) for f in files})
+    assert not any(is_whole([d for d in head_dims if d != left], None) for left in head_dims)
+    assert not any(is_whole(None, [d for d in kernel_manifest.ALL_DTYPES if d != left]) for left in ("bf16", "int8"))
 
 
 def test_unknown_subset():
@@ -260,18 +293,18 @@ def test_unknown_subset():
 
 @pytest.fixture
 def stand_in(tmp_path, monkeypatch):
-    """A source tree of two kernel files and a stand-in nvcc. Returns a function that builds the fp16 one."""
+    """A source tree of one kernel file and a stand-in nvcc. Returns a function that builds its fp16 half."""
     source = tmp_path / "source with space"
     instantiations = source / "instantiations"
     instantiations.mkdir(parents=True)
     (source / "params").mkdir()
     (source / "params" / "flash.h").write_text(FLASH_H)
-    for name, dtype in kernel_manifest.DTYPES.items():
-        (instantiations / f"flash_fwd_hdim64_{name}_sm80.cu").write_text(
-            f'#include "params/flash.h"\ntemplate <>\n'
-            f"int flash::run_mha_fwd_<flash::Dtype::{dtype}, 64>(const Flash_fwd_params&, const plan::FwdPlan&, void*) "
-            f"{{ return 0; }}\n"
-        )
+    shutil.copy(ROOT / "csrc" / "flash_attn" / "instantiations" / "dtypes.h", instantiations)
+    (instantiations / "flash_fwd_hdim64_sm80.cu").write_text(
+        '#include "instantiations/dtypes.h"\n#include "params/flash.h"\ntemplate <flash::Dtype kDtype, int kHeadDim>\n'
+        "int flash::run_mha_fwd_(const Flash_fwd_params&, const plan::FwdPlan&, void*) { return 0; }\n"
+        "FLASH_INSTANTIATE(run_mha_fwd_, 64)\n"
+    )
     cutlass = tmp_path / "cutlass" / "include" / "cutlass"
     cutlass.mkdir(parents=True)
     (cutlass / "version.h").write_text("#define CUTLASS_MAJOR 4\n#define CUTLASS_MINOR 2\n#define CUTLASS_PATCH 0\n")
@@ -298,7 +331,7 @@ needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is 
 
 def kernel_compilations(tmp_path):
     calls = tmp_path / "calls"
-    return calls.read_text().count("fp16_sm80.cu") if calls.exists() else 0
+    return calls.read_text().count("hdim64_sm80.cu") if calls.exists() else 0
 
 
 @needs_ninja
@@ -311,7 +344,7 @@ def test_archive_of_a_subset_links_and_tells_what_it_holds(stand_in, tmp_path, c
     assert kernel_manifest.archive_info(archive, tmp_path / "source with space") == info
 
     output = capfd.readouterr().out
-    assert re.search(r"\[\d/3\] flash_fwd_hdim64_fp16_sm80\.cu [\d.]+ s, max 255 registers, 0 B spills", output)
+    assert re.search(r"\[\d/3\] flash_fwd_hdim64_sm80\.cu [\d.]+ s, max 255 registers, 0 B spills", output)
     assert re.search(r"1 kernel files, 1 compiled: \d+ s, \d+ CPU seconds, libflash_attn_kernels\.a \d+\.\d MB", output)
 
     user = tmp_path / "user.cpp"
@@ -358,13 +391,15 @@ def test_compile_commands_are_those_of_the_compiler(stand_in, tmp_path):
     stand_in()
     database = tmp_path / "out" / compile_commands.NAME
     entries = {Path(entry["file"]).name: entry for entry in json.loads(database.read_text())}
-    assert set(entries) == {"flash_fwd_hdim64_fp16_sm80.cu", "kernel_manifest.cpp"}
-    entry = entries["flash_fwd_hdim64_fp16_sm80.cu"]
+    assert set(entries) == {"flash_fwd_hdim64_sm80.cu", "kernel_manifest.cpp"}
+    entry = entries["flash_fwd_hdim64_sm80.cu"]
     assert Path(entry["directory"]) == tmp_path / "out"
     arguments = entry["arguments"]
     assert arguments[0] == str(tmp_path / "bin" / "nvcc")
-    assert {"-std=c++17", "--compress-mode=size", f"-I{tmp_path / 'source with space'}"} <= set(arguments)
-    assert arguments[-4:] == ["-c", entry["file"], "-o", "flash_fwd_hdim64_fp16_sm80.o"]
+    assert {"-std=c++17", "--compress-mode=size", "-DFLASH_WITHOUT_BF16", f"-I{tmp_path / 'source with space'}"} <= set(
+        arguments
+    )
+    assert arguments[-4:] == ["-c", entry["file"], "-o", "flash_fwd_hdim64_sm80.o"]
 
 
 def test_a_file_of_several_builds_has_the_flags_of_the_newest(tmp_path):
@@ -387,7 +422,7 @@ def test_rebuild_follows_contents_not_times(stand_in, tmp_path, capfd):
     os.utime(header, (2**31, 2**31 - 60))
     stand_in()
     assert kernel_compilations(tmp_path) == 1
-    assert "flash_fwd_hdim64_fp16_sm80.cu unchanged" in capfd.readouterr().out
+    assert "flash_fwd_hdim64_sm80.cu unchanged" in capfd.readouterr().out
     header.write_text(FLASH_H + "// changed\n")
     stand_in()
     assert kernel_compilations(tmp_path) == 2

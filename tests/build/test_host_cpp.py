@@ -36,11 +36,13 @@ def test_host_program(source, tmp_path):
     assert " 0 failures" in result.stdout
 
 
-def test_emulated_mla_decode(tmp_path):
-    program, stand_ins = tmp_path / "emulated_mla", ROOT / "tests" / "cpp" / "stand_ins"
-    flags = [*FLAGS, "-O1", "-Wno-unknown-pragmas", f"-I{stand_ins}", *INCLUDES]
-    source = ROOT / "tests" / "cpp" / "emulated_mla.cpp"
-    built = subprocess.run(["g++", *flags, str(source), "-o", str(program)], capture_output=True, text=True)
+@pytest.mark.parametrize("name", ["emulated_mla", "emulated_wide_fwd"])
+def test_emulated_kernels(name, tmp_path):
+    program, cpp = tmp_path / name, ROOT / "tests" / "cpp"
+    flags = [*FLAGS, "-O1", "-Wno-unknown-pragmas", f"-I{cpp / 'stand_ins'}", f"-I{cpp}", *INCLUDES]
+    built = subprocess.run(
+        ["g++", *flags, str(cpp / f"{name}.cpp"), "-o", str(program)], capture_output=True, text=True
+    )
     assert built.returncode == 0, built.stderr[-4000:]
     result = subprocess.run([str(program)], capture_output=True, text=True)
     assert result.returncode == 0, (result.stdout + result.stderr)[-4000:]

@@ -93,6 +93,7 @@ static std::function<void()> body;
 static long bank_conflicts = 0, votes = 0, yes_votes = 0;  // votes of warps
 static long progress = 0;                                  // what fibers have done so far
 static bool at_random = false, lands_early = false;
+static std::vector<std::function<void()>> copies;  // by TMA, in flight
 
 inline void fail(const char* what) {
   std::fprintf(stderr, "emulation: %s\n", what);
@@ -120,6 +121,17 @@ template <class Condition>
 void wait_until(const Condition& condition) {
   while (!condition()) yield();
   ++progress;
+}
+
+// Lands a copy of TMA now and then, in any order.
+inline void land_some() {
+  static std::mt19937 generator(2);
+  static int calls = 0;
+  if (copies.empty() || ++calls % (lands_early ? 1 : 16) != 0) return;
+  const size_t chosen = generator() % copies.size();
+  const std::function<void()> copy = std::move(copies[chosen]);
+  copies.erase(copies.begin() + static_cast<std::ptrdiff_t>(chosen));
+  copy();
 }
 
 // Publishes a slot and returns when every thread of the scope has published one for the same operation.

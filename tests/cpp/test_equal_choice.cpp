@@ -48,10 +48,10 @@ FwdProblem packed(const FwdProblem& dense) {
   return problem;
 }
 
-// What bits depend on: the kernel, and its KV splits. kDirect computes what kOneWave does.
+// What bits depend on: the kernel, and its KV splits. Those without a scheduler compute what kOneWave does.
 bool same_arithmetic(const FwdPlan& a, const FwdPlan& b) {
   using flash::plan::FwdVariant;
-  const auto computed = [](FwdVariant own) { return own == FwdVariant::kDirect ? FwdVariant::kOneWave : own; };
+  const auto computed = [](FwdVariant own) { return has_static_tiles(own) ? FwdVariant::kOneWave : own; };
   return a.family == b.family && computed(a.variant) == computed(b.variant) && a.head_dim == b.head_dim &&
          a.block_m == b.block_m && a.block_n == b.block_n && a.num_splits == b.num_splits &&
          a.unmasked_blocks == b.unmasked_blocks;

@@ -225,7 +225,7 @@ int main() {
   check_shared_dq_tile();
   using flash::plan::FwdVariant;
   for (FwdVariant variant : {FwdVariant::kPlain, FwdVariant::kShort, FwdVariant::kDropout, FwdVariant::kScoreMod,
-                             FwdVariant::kMasked, FwdVariant::kOneWave, FwdVariant::kDirect}) {
+                             FwdVariant::kMasked, FwdVariant::kOneWave, FwdVariant::kDirect, FwdVariant::kStatic}) {
     for (int i = 0; i < flash::plan::kNumSm90FwdHeadDims; ++i) {
       const int head_dim = flash::plan::kFwdTiles[0][flash::plan::kSm90FirstHeadDim + i].head_dim;
       const auto tile = flash::plan::sm90_fwd_tile(head_dim, variant);

@@ -79,6 +79,7 @@ std::vector<Row> table() {
   const auto both = [](FwdProblem& problem) { problem.modifiers = Modifiers::kAny; };
   const auto wide = [](FwdProblem& problem) { problem.head_dim = 192; };
   const FwdProblem long_64 = dense(2, 8192, 32, 64), long_128 = dense(2, 8192, 16, 128);
+  const FwdProblem wide_heads = dense(2, 8192, 8, 512);
   return {
       {"d 64", long_64, kH100, kWgmma, V::kPlain, 192, 128, 512, 148480, 132, 1, false, false},
       {"d 64, short", dense(32, 512, 32, 64), kH100, kWgmma, V::kShort, 128, 64, 640, 198656, 132, 1, false, false},
@@ -99,6 +100,9 @@ std::vector<Row> table() {
       {"one wave", dense(1, 512, 16, 128), kH100, kWgmma, V::kDirect, 128, 64, 288, 197632, 64, 1, false, true},
       {"one wave, causal, d 64", dense(1, 1024, 16, 64, kCausal), kH100, kWgmma, V::kDirect, 128, 128, 288, 115712, 128,
        1, false, true},
+      {"two waves", dense(4, 1024, 8, 128), kH100, kWgmma, V::kStatic, 128, 64, 288, 230400, 132, 1, false, true},
+      {"two waves, causal", dense(4, 1024, 8, 128, kCausal), kH100, kWgmma, V::kStatic, 128, 64, 288, 230400, 132, 1,
+       false, true},
       {"one wave, packed", packed(1, 512, 16, 128), kH100, kWgmma, V::kOneWave, 128, 64, 384, 230400, 112, 1, false,
        true},
       {"one wave, d 256", dense(1, 512, 16, 256), kH100, kWgmma, V::kOneWave, 128, 64, 384, 230400, 64, 1, false, true},
@@ -106,7 +110,14 @@ std::vector<Row> table() {
       {"d 64 on A100", long_64, kA100, kMma, V::kPlain, 128, 128, 128, 49152, 4096, 1, false, true},
       {"d 128, short, on A100", dense(1, 512, 8, 128), kA100, kMma, V::kShort, 64, 64, 128, 49152, 64, 1, false, true},
       {"d 256 on L40", dense(2, 8192, 8, 256), kL40, kMma, V::kPlain, 64, 64, 128, 98304, 2048, 1, false, true},
-      {"d 512", dense(2, 8192, 8, 512), kH100, kMma, V::kPlain, 64, 32, 256, 135680, 2048, 1, false, true},
+      {"d 512", wide_heads, kH100, kWgmma, V::kPlain, 64, 64, 384, 224256, 2048, 1, false, true},
+      {"d 320, causal", dense(2, 8192, 8, 320, kCausal), kH100, kWgmma, V::kPlain, 64, 64, 384, 224256, 2048, 1, false,
+       true},
+      {"d 512, dropout", changed(wide_heads, dropout), kH100, kMma, V::kDropout, 32, 32, 128, 100608, 4096, 1, false,
+       true},
+      {"d 512, softcap", changed(wide_heads, softcap), kH100, kMma, V::kPlain, 64, 32, 256, 135680, 2048, 1, false,
+       true},
+      {"d 512 on A100", wide_heads, kA100, kMma, V::kPlain, 64, 32, 256, 135680, 2048, 1, false, true},
       {"d 512 on L40", dense(2, 8192, 8, 512), kL40, kMma, V::kShort, 32, 32, 128, 100608, 4096, 1, false, true},
       {"d 128, origins, on L40", changed(long_128, origins), kL40, kMma, V::kDropout, 128, 32, 128, 49152, 2048, 1,
        false, true},
@@ -177,8 +188,30 @@ void check_other_families() {
   check::that(is_mma_sync(padded) && padded.pad_head_dim == 128 && padded.head_dim == 128, "padded");
   const FwdPlan odd = plan_of(changed(problem, [](FwdProblem& p) { p.head_dim_v = 131; }), kH100);
   check::that(odd.family == Family::kWgmma && odd.pad_head_dim == 136 && odd.head_dim == 192, "V of odd head dim");
+  const FwdProblem wide = changed(dense(2, 8192, 8, 512), [](FwdProblem& p) { p.head_dim_v = 320; });
+  const FwdPlan wide_direct = plan_of(wide, kH100);
+  check::that(wide_direct.family == Family::kWgmma && wide_direct.pad_head_dim == 0, "K of 512 with V of 320");
+  check::that(is_mma_sync(plan_of(changed(wide, [](FwdProblem& p) { p.is_paged = true; }), kH100)), "wide pages");
+  check::that(is_mma_sync(plan_of(wide, without)), "a build without head dim 512");
   const FwdProblem huge = changed(dense(16, 1 << 24, 1024, 64), [](FwdProblem& p) { p.seqlen_k = 128; });
   check::that(is_mma_sync(plan_of(huge, kH100)), "more work tiles than can be numbered");
+}
+
+// Whole waves of 128 rows or of 192, whichever take less time; packed calls with the same bits.
+void check_whole_waves() {
+  const auto variant = [](const FwdProblem& problem) { return plan_of(problem, kH100).variant; };
+  using V = FwdVariant;
+  check::that(variant(dense(4, 2048, 8, 128)) == V::kStatic, "four waves instead of three");
+  check::that(variant(dense(1, 1024, 20, 128)) == V::kPlain, "two waves or one");
+  check::that(variant(dense(1, 1024, 20, 128, kCausal)) == V::kStatic, "but the long tiles of one end late");
+  const FwdProblem nearly_equal = changed(dense(1, 768, 30, 128, kCausal), [](FwdProblem& p) { p.seqlen_k = 16384; });
+  check::that(variant(nearly_equal) == V::kShort, "none of them ends early");
+  check::that(variant(dense(4, 2048, 8, 128, kCausal)) == V::kMasked, "more than two waves of unequal tiles");
+  check::that(variant(dense(4, 4096, 8, 128)) == V::kPlain, "eight waves");
+  check::that(variant(dense(4, 1024, 8, 128, kSliding)) == V::kShort, "a left window bound");
+  check::that(variant(packed(4, 1024, 8, 128)) == V::kOneWave, "packed");
+  check::that(variant(changed(dense(4, 1024, 8, 128), [](FwdProblem& p) { p.batch_invariant = true; })) == V::kPlain,
+              "batch-invariant");
 }
 
 // Work tiles of variable trip counts go by bands, the short ones last of all; packed ones are sorted.
@@ -414,6 +447,7 @@ int main() {
   check_tangents();
   check_splits();
   check_other_families();
+  check_whole_waves();
   check_tile_order();
   check_rules();
   check_masks();

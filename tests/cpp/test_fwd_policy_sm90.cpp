@@ -10,8 +10,8 @@ namespace {
 using namespace flash::plan;
 using namespace flash::plan::fwd_feature;
 
-constexpr const char* kVariantNames[kNumFwdVariants] = {"plain",    "short",   "dropout", "score_mod", "masked",
-                                                        "one_wave", "softcap", "alibi",   "direct",    "listed"};
+constexpr const char* kVariantNames[kNumFwdVariants] = {
+    "plain", "short", "dropout", "score_mod", "masked", "one_wave", "softcap", "alibi", "direct", "listed", "static"};
 constexpr int kHeadDims[kNumSm90FwdHeadDims] = {64, 96, 128, 192, 256};
 
 struct NamedFeature {
@@ -89,6 +89,12 @@ void check_conflicts() {
   for (const Feature of_several_tiles : {kIssueNextQkEarly, kFetchNextTileLate, kSplitKv}) {
     check::that(fwd_policy_conflict(direct, {128, of_several_tiles, 1}, FwdVariant::kDirect) != nullptr, "one tile",
                 of_several_tiles);
+  }
+  const Sm90FwdTile waves = sm90_fwd_tile(128, FwdVariant::kStatic);
+  check::that(fwd_policy_conflict(waves, {128, kIssueNextQkEarly, 1}, FwdVariant::kStatic) == nullptr, "two Qs");
+  for (const uint32_t of_a_scheduler : {kHasStoreWarp | kIssueNextQkEarly, kFetchNextTileLate | 0u, kSplitKv | 0u}) {
+    check::that(fwd_policy_conflict(waves, {128, of_a_scheduler, 1}, FwdVariant::kStatic) != nullptr, "one load warp",
+                of_a_scheduler);
   }
   const FwdVariant plain = FwdVariant::kPlain;
   fails_on(sm90_fwd_tile(256, plain), kIssueNextQkEarly);                 // one Q stage

@@ -10,6 +10,7 @@
 namespace {
 
 using flash::plan::band_heads;
+using flash::plan::StaticTileOrder;
 using flash::plan::WorkTileOrder;
 
 void check_order(int heads, int tiles_of_head, int band, int tail) {
@@ -54,6 +55,25 @@ void check_resized() {
     const auto [head, row] = resized.at(index);
     check::that(head == expected.at(index).head && row == expected.at(index).block, "resized order", index);
   }
+}
+
+// The thread blocks of kStatic: each work tile once, one of each wave; where tiles get shorter in equal steps, two
+// whole waves are equally long for all.
+void check_static_order(int tiles, int thread_blocks) {
+  std::vector<int> seen(tiles, 0), sums;
+  for (int block = 0; block < thread_blocks; ++block) {
+    int wave = 0, sum = 0;
+    for (StaticTileOrder at(block, thread_blocks); at.index < tiles; at.advance(), ++wave) {
+      check::that(at.index / thread_blocks == wave && wave < 5, "a tile of each wave", tiles, thread_blocks, at.index);
+      ++seen[at.index];
+      sum += tiles - at.index;
+    }
+    sums.push_back(sum);
+  }
+  check::that(std::all_of(seen.begin(), seen.end(), [](int count) { return count == 1; }), "each work tile once", tiles,
+              thread_blocks);
+  const auto [least, most] = std::minmax_element(sums.begin(), sums.end());
+  check::that(tiles % (2 * thread_blocks) != 0 || *least == *most, "equal sums", tiles, thread_blocks, *least, *most);
 }
 
 // Of the benchmark's cells (16384 tokens, 2048 columns) on 132 multiprocessors, causal.
@@ -130,6 +150,9 @@ int main() {
     }
   }
   check_order(1 << 10, 1 << 10, 33, 100);
+  for (int thread_blocks : {1, 2, 7, 78, 132}) {
+    for (int tiles = 1; tiles <= 4 * thread_blocks; ++tiles) check_static_order(tiles, thread_blocks);
+  }
   // The greatest numbers: no overflow.
   const int heads = 1 << 15, tiles_of_head = 1 << 15;
   for (int tail : {0, 1, tiles_of_head}) {

@@ -1,5 +1,5 @@
 // Host program of benchmarks/lab/plan_headers.py: what the shipped tables hold, and whether a row fits its kernel. The
-// plain C++17 of plan/ decides, before nvcc runs. KERNEL is fwd_mma_sync, fwd_wgmma, bwd_mma_sync or bwd_wgmma.
+// plain C++17 of plan/ decides, before nvcc runs. KERNEL is fwd_mma_sync or fwd_wgmma.
 //
 //   plan_check shipped KERNEL HEAD_DIM [VARIANT]     prints a kernel's row, without its head dim for fwd_wgmma, whose
 //                                                    features follow
@@ -28,31 +28,6 @@ void print(const Row& row) {
   std::printf("\n");
 }
 
-const char* warp_grid_problem(const plan::BwdTile& tile) {
-  for (const int warps : {tile.sdp_warps_m, tile.dkv_warps_m, tile.dq_warps_m}) {
-    if (warps < 1 || tile.warps % warps != 0) return "warps: expected rows of warps that divide them";
-  }
-  const int rows[] = {tile.block_m, tile.block_n, tile.block_m}, cols[] = {tile.block_n, tile.head_dim, tile.head_dim};
-  const int grids[] = {tile.sdp_warps_m, tile.dkv_warps_m, tile.dq_warps_m};
-  for (int i = 0; i < 3; ++i) {
-    if (rows[i] % (16 * grids[i]) != 0 || cols[i] % (16 * (tile.warps / grids[i])) != 0) {
-      return "warps: expected whole 16 x 16 tiles for each";
-    }
-  }
-  return nullptr;
-}
-
-const char* wgmma_bwd_problem(const plan::Sm90BwdTile& tile) {
-  if (tile.block_m != 64) return "block_m: a row of dS^T is a whole number of swizzle atoms";
-  if (tile.block_n != 64 && tile.block_n != 128) return "block_n: a consumer owns the 64 rows of a wgmma";
-  if (tile.block_n == 64 && tile.head_dim % 64 != 0) return "block_n: halves of the columns are whole swizzle atoms";
-  if (tile.head_dim % 64 != 0) return "head_dim: columns are whole swizzle atoms";
-  if (tile.block_n == 64 && tile.head_dim == plan::kSm90TwoPassTile.head_dim) {
-    return "block_n: two passes have another tile at this head dim";
-  }
-  return tile.stages < 1 ? "stages: expected one or more" : nullptr;
-}
-
 const char* wgmma_fwd_problem(const plan::Sm90FwdTile& tile, const plan::FwdPolicy& policy, plan::FwdVariant variant) {
   const int warpgroups = tile.block_m / 64;
   if (tile.block_m % 64 != 0 || tile.block_n % 16 != 0 || tile.block_n < 16) return "whole wgmma of 64 rows, 16 keys";
@@ -74,13 +49,6 @@ int shipped(const std::string& kernel, int head_dim, plan::FwdVariant variant) {
     const int features = static_cast<int>(plan::sm90_fwd_policy(head_dim, head_dim, variant).features);
     print({tile.block_m, tile.block_n, tile.kv_stages, tile.q_stages, tile.overlaps, tile.consumer_groups, tile.o_cols,
            features});
-  } else if (kernel == "bwd_mma_sync") {
-    const plan::BwdTile tile = plan::bwd_tile(head_dim);
-    print({tile.head_dim, tile.block_m, tile.block_n, tile.warps, tile.sdp_warps_m, tile.dkv_warps_m, tile.dq_warps_m,
-           tile.blocks_per_sm});
-  } else if (kernel == "bwd_wgmma") {
-    const plan::Sm90BwdTile tile = plan::sm90_bwd_tile(head_dim, head_dim);
-    print({tile.head_dim, tile.block_m, tile.block_n, tile.stages, tile.head_dim_v});
   } else {
     return 2;
   }
@@ -98,15 +66,6 @@ int fits(const std::string& kernel, Row row) {
     const auto variant = static_cast<plan::FwdVariant>(row[8]);
     bytes = plan::sm90_fwd_smem_bytes(tile, variant, Dtype::kBf16);
     problem = wgmma_fwd_problem(tile, {row[0], static_cast<uint32_t>(row[9]), 1}, variant);
-  } else if (kernel == "bwd_mma_sync") {
-    const plan::BwdTile tile{row[0], row[1], row[2], row[3], row[4], row[5], row[6], row[7]};
-    const int two = plan::bwd_smem_bytes(tile, 2, Dtype::kBf16);  // what the plan takes where it fits
-    bytes = two <= 227 * 1024 ? two : plan::bwd_smem_bytes(tile, 1, Dtype::kBf16);
-    problem = warp_grid_problem(tile);
-  } else if (kernel == "bwd_wgmma") {
-    const plan::Sm90BwdTile tile{row[0], row[1], row[2], row[3], row[4]};
-    bytes = plan::sm90_backward_smem_bytes(tile, false, Dtype::kBf16);
-    problem = wgmma_bwd_problem(tile);
   } else {
     return 2;
   }

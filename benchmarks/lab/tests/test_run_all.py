@@ -12,6 +12,7 @@ LAB = Path(__file__).resolve().parents[1]
 sys.path += [str(LAB), str(LAB.parent)]
 
 import implementations
+import pages
 import results
 import rows
 import run_all
@@ -25,6 +26,7 @@ def ids(experiment):
     return experiment.name
 
 
+NOT_YET_MEASURED = {"accuracy", "gains"}
 MEASURED_IN_PART = {"fwd_bwd": ["fwd"]}  # the run of e2873cd ended before the backward
 
 
@@ -55,7 +57,7 @@ def test_grids_measure_what_the_stored_results_hold(experiment):
 def test_every_stored_result_has_its_experiment():
     if not results.RESULTS.is_dir():
         pytest.skip("a source distribution has no results")
-    assert {path.stem for path in results.RESULTS.glob("*.json")} == set(NAMES)
+    assert set(NAMES) - NOT_YET_MEASURED <= {path.stem for path in results.RESULTS.glob("*.json")} <= set(NAMES)
 
 
 def writer(name, code, **more):
@@ -79,10 +81,18 @@ def test_results_are_collected_and_a_failure_stops_nothing(tmp_path, capsys, mon
     assert run_all.main(["named", "renamed", "--out", str(tmp_path)]) == 0
 
 
-@pytest.mark.parametrize("name", ["deterministic", "sdpa_step"])
+@pytest.mark.parametrize("name", ["deterministic", "accuracy", "gains"])
 def test_experiments_run_in_miniature_on_a_cpu(name, tmp_path, monkeypatch, capfd):
     """One of each program that no other test runs by its command line."""
-    pytest.importorskip({"sdpa_step": "transformers"}.get(name, "torch"))
+    pytest.importorskip({"gains": "transformers"}.get(name, "torch"))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     assert run_all.main([name, "--small", "--out", str(tmp_path)]) == 0, capfd.readouterr().out
-    assert json.loads((tmp_path / f"{name}.json").read_text(encoding="utf-8"))["rows"]
+    result = results.compact(json.loads((tmp_path / f"{name}.json").read_text(encoding="utf-8")), name)
+    monkeypatch.setattr(pages, "stored", lambda _: result)
+    blocks = {block: lines for of_page in pages.BLOCKS.values() for block, lines in of_page.items()}
+    expected = {
+        "deterministic": "| `ours_deterministic` |",
+        "accuracy": "| `ours` |",
+        "gains": "| decoding alone, 1 × 128",
+    }
+    assert result["rows"] and expected[name] in "\n".join(blocks[name]())

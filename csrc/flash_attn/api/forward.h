@@ -95,6 +95,8 @@ inline void set_dense(FwdCall& call) {
                                        {"alibi_slopes", call.scores.alibi_slopes},
                                        {"sinks", call.scores.sinks},
                                        {"origins", call.scores.origins},
+                                       {"attn_bias", call.scores.bias.attn_bias},
+                                       {"rel_bias", call.scores.bias.rel_bias},
                                        {"rng_state", call.options.rng_state},
                                        {"q_descale", call.quant.q},
                                        {"k_descale", call.quant.k},
@@ -138,6 +140,8 @@ inline void set_packed(FwdCall& call, const PackedArgs& packed) {
                                        {"alibi_slopes", call.scores.alibi_slopes},
                                        {"sinks", call.scores.sinks},
                                        {"origins", call.scores.origins},
+                                       {"attn_bias", call.scores.bias.attn_bias},
+                                       {"rel_bias", call.scores.bias.rel_bias},
                                        {"rng_state", call.options.rng_state},
                                        {"q_descale", call.quant.q},
                                        {"k_descale", call.quant.k},
@@ -189,7 +193,6 @@ inline plan::FwdProblem quantized_problem(const FwdCall& call, const Flash_fwd_p
   problem.gathers_keys = params.is_paged();
   problem.dequantized_rows = rows;
   problem.has_head_scales = has_head_scales(call.quant);
-  problem.has_key_lengths = params.varlen.seqused_k != nullptr || params.varlen.leftpad_k != nullptr;
   problem.fits_fp8_maps = fits_fp8_maps(call, params);
   problem.fast_exp = call.quant.fast_exp;
   return problem;
@@ -209,6 +212,8 @@ inline plan::FwdProblem make_problem(const FwdCall& call, Flash_fwd_params& para
   plan::FwdProblem problem =
       call.has_8bit_kv() ? quantized_problem(call, params) : fwd_problem(params, dtype_of(call.q));
   if (call.scores.mask.given()) problem.mask_matrices = mask_matrix_count(call.scores.mask, params);
+  problem.has_bias = call.scores.bias.given() && has_scores(params);
+  problem.has_key_lengths = params.varlen.seqused_k != nullptr || params.varlen.leftpad_k != nullptr;
   problem.returns_max_logit = call.return_max_logit;
   problem.exact_row_max = call.return_max_logit || CallEnvironment::exact_row_max();
   problem.returns_probabilities = call.return_softmax && params.b > 0 && params.p_rows > 0 && params.p_cols > 0;
@@ -216,22 +221,25 @@ inline plan::FwdProblem make_problem(const FwdCall& call, Flash_fwd_params& para
   problem.decode = decode_problem(params, dtype_of(call.k), keys);
   problem.decode.options.kv_vector_bytes = std::min(vector_bytes(k), vector_bytes(v));
   problem.decode.options.v_per_channel = call.quant.v_per_channel;
+  problem.decode.options.fits_boxes = fits_boxes(k) && fits_boxes(v);
   return problem;
 }
 
-// What calls with a mask do not do yet.
+// What calls with a mask or a bias do not do yet.
 inline void check_mask_options(const FwdCall& call) {
-  const auto reject = [](const char* name, const char* expected, const auto& got) {
-    checks::fail(name, "expected ", expected, " with a mask on CUDA, got ", got);
+  const bool has_mask = call.scores.mask.given();
+  const auto reject = [&](const char* name, const char* expected, const auto& got) {
+    checks::fail(name, "expected ", expected, " with a ", has_mask ? "mask" : "bias", " on CUDA, got ", got);
   };
   if (call.has_8bit_q()) reject("q", kSupportedDtypes, checks::dtype_name(call.q.scalar_type()));
   if (call.has_8bit_kv()) reject("k", kSupportedDtypes, checks::dtype_name(call.k.scalar_type()));
+  if (!has_mask) return;
   if (call.sequences.paged.block_table != nullptr) reject("block_table", "None", "a tensor");
   if (call.sequences.varlen.leftpad_k != nullptr) reject("leftpad_k", "None", "a tensor");
 }
 
 inline plan::FwdPlan plan_call(const FwdCall& call, const plan::FwdProblem& problem, const Flash_fwd_params& params) {
-  if (problem.has_mask()) check_mask_options(call);
+  if (problem.has_mask() || problem.has_bias) check_mask_options(call);
   const plan::FwdPlan plan = checked_plan(problem, params.device, call.launch.sm_margin);
   if (problem.has_mask()) check_mask_plan(plan.mask, params);
   if (problem.gathers_keys && plan.stages.has(plan::Stage::kDequantize)) {
@@ -292,7 +300,10 @@ inline FwdLaunch make_launch(const FwdCall& call, const plan::FwdProblem& proble
   FwdLaunch launch{problem, plan, q, k, v, out, call.quant};
   static_cast<Flash_fwd_params&>(launch.params) = params;
   if (call.has_8bit_q() && !plan.is_fp8) launch.e4m3_q = call.q;
-  if (problem.has_mask()) launch.params.mask = mask_params(call.scores.mask, params.h);
+  if (problem.has_mask() || problem.has_bias) {
+    launch.params.mask = mask_params(call.scores.mask, params.h);
+    launch.params.mask.bias = bias_params(readable(call.scores.bias));
+  }
   if (call.has_8bit_kv() && !plan.is_fp8) {
     const bool packed = params.is_varlen() && !params.is_paged();
     launch.scales = kernel_scales(call.quant, params.h_k, call.has_8bit_q(), packed);

@@ -187,6 +187,7 @@ inline void set_problem(plan::Problem& problem, const Flash_fwd_params& params, 
   problem.seqlen_k = params.seqlen_k;
   problem.window = params.window;
   problem.modifiers = params.modifiers();
+  problem.has_softcap = params.softcap > 0.0f;
   problem.has_dropout = params.has_dropout;
   problem.has_origins = params.origins_ptr != nullptr;
   problem.batch_invariant = params.batch_invariant;
@@ -222,6 +223,14 @@ inline plan::FwdProblem fwd_problem(const Flash_fwd_params& params, Dtype dtype,
                              (!loads_keys || (holds(params.k_strides, false) && holds(params.v_strides, false)));
   problem.fits_page_maps = params.is_paged() && holds_pages(params.k_strides) && holds_pages(params.v_strides);
   return problem;
+}
+
+// Whether the decode kernels may read rows of (sequences or pages, rows, heads, d) in TMA boxes.
+inline bool fits_boxes(const at::Tensor& rows) {
+  if (rows.dim() != 4) return false;
+  const MatrixStrides strides = cache_strides(rows);
+  return plan::tensor_map_holds(
+      {false, rows.size(0), rows.size(1), rows.size(2), strides.batch, strides.row, strides.head}, dtype_of(rows));
 }
 
 // Rows of a cache from one sequence to the next; -1: not a whole number, so the cache is no packed tensor.

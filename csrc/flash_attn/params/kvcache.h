@@ -114,8 +114,8 @@ struct RescaledRows {
   bool of_kv_heads[2] = {true, true};
 };
 
-// One explicit specialisation per file flash_fwd_split_*.cu, kDtype being that of the cache; the rules of run_mha_fwd_
-// hold. Launches the attention and, where tiles may be split, the combine.
+// kDtype is that of the cache; the rules of run_mha_fwd_ hold. Launches the attention and, where tiles may be split,
+// the combine.
 template <Dtype kDtype, int kHeadDim>
 cudaError_t run_mha_fwd_split_(const Flash_kvcache_params& params, cudaStream_t stream);
 

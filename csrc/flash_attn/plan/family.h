@@ -44,6 +44,7 @@ struct FamilyQuery {
   int64_t split_kv_tiles = 0;      // m_blocks of 128 rows, at mean length, whose keys wgmma may split
   int64_t split_kv_rows = 0;       // of all heads
   bool has_direct_kernel = false;  // packed calls choose as dense ones do, for the same bits
+  bool has_wide_kernel = false;    // may_use_wide_kernel()
   bool batch_invariant = false;    // only options and head dims may choose
   Dtype kv_dtype = Dtype::kBf16;
   int64_t pass_cost = 0;       // dequantize_cost(), which the decode kernels save
@@ -55,11 +56,11 @@ constexpr int kLeastWgmmaHeadDim = kSm90FwdTiles[0][0].head_dim;
 
 constexpr int wgmma_head_dim(int head_dim) { return head_dim < kLeastWgmmaHeadDim ? kLeastWgmmaHeadDim : head_dim; }
 
-// The decode kernels have no dropout, no max_logit, no origins and no mask, and count packed rows in 32 bits.
+// The decode kernels have no dropout, no max_logit, no origins, no mask and no bias, and count packed rows in 32 bits.
 constexpr bool may_use_decode_kernels(const FwdProblem& problem) {
   const int64_t rows = product(problem.is_varlen ? 1 : problem.batch, problem.seqlen_q);
-  const bool is_plain =
-      !problem.has_dropout && !problem.returns_max_logit && !problem.has_origins && !problem.has_mask();
+  const bool is_plain = !problem.has_dropout && !problem.returns_max_logit && !problem.has_origins &&
+                        !problem.has_mask() && !problem.has_bias;
   return is_plain && product(rows, problem.group()) <= kMaxLength;
 }
 
@@ -68,6 +69,12 @@ constexpr bool has_direct_kernel(const FwdProblem& problem) {
   if (problem.max_head_dim() > kMaxWgmmaHeadDim) return false;
   const int head_dim = wgmma_head_dim(fwd_tile(problem.max_head_dim(), FwdVariant::kPlain).head_dim);
   return sm90_has_variant(head_dim, FwdVariant::kDirect) && !problem.has_dropout && !problem.has_score_mod();
+}
+
+// Whether the wgmma kernel of head dims above kMaxWgmmaHeadDim supports the call.
+constexpr bool may_use_wide_kernel(const FwdProblem& problem) {
+  return is_wide(problem.max_head_dim()) && !problem.is_paged && !problem.has_dropout && !problem.has_score_mod() &&
+         !problem.has_mask();
 }
 
 // KV splits: not with dropout or a mask as data, nor where the kernel cannot read pages.
@@ -96,37 +103,33 @@ constexpr int64_t dequantize_cost(const FwdProblem& problem, int64_t seen_keys) 
 constexpr int64_t kMaxGatheredBytes = int64_t{2} << 30;
 
 constexpr FamilyQuery family_query(const FwdProblem& problem, const Device& device) {
-  const int rows = static_cast<int>(problem.rows()), last = rows > 0 ? rows - 1 : 0;
-  constexpr int64_t kMaxKeys = kUnbounded / 2;  // sums of two lengths are ints
-  const int keys = static_cast<int>(problem.keys() < kMaxKeys ? problem.keys() : kMaxKeys);
-  const Visibility sequence{rows, keys, problem.window};
+  const SeenKeys seen = seen_keys(problem);
   FamilyQuery query{};
   query.capability = device.capability;
   query.head_dim = problem.max_head_dim();
   query.row_tiles = problem.blocks(128);
   query.multiprocessors = device.multiprocessors;
   query.has_direct_kernel = has_direct_kernel(problem);
+  query.has_wide_kernel = may_use_wide_kernel(problem);
   query.may_use_decode = may_use_decode_kernels(problem);
-  query.decode_rows = problem.heads_k > 0 ? product(rows, problem.group()) : 0;
+  query.decode_rows = problem.heads_k > 0 ? product(problem.rows(), problem.group()) : 0;
   query.kv_dtype = problem.kv_dtype;
   const int64_t decode_tiles = kv_row_tiles(query.head_dim, query.decode_rows, problem.kv_dtype);
   query.decode_tiles = product(problem.batch, problem.heads_k, decode_tiles);
-  query.seen_keys = sequence.key_end(last) - sequence.key_begin(last > 127 ? last - 127 : 0);
-  const int first_keys = sequence.key_end(last < 127 ? last : 127) - sequence.key_begin(0);
-  query.mean_keys = ((first_keys > 0 ? first_keys : 0) + query.seen_keys) / 2;
+  query.seen_keys = seen.most;
+  query.mean_keys = seen.mean;
   if (may_split_kv(problem)) {
     query.split_kv_tiles = query.row_tiles;
     query.split_kv_rows = problem.all_rows();
   }
   query.batch_invariant = problem.batch_invariant;
-  const int sequence_keys = sequence.key_end(last) - sequence.key_begin(0);
-  query.pass_cost = dequantize_cost(problem, sequence_keys > 0 ? sequence_keys : 0);
+  query.pass_cost = dequantize_cost(problem, seen.of_sequence);
   query.is_pass_large = problem.gathers_keys && problem.dequantized_bytes() > kMaxGatheredBytes;
   return query;
 }
 
 constexpr bool may_use_wgmma(const FamilyQuery& query) {
-  return query.capability == kWgmmaCapability && query.head_dim <= kMaxWgmmaHeadDim;
+  return query.capability == kWgmmaCapability && (!is_wide(query.head_dim) || query.has_wide_kernel);
 }
 
 // Time of one wave of m_blocks in each family, in picoseconds on an H200: fitted to 507 calls, at head dims with
@@ -174,7 +177,8 @@ constexpr FamilyCosts kFamilyCosts[kNumHeadDims] = {
      {},
      {7440000, 19600, 21100, 1627},
      {7230000, 126, 13100000, 130, 198}},
-    {512, {4800000, 90000}, {}, {}, {}, {7600000, 126, 7600000, 126, 126}},  // estimated from the row above
+    // Estimated: from the row above, of wgmma from the clocks of a step.
+    {512, {4800000, 90000}, {5500000, 19800, 24300}, {}, {}, {7600000, 126, 7600000, 126, 126}},
 };
 
 constexpr const FamilyCosts& family_costs(const FamilyQuery& query) {
@@ -196,8 +200,9 @@ constexpr int64_t mma_sync_cost(const FamilyQuery& query) {
 constexpr int64_t wgmma_cost(const FamilyQuery& query) {
   const FamilyCosts& costs = family_costs(query);
   const auto& cost = query.has_direct_kernel && waves_of(query.row_tiles, query) == 1 ? costs.direct : costs.wgmma;
-  const int64_t at_a_time = query.row_tiles < query.multiprocessors ? query.row_tiles : query.multiprocessors;
-  return cost.call + cost.tile * at_a_time + product(waves_of(query.row_tiles, query), query.seen_keys) * cost.key;
+  const int64_t row_tiles = (query.has_wide_kernel ? 2 : 1) * query.row_tiles;  // of 64 rows, or of 128
+  const int64_t at_a_time = row_tiles < query.multiprocessors ? row_tiles : query.multiprocessors;
+  return cost.call + cost.tile * at_a_time + product(waves_of(row_tiles, query), query.seen_keys) * cost.key;
 }
 
 // KV splits are work tiles too, in separate waves; if m_blocks have different trip counts, the longest tiles go
@@ -290,6 +295,21 @@ inline FamilyChoice choose_family(const FamilyQuery& query, const char* forced) 
   }
   if (is_forced("split_kv") && query.may_use_decode) return {Family::kDecode};
   return fastest_family(query);
+}
+
+// Of a call with a mask or a bias as data. A mask needs the lists of the wgmma family; a bias alone does not.
+inline Family choose_listed_family(const Problem& problem, const Device& device, const char* forced) {
+  const bool declined = forced != nullptr && std::strcmp(forced, "mma_sync") == 0;
+  const bool has_kernel = device.capability == kWgmmaCapability && problem.max_head_dim() <= kMaxWgmmaHeadDim;
+  return problem.has_mask() || (has_kernel && !declined && !problem.has_key_lengths) ? Family::kWgmma
+                                                                                     : Family::kMmaSync;
+}
+
+// The same call where the family visits blocks by list: without a mask they are those of one that hides nothing.
+template <class AnyProblem>
+constexpr AnyProblem with_lists(AnyProblem problem, Family family) {
+  if (problem.has_bias && !problem.has_mask() && family == Family::kWgmma) problem.mask_matrices = 1;
+  return problem;
 }
 
 // wgmma for head dims above 32 that it has, in deterministic mode too.

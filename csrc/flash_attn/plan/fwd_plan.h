@@ -138,10 +138,14 @@ constexpr FwdVariant score_mod_variant(const FwdProblem& problem) {
                                                   : FwdVariant::kScoreMod;
 }
 
-// Whether a call of one wave needs no schedule: each CTA finds its m_block and its keys from blockIdx.
+// Whether the host knows all lengths, so that each CTA may find its m_blocks and their keys from blockIdx.
+constexpr bool has_host_lengths(const FwdProblem& problem) {
+  return !problem.is_varlen && !problem.has_key_ranges && !problem.is_paged;
+}
+
+// Whether a call of one wave needs no schedule.
 constexpr bool runs_direct(const FwdProblem& problem, const Device& device, const FamilyChoice& choice, int head_dim) {
-  const bool is_dense = !problem.is_varlen && !problem.has_key_ranges && !problem.is_paged;
-  return has_direct_kernel(problem) && choice.num_splits == 1 && is_dense &&
+  return has_direct_kernel(problem) && choice.num_splits == 1 && has_host_lengths(problem) &&
          problem.blocks(sm90_fwd_tile(head_dim, FwdVariant::kDirect).block_m) <= device.multiprocessors;
 }
 
@@ -166,6 +170,15 @@ constexpr bool sm90_takes_short_tile(const FwdProblem& problem, const Device& de
   return sm90_prefers_short_tile(plain.head_dim, problem.rows(), problem.masked_right());
 }
 
+inline bool takes_short_variant(const FwdProblem& problem, const Device& device, int head_dim) {
+  const Sm90FwdTile plain = sm90_fwd_tile(head_dim, FwdVariant::kPlain);
+  const Sm90FwdTile short_tile = sm90_fwd_tile(head_dim, FwdVariant::kShort);
+  const bool plain_reads = sm90_reads_pages(plain, FwdVariant::kPlain);
+  const bool short_reads = sm90_reads_pages(short_tile, FwdVariant::kShort);
+  if (problem.is_paged && plain_reads != short_reads) return short_reads;
+  return sm90_takes_short_tile(problem, device, plain, short_tile);
+}
+
 inline FwdVariant sm90_variant(const FwdProblem& problem, const Device& device, const FamilyChoice& choice,
                                int head_dim) {
   if (problem.has_mask()) return FwdVariant::kListed;
@@ -174,37 +187,50 @@ inline FwdVariant sm90_variant(const FwdProblem& problem, const Device& device, 
   if (choice.num_splits > 1 || choice.is_one_wave) {
     return runs_direct(problem, device, choice, head_dim) ? FwdVariant::kDirect : FwdVariant::kOneWave;
   }
-  if (sm90_has_variant(head_dim, FwdVariant::kShort)) {
-    const Sm90FwdTile plain = sm90_fwd_tile(head_dim, FwdVariant::kPlain);
-    const Sm90FwdTile short_tile = sm90_fwd_tile(head_dim, FwdVariant::kShort);
-    const bool plain_reads = sm90_reads_pages(plain, FwdVariant::kPlain);
-    const bool short_reads = sm90_reads_pages(short_tile, FwdVariant::kShort);
-    const bool takes_short = problem.is_paged && plain_reads != short_reads
-                                 ? short_reads
-                                 : sm90_takes_short_tile(problem, device, plain, short_tile);
-    if (takes_short) return FwdVariant::kShort;
+  const bool takes_short =
+      sm90_has_variant(head_dim, FwdVariant::kShort) && takes_short_variant(problem, device, head_dim);
+  if (takes_short && !problem.masked_right()) return FwdVariant::kShort;
+  if (sm90_has_variant(head_dim, FwdVariant::kStatic) && sm90_takes_whole_waves(problem, device, head_dim)) {
+    return has_host_lengths(problem) ? FwdVariant::kStatic : FwdVariant::kOneWave;  // with the same bits
   }
+  if (takes_short) return FwdVariant::kShort;
   const bool has_masked = sm90_has_variant(head_dim, FwdVariant::kMasked);
   return has_masked && problem.window.may_mask() ? FwdVariant::kMasked : FwdVariant::kPlain;
 }
 
-// Order of the work tiles of all heads, and whether a semaphore hands them out.
+// The number of work tiles.
+inline void set_work_tiles(FwdPlan& plan, const FwdProblem& problem) {
+  const int64_t tiles_of_head = m_blocks(problem.is_varlen, problem.is_varlen ? static_cast<int>(problem.batch) : 1,
+                                         static_cast<int>(problem.seqlen_q), plan.block_m);
+  plan.num_work_tiles = product(tiles_of_head, problem.heads, problem.is_varlen ? 1 : problem.batch, plan.num_splits);
+}
+
+// Order of the work tiles of all heads, and whether a semaphore hands them out. Thread blocks of the wide kernel have
+// one each.
 inline void set_tile_order(FwdPlan& plan, const FwdProblem& problem, const Device& device) {
   const int64_t all_heads = problem.heads * (problem.is_varlen ? 1 : problem.batch);
   const int64_t row_tiles = plan.num_work_tiles / plan.num_splits;
   if (row_tiles == 0) return;
   const int64_t tiles_of_head = row_tiles / all_heads;
+  if (has_static_tiles(plan.variant)) {  // the longest tiles of all heads first
+    plan.band_heads = static_cast<int>(all_heads);
+    plan.order = WorkTileOrder(plan.band_heads, static_cast<int>(tiles_of_head), plan.band_heads, 0);
+    return;
+  }
   // The query heads of one K/V head read the same K and V.
   const int64_t row_bytes = dtype_bytes(problem.dtype) * (problem.head_dim + problem.head_dim_v);
   const int64_t head_bytes = row_bytes * problem.keys_of_head() / problem.group();
   const bool in_bands = problem.has_variable_trip_count() || sm90_dynamic_scheduler_for_equal_tiles(plan.head_dim);
   const int consumer_groups = device.multiprocessors * plan.consumer_groups;
   plan.band_heads = in_bands ? band_heads(all_heads, tiles_of_head, head_bytes, consumer_groups) : 1;
-  plan.sort_varlen_tiles = problem.is_varlen && problem.has_variable_trip_count() && problem.batch <= kSortedSequences;
+  const bool is_persistent = !is_wide(plan.head_dim);
+  const bool sorts = is_persistent && problem.batch <= kSortedSequences;
+  plan.sort_varlen_tiles = sorts && problem.is_varlen && problem.has_variable_trip_count();
   int64_t short_tiles = 0;
   if (!problem.is_varlen) {
-    const FwdPolicy policy = sm90_fwd_policy(plan.head_dim, plan.head_dim_v, plan.variant);
-    const bool fetches_late = policy.has(fwd_feature::kFetchNextTileLate) && !problem.is_paged;
+    const bool fetches_late =
+        is_persistent && !problem.is_paged &&
+        sm90_fwd_policy(plan.head_dim, plan.head_dim_v, plan.variant).has(fwd_feature::kFetchNextTileLate);
     short_tiles = num_short_tiles(static_cast<int>(problem.seqlen_q), static_cast<int>(problem.seqlen_k),
                                   problem.window, plan.block_m, fetches_late);
   } else if (plan.sort_varlen_tiles && !problem.window.may_mask_left()) {
@@ -215,7 +241,7 @@ inline void set_tile_order(FwdPlan& plan, const FwdProblem& problem, const Devic
   plan.num_tail_tiles = num_tail_tiles(of_head, plan.short_tiles);
   plan.order = WorkTileOrder(static_cast<int>(all_heads), of_head, plan.band_heads, plan.num_tail_tiles);
   plan.unmasked_blocks = max_unmasked_blocks(problem.window, plan.block_m, plan.block_n);
-  plan.is_dynamic = in_bands && plan.num_work_tiles > consumer_groups;
+  plan.is_dynamic = is_persistent && in_bands && plan.num_work_tiles > consumer_groups;
 }
 
 inline FwdPlan plan_fwd_wgmma(const FwdProblem& problem, const Device& device, const FamilyChoice& choice) {
@@ -237,13 +263,11 @@ inline FwdPlan plan_fwd_wgmma(const FwdProblem& problem, const Device& device, c
   plan.consumer_groups = tile.consumer_groups;
   plan.threads = sm90_fwd_threads(tile, plan.variant);
   plan.smem_bytes = sm90_fwd_smem_bytes(tile, plan.variant, problem.dtype);
-  const int64_t tiles_of_head = m_blocks(problem.is_varlen, problem.is_varlen ? static_cast<int>(problem.batch) : 1,
-                                         static_cast<int>(problem.seqlen_q), tile.block_m);
-  plan.num_work_tiles = product(tiles_of_head, problem.heads, problem.is_varlen ? 1 : problem.batch, plan.num_splits);
+  set_work_tiles(plan, problem);
   if (plan.num_work_tiles > kMaxWorkTiles) return plan;  // too many
   plan.grid = plan.num_work_tiles < device.multiprocessors ? plan.num_work_tiles : device.multiprocessors;
   set_tile_order(plan, problem, device);
-  const bool is_one_wave = plan.variant == FwdVariant::kOneWave || plan.variant == FwdVariant::kDirect;
+  const bool is_one_wave = plan.variant == FwdVariant::kOneWave || has_static_tiles(plan.variant);
   // Lists are read before the kernel would wait for the one that makes them.
   plan.pdl = !problem.has_mask() && (is_one_wave || plan.num_splits > 1 || problem.is_varlen || plan.is_dynamic);
   if (problem.is_paged && problem.seqlen_k > 0 && problem.fits_page_maps) {
@@ -257,21 +281,42 @@ inline FwdPlan plan_fwd_wgmma(const FwdProblem& problem, const Device& device, c
   return plan;
 }
 
+// The wide kernel.
+inline FwdPlan plan_fwd_wide(const FwdProblem& problem, const Device& device) {
+  FwdPlan plan;
+  plan.family = Family::kWgmma;
+  plan.dtype = problem.dtype;
+  plan.head_dim = plan.head_dim_v = kSm90WideHeadDim;
+  plan.block_m = kSm90WideBlockM;
+  plan.block_n = kSm90WideBlockN;
+  plan.threads = kSm90WideThreads;
+  plan.smem_bytes = sm90_wide_fwd_smem_bytes(problem.dtype);
+  set_work_tiles(plan, problem);
+  plan.grid = plan.num_work_tiles;
+  if (plan.num_work_tiles > kMaxWorkTiles) return plan;  // too many
+  set_tile_order(plan, problem, device);
+  plan.pdl = true;
+  plan.workspace_bytes = 4 * varlen_words(problem.is_varlen, problem.batch);
+  return plan;
+}
+
 // Whether the wgmma family has the kernel of its plan. V with another head dim than K must consist of whole 16-byte
 // vectors.
 inline bool wgmma_supports(const FwdProblem& problem, const Device& device, const FwdPlan& plan) {
   if (!problem.fits_tensor_maps || !has_wgmma_kernels(device, plan.head_dim)) return false;
   if (problem.has_mask() && device.capability != kWgmmaCapability) return false;
   if (problem.head_dim != problem.head_dim_v && problem.head_dim_v % 8 != 0) return false;
+  if (plan.num_work_tiles > kMaxWorkTiles) return false;
+  if (is_wide(plan.head_dim)) return may_use_wide_kernel(problem);
   const Sm90FwdTile tile = plan.has_value_dim() ? kSm90ValueDimTile : sm90_fwd_tile(plan.head_dim, plan.variant);
-  return (!problem.is_paged || sm90_reads_pages(tile, plan.variant)) && plan.num_work_tiles <= kMaxWorkTiles;
+  return !problem.is_paged || sm90_reads_pages(tile, plan.variant);
 }
 
 inline FwdPlan plan_fwd_mma_sync(const FwdProblem& problem, const Device& device) {
   FwdPlan plan;
   plan.dtype = problem.dtype;
   const FwdTile plain = fwd_tile(problem.head_dim, FwdVariant::kPlain);
-  if (problem.has_dropout || problem.has_origins) {
+  if (problem.has_dropout || problem.has_origins || problem.has_bias) {
     plan.variant = FwdVariant::kDropout;
   } else if (mma_sync_has_short(problem.head_dim)) {
     const bool fits = fwd_smem_bytes(plain, problem.dtype) <= device.smem_per_block;
@@ -294,15 +339,18 @@ inline FwdPlan plan_fwd_mma_sync(const FwdProblem& problem, const Device& device
 // The kernel of a call without a cache and e4m3 products. `forced`: the value of FLASH_ATTN_FAMILY, or null
 // (choose_family()). If no kernel takes V with another head dim, it is the plan of the padded call. A call with a mask
 // that no kernel takes gets a plan without MaskPlan.
-inline FwdPlan plan_fwd_kernel(const FwdProblem& problem, const Device& device, const char* forced) {
-  const FamilyChoice choice =
-      problem.has_mask() ? FamilyChoice{Family::kWgmma} : choose_family(family_query(problem, device), forced);
-  if (choice.family == Family::kWgmma && problem.max_head_dim() <= kMaxWgmmaHeadDim) {
-    const FwdPlan plan = plan_fwd_wgmma(problem, device, choice);
+inline FwdPlan plan_fwd_kernel(const FwdProblem& given, const Device& device, const char* forced) {
+  const FamilyChoice choice = given.has_mask() || given.has_bias
+                                  ? FamilyChoice{choose_listed_family(given, device, forced)}
+                                  : choose_family(family_query(given, device), forced);
+  const FwdProblem problem = with_lists(given, choice.family);
+  if (choice.family == Family::kWgmma) {
+    const bool wide = is_wide(problem.max_head_dim());
+    const FwdPlan plan = wide ? plan_fwd_wide(problem, device) : plan_fwd_wgmma(problem, device, choice);
     if (wgmma_supports(problem, device, plan)) return plan;
   }
   if (problem.head_dim != problem.head_dim_v) {
-    FwdProblem padded = problem;
+    FwdProblem padded = given;
     padded.head_dim = padded.head_dim_v = padded_head_dim(problem.max_head_dim());
     FwdPlan plan = plan_fwd_kernel(padded, device, forced);
     plan.pad_head_dim = padded.head_dim;

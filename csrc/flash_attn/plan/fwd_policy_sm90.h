@@ -63,7 +63,7 @@ struct FwdPolicy {
   constexpr bool has(fwd_feature::Feature feature) const { return (features & feature) != 0; }
 };
 
-constexpr int kNumFwdVariants = 10;
+constexpr int kNumFwdVariants = 11;
 
 namespace fwd_policy_table {
 
@@ -153,6 +153,14 @@ constexpr FwdPolicy kRows[kNumFwdVariants][kNumSm90FwdHeadDims] = {
         {128, kEarlyStored | kSpeculativeExp | kSpeculativeOnMasked | kIntFlags, 1},
         {192, 0, 0},
         {256, kExpBeforePvWait | kSpeculativeExp | kIntFlags, 1},
+    },
+    // kStatic: those of kOneWave without splits and store warp
+    {
+        {64, 0, 0},
+        {96, 0, 0},
+        {128, kIssueNextQkEarly | kMaskBoundsInRegs | kSpeculativeAfterPv | kIntFlags, 1},
+        {192, 0, 0},
+        {256, 0, 0},
     },
 };
 
@@ -255,6 +263,12 @@ constexpr const char* fwd_policy_conflict(const Sm90FwdTile& tile, const FwdPoli
   if (policy.has(kRandomBitsInPv) && !policy.has(kPackedDropout)) return "no random bits";
   if (policy.has(kPingPong) && (tile.consumer_groups != 1 || warpgroups < 2)) return "one warpgroup cannot alternate";
   if (variant == FwdVariant::kOneWave && !policy.has(kSplitKv)) return "splits have no other kernel";
+  if (variant == FwdVariant::kStatic) {
+    if (policy.has(kHasStoreWarp) || policy.has(kFetchNextTileLate))
+      return "there is one producer warp, and no scheduler";
+    if (tile.consumer_groups != 1 || tile.o_cols > 0) return "O is staged in the place of Q";
+    if (policy.has(kSplitKv)) return "splits are work tiles";
+  }
   if (variant == FwdVariant::kDirect) {
     if (early || policy.has(kHasStoreWarp) || policy.has(kFetchNextTileLate)) return "there is no next tile";
     if (tile.q_stages != 1 || tile.consumer_groups != 1 || tile.o_cols > 0) return "one tile needs one Q";

@@ -30,8 +30,11 @@ struct Problem {
   Window window;
   Modifiers modifiers = Modifiers::kNone;
   bool has_dropout = false;
-  bool has_origins = false;      // ALiBi and dropout count from other positions than those of the sequence
-  int64_t mask_matrices = 0;     // of a mask as data (batch entries x mask heads); 0: no mask
+  bool has_origins = false;   // ALiBi and dropout count from other positions than those of the sequence
+  int64_t mask_matrices = 0;  // of a mask as data (batch entries x mask heads); 0: no mask
+  bool has_bias = false;      // as data
+  bool has_softcap = false;
+  bool has_key_lengths = false;  // seqused_k or leftpad_k
   bool batch_invariant = false;  // only options and head dims may choose a kernel
 
   constexpr int max_head_dim() const { return head_dim > head_dim_v ? head_dim : head_dim_v; }
@@ -52,6 +55,7 @@ struct DecodeOptions {
   bool q_vectors = true;       // rows of q may be read in 16-byte vectors
   int kv_vector_bytes = 16;    // bytes of the vectors in which k and v may be read
   bool v_per_channel = false;  // V has a scale for each column
+  bool fits_boxes = true;      // strides of k and v (tensor_map_holds())
 };
 
 // A call as the decode kernels see it, without the lengths, which only the device reads.
@@ -106,7 +110,6 @@ struct FwdProblem : Problem {
   int dequantized_rows = 0;       // 0: packed rows keep their places
   bool fits_fp8_maps = false;     // strides of 8-bit Q and K and of O
   bool has_head_scales = true;    // no scale per row, page or channel
-  bool has_key_lengths = false;   // seqused_k or leftpad_k
 
   bool fast_exp = false;  // wanted: P as e4m3 straight from the scores
 

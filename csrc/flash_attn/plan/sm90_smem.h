@@ -56,6 +56,20 @@ constexpr int sm90_fwd_smem_bytes(const Sm90FwdTile& tile, FwdVariant variant, D
   return tile.consumer_groups * storage.size(kSwizzleBytes);
 }
 
+// sizeof(sm90::WideFwdStorage).
+constexpr int sm90_wide_fwd_smem_bytes(Dtype dtype) {
+  const int chunk = dtype_bytes(dtype) * kSm90WideBlockM * kSm90WideChunkCols, consumers = 2;
+  const int chunks = kSm90WideHeadDim / kSm90WideChunkCols, slots = kSm90WideValueSlots;
+  const int barriers = 2 + (consumers + 1) * chunks + 2 * consumers * slots + 2 * consumers;
+  SmemLayout storage;
+  storage.add(chunk * (consumers * slots + chunks - kSm90WideHeldChunks + chunks + 1), kSwizzleBytes)
+      .add(2 * 4 * kSm90WideBlockM, 8)
+      .add(4, 1)
+      .add(4 * consumers * 2 * 128, 4)
+      .add(kBarrierBytes * barriers, kBarrierBytes);
+  return storage.size(kSwizzleBytes);
+}
+
 // sizeof(sm90::DkvStorage).
 constexpr int sm90_dkv_smem_bytes(const Sm90BwdTile& tile, bool may_drop, Dtype dtype) {
   const int element = dtype_bytes(dtype), m = tile.block_m, n = tile.block_n, key_tiles = n / 64;

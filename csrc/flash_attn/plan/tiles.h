@@ -28,6 +28,7 @@ constexpr int kNumHeadDims = 7;
 // kOneWave: in the wgmma family, in place of kPlain and kShort, for calls with at most one wave of m_blocks and for KV
 // splits. The variants with score modifiers do both, kDropout calls of one wave.
 // kDirect: kOneWave's tile, for the calls among them that need no schedule: dense, without splits and pages.
+// kStatic: the same for calls of a few whole waves: a thread block computes one m_block of each.
 // kListed: blocks by list, of a mask as data (core/block_list.h), with dropout and score modifiers as run-time options.
 enum class FwdVariant {
   kPlain,
@@ -40,6 +41,7 @@ enum class FwdVariant {
   kAlibi,
   kDirect,
   kListed,
+  kStatic,
 };
 
 constexpr const char* variant_name(FwdVariant variant) {
@@ -54,8 +56,14 @@ constexpr const char* variant_name(FwdVariant variant) {
     case FwdVariant::kAlibi: return "alibi";
     case FwdVariant::kDirect: return "direct";
     case FwdVariant::kListed: return "listed";
+    case FwdVariant::kStatic: return "static";
   }
   return "";
+}
+
+// Whether the index of a thread block tells its work tiles: there is no scheduler.
+constexpr bool has_static_tiles(FwdVariant variant) {
+  return variant == FwdVariant::kDirect || variant == FwdVariant::kStatic;
 }
 
 constexpr bool modifies_scores(FwdVariant variant) {
@@ -194,6 +202,17 @@ constexpr Sm90FwdTile kSm90OneWaveTiles[kNumSm90FwdHeadDims] = {
 // take the kernels of the greater one.
 constexpr Sm90FwdTile kSm90ValueDimTile = {192, 192, 64, 2, 2, false, 1, 128};
 
+// Forward of head dims above kMaxWgmmaHeadDim: two consumer warpgroups of the same 64 rows share the scores by keys and
+// the output by columns (kernels/sm90/wide_fwd_kernel.h). Q, K and V come in chunks of one size: of Q and K 64 rows x
+// 64 columns, of V 16 keys x half of the columns. Consumers hold the first chunks of Q in registers, V gets their
+// memory.
+constexpr int kSm90WideHeadDim = 512, kSm90WideBlockM = 64, kSm90WideBlockN = 64, kSm90WideThreads = 384;
+constexpr int kSm90WideChunkCols = 64, kSm90WidePartKeys = 16, kSm90WideHeldChunks = 2;
+constexpr int kSm90WideValueSlots = 6;  // for each half of the columns
+
+// Head dims of the "wide" kernel, which is this one.
+constexpr bool is_wide(int max_head_dim) { return max_head_dim > kMaxWgmmaHeadDim; }
+
 // kListed: blocks are whole strips of kMaskStrip keys. Other head dims run in the next greater kernel.
 constexpr Sm90FwdTile kSm90ListedTiles[] = {
     {64, 192, 128, 3, 2, true, 1},
@@ -214,7 +233,7 @@ constexpr Sm90FwdTile sm90_fwd_tile(int head_dim, FwdVariant variant) {
     variant = FwdVariant::kPlain;
   }
   if (variant == FwdVariant::kListed) return sm90_listed_tile(head_dim);
-  if (variant == FwdVariant::kOneWave || variant == FwdVariant::kDirect) {
+  if (variant == FwdVariant::kOneWave || has_static_tiles(variant)) {
     Sm90FwdTile tile = kSm90OneWaveTiles[head_dim_index(head_dim) - kSm90FirstHeadDim];
     if (variant == FwdVariant::kDirect) tile.q_stages = 1, tile.overlaps = false;
     return tile;
@@ -223,10 +242,10 @@ constexpr Sm90FwdTile sm90_fwd_tile(int head_dim, FwdVariant variant) {
   return kSm90FwdTiles[static_cast<int>(variant)][head_dim_index(head_dim) - kSm90FirstHeadDim];
 }
 
-// Whether kernels of a tile read paged K and V: two consumer groups, and dropout, leave no warps for it, and kDirect
-// has none; rows are looked up 32 at a time. Not by list.
+// Whether kernels of a tile read paged K and V: two consumer groups, and dropout, leave no warps for it, and without a
+// scheduler there are none; rows are looked up 32 at a time. Not by list.
 constexpr bool sm90_reads_pages(const Sm90FwdTile& tile, FwdVariant variant) {
-  return tile.consumer_groups == 1 && variant != FwdVariant::kDropout && variant != FwdVariant::kDirect &&
+  return tile.consumer_groups == 1 && variant != FwdVariant::kDropout && !has_static_tiles(variant) &&
          variant != FwdVariant::kListed && tile.block_n % 32 == 0;
 }
 
@@ -245,13 +264,14 @@ constexpr bool sm90_has_variant(int head_dim, FwdVariant variant) {
     return own.consumer_groups != plain.consumer_groups || own.block_m != plain.block_m;
   }
   if (variant == FwdVariant::kDirect) return plain.head_dim == 64 || plain.head_dim == 128;
+  if (variant == FwdVariant::kStatic) return plain.head_dim == 128;  // at 64 kShort holds two m_blocks at a time
   if (variant == FwdVariant::kListed) return own.head_dim == plain.head_dim;
   return variant != FwdVariant::kMasked || sm90_splits_masked(head_dim);
 }
 
-// One warpgroup for each 64 rows of each consumer group, and a producer warpgroup; kDirect: a load warp.
+// One warpgroup for each 64 rows of each consumer group, and a producer warpgroup; without a scheduler a load warp.
 constexpr int sm90_fwd_threads(const Sm90FwdTile& tile, FwdVariant variant) {
-  return 128 * tile.consumer_groups * (tile.block_m / 64) + (variant == FwdVariant::kDirect ? 32 : 128);
+  return 128 * tile.consumer_groups * (tile.block_m / 64) + (has_static_tiles(variant) ? 32 : 128);
 }
 
 // Columns of a swizzle atom of a 16-bit tile, and of the TMA box that writes it: rows of 128 or 64 bytes.

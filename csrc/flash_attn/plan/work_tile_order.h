@@ -91,5 +91,21 @@ struct WorkTileOrder {
   }
 };
 
+// The work tiles of a thread block of kStatic: one of each wave, every second wave in reverse. Where WorkTileOrder puts
+// long ones first, two waves are thus about as long for every thread block.
+struct StaticTileOrder {
+  int thread_blocks;
+  int index;     // of the work tile
+  int wave_end;  // index after the last work tile of its wave
+
+  FLASH_HOST_DEVICE StaticTileOrder(int thread_block, int thread_blocks_)
+      : thread_blocks(thread_blocks_), index(thread_block), wave_end(thread_blocks_) {}
+
+  FLASH_HOST_DEVICE void advance() {
+    index = 2 * wave_end - 1 - index;
+    wave_end += thread_blocks;
+  }
+};
+
 }  // namespace plan
 }  // namespace flash

@@ -7,6 +7,7 @@
 #include "kernels/common/dropout.h"
 #include "kernels/common/mask.h"
 #include "kernels/common/origin.h"
+#include "kernels/common/score_bias.h"
 #include "kernels/common/score_mod.h"
 #include "kernels/common/sequence.h"
 
@@ -77,7 +78,17 @@ __device__ __forceinline__ void differentiate_scores(const Probabilities& p, Gra
   for (int i = 0; i < cute::size(dp); ++i) dp(i) *= p(i);
 }
 
-// Score modifiers, and their derivatives on `gradients`.
+// The biases that a mask carries. diagonal: position of the tile's first row on the axis of the keys.
+template <class Scores, class Coords, class Mask>
+__device__ __forceinline__ void add_biases_of(const Mask& mask, const TileCoords& tile_coords, int diagonal,
+                                              const Coords& coords, Scores& scores) {
+  if constexpr (HasScoreBias<Mask>::value) {
+    const BiasTile tile{tile_coords.row_begin, tile_coords.key_begin, mask.seqlen_q, mask.seqlen_k, diagonal};
+    add_biases<typename Mask::BiasElement>(scores, coords, mask.bias, tile);
+  }
+}
+
+// Score modifiers and biases, and their derivatives on `gradients`.
 template <bool kMayHaveOrigins, class Coords, class Scores, class Gradients, class Mask>
 __device__ __forceinline__ void modify_scores(const Flash_bwd_params& params, const Mask& mask,
                                               const TileCoords& tile_coords, const Coords& coords, Scores& scores,
@@ -87,6 +98,7 @@ __device__ __forceinline__ void modify_scores(const Flash_bwd_params& params, co
   if constexpr (kMayHaveOrigins) diagonal = alibi_diagonal(params, tile_coords.batch, mask, tile_coords.row_begin);
   ScoreMod(params, tile_coords.batch, tile_coords.head)
       .grad(scores, gradients, coords, diagonal, tile_coords.key_begin);
+  add_biases_of(mask, tile_coords, diagonal, coords, scores);
 }
 
 // The whole softmax backward, with softcap, ALiBi and, with kMayDrop, dropout by the random bits `bits`: scores become
@@ -136,7 +148,8 @@ __device__ __forceinline__ void mark_dropped(const Flash_bwd_params& params, con
   });
 }
 
-// dp becomes dS. The derivative of a softcap is that of P: scores are not kept.
+// dp becomes dS. The derivative of a softcap is that of P: scores are not kept. Not with softcap and biases as data
+// together, which would have to be read again.
 template <class Mask, class Coords, class LseRows, class DeltaRows, class Probabilities, class Gradients>
 __device__ __forceinline__ void differentiate_marked(const Flash_bwd_params& params, const Mask& mask,
                                                      const TileCoords& tile_coords, const Coords& coords,

@@ -56,4 +56,11 @@ cudaError_t run_mla_wgmma(const Flash_mla_params& params, cudaStream_t stream) {
 }
 
 }  // namespace mla
+
+template <Dtype kDtype, int kHeadDim, int kHeadDimV>
+cudaError_t run_mha_mla_wgmma_(const Flash_mla_params& params, cudaStream_t stream) {
+  static_assert(kHeadDim == kMlaRopeDim && kHeadDimV == kMlaLatentDim);
+  return mla::run_mla_wgmma<kDtype>(params, stream);
+}
+
 }  // namespace flash

@@ -21,4 +21,10 @@ cudaError_t run_mha_bwd(const Flash_bwd_mask_params& params, const plan::BwdPlan
 }
 
 }  // namespace sm90
+
+template <Dtype kDtype, int kHeadDim, int kHeadDimV>
+cudaError_t run_mha_bwd_wgmma_(const Flash_bwd_mask_params& params, const plan::BwdPlan& plan, cudaStream_t stream) {
+  return sm90::run_mha_bwd<kDtype, kHeadDim, kHeadDimV>(params, plan, stream);
+}
+
 }  // namespace flash

@@ -88,4 +88,10 @@ cudaError_t run_mha_fwd_fp8(const Flash_fwd_fp8_params& params, const plan::FwdP
 }
 
 }  // namespace sm90
+
+template <Dtype kDtype, int kHeadDim>
+cudaError_t run_mha_fwd_fp8_wgmma_(const Flash_fwd_fp8_params& params, const plan::FwdPlan& plan, cudaStream_t stream) {
+  return sm90::run_mha_fwd_fp8<kDtype, kHeadDim>(params, plan, stream);
+}
+
 }  // namespace flash

@@ -13,11 +13,11 @@
 namespace flash {
 namespace sm90 {
 
-// The last m_blocks of all heads come first, as those of a wave that a mask on the right makes unequal.
+// The last m_blocks of all heads come first, as a mask on the right makes them the longest.
 template <class Config>
-__device__ __forceinline__ WorkTile direct_tile(const FwdLaunch& launch) {
+__device__ __forceinline__ WorkTile direct_tile(const FwdLaunch& launch, int index) {
   const FastDiv& heads = launch.order.heads;
-  const int index = blockIdx.x, from_last = heads.divide(index), head = index - from_last * heads.divisor;
+  const int from_last = heads.divide(index), head = index - from_last * heads.divisor;
   const int batch = launch.heads_of_batch.divide(head);
   return equal_work_tile(launch.params, Config::kBlockM, batch, head - batch * launch.heads_of_batch.divisor,
                          from_last);
@@ -42,7 +42,7 @@ struct DirectLoader : FwdProducer<Config> {
     }
     __syncwarp();
     arrive_at_begin<Config>();
-    const WorkTile tile = direct_tile<Config>(launch);
+    const WorkTile tile = direct_tile<Config>(launch, blockIdx.x);
     const KvBlockOrder order = kv_block_order<Config>(launch, tile);
     wait_for_previous_kernel();
     if (order.count() == 0) {
@@ -77,7 +77,7 @@ struct DirectConsumer {
       : launch(launch_), mainloop(launch_, storage, group) {}
 
   __device__ __forceinline__ FwdWork<Config> work() const {
-    const WorkTile tile = direct_tile<Config>(launch);
+    const WorkTile tile = direct_tile<Config>(launch, blockIdx.x);
     const KvBlockOrder order = kv_block_order<Config>(launch, tile);
     return {tile, order, trip_count_of<Config>(tile, order, launch.params.window, mainloop.group)};
   }

@@ -7,37 +7,13 @@
 
 #include "kernels/common/fwd_epilogue.h"
 #include "kernels/sm90/fwd_mainloop.h"
-#include "kernels/tma/swizzle.h"
+#include "kernels/sm90/stage_o.h"
 #include "kernels/tma/tensor_map.h"
 
 namespace flash {
 namespace sm90 {
 
 using namespace tma;
-
-// Stages kHeadDim columns of this warp's 16 rows of O, times o_scale, in swizzle atoms of kCols columns as TMA takes
-// them.
-template <int kCols, int kHeadDim, class Acc, class Element>
-__device__ __forceinline__ void stage_o(const Acc& acc_o, Element* buffer, const float (&o_scale)[2]) {
-  using namespace cute;
-  constexpr int kAtomBytes = 64 * kCols * static_cast<int>(sizeof(Element));
-  const int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16 + lane % 16;
-  const uint32_t address = cast_smem_ptr_to_uint(buffer + swizzle_offset(kCols, row, lane / 16));
-#pragma unroll
-  for (int col = 0; col < kHeadDim; col += 16) {
-    uint32_t pairs[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int at = col / 2 + 2 * i;
-      pairs[i] = pack_pair(acc_o(at) * o_scale[i % 2], acc_o(at + 1) * o_scale[i % 2], Element{});
-    }
-    // Advancing by two 16-byte vectors flips one bit of the offset under any swizzle.
-    const uint32_t to = (address ^ (col % kCols / kVectorCols * 16)) + col / kCols * kAtomBytes;
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(pairs[0]),
-                 "r"(pairs[1]), "r"(pairs[2]), "r"(pairs[3])
-                 : "memory");
-  }
-}
 
 // Stages O over Q.
 template <class Config>

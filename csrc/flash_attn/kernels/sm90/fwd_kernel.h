@@ -12,8 +12,8 @@
 namespace flash {
 namespace sm90 {
 
-// A consumer warpgroup, which computes one work tile after the other.
-template <class Config>
+// A consumer warpgroup, which computes one work tile after the other. Pipeline: where it gets them from.
+template <class Config, class Pipeline = WorkPipeline<Config>>
 struct FwdConsumer {
   using Work = FwdWork<Config>;
   // When S of the next tile's first block is issued.
@@ -26,13 +26,14 @@ struct FwdConsumer {
 
   const FwdLaunch& launch;
   FwdStorage<Config>& storage;
-  WorkPipeline<Config> pipeline;
+  Pipeline pipeline;
   PipelineState<Config::kQStages> q_state;
   int stored_stage = -1;  // Q stage that the last O was staged in
   FwdMainloop<Config> mainloop;
 
-  __device__ __forceinline__ FwdConsumer(const FwdLaunch& launch_, FwdStorage<Config>& storage_, int group)
-      : launch(launch_), storage(storage_), pipeline(storage_), mainloop(launch_, storage_, group) {}
+  __device__ __forceinline__ FwdConsumer(const FwdLaunch& launch_, FwdStorage<Config>& storage_,
+                                         const Pipeline& pipeline_, int group)
+      : launch(launch_), storage(storage_), pipeline(pipeline_), mainloop(launch_, storage_, group) {}
 
   // With kNoMask recomputing the block order is cheaper than reading it from shared memory: 1 % on long rows
   // (docs/tuning/fwd_sm90.md).
@@ -183,7 +184,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1) flash_fwd_kernel(const __
     const int consumer_group =
         Config::kConsumerGroups == 1 ? 0 : (warp_group - 1) / Config::kWarpGroups;  // the constant saves instructions
     const int group = warp_group - 1 - consumer_group * Config::kWarpGroups;
-    FwdConsumer<Config>(launch, storages[consumer_group], group).compute_attn();
+    FwdStorage<Config>& storage = storages[consumer_group];
+    FwdConsumer<Config>(launch, storage, WorkPipeline<Config>(storage), group).compute_attn();
     // Not earlier: thread blocks of the combine kernel would crowd onto the few idle SMs.
     if (overlaps_launches<Config>(launch)) allow_next_kernel();
   }

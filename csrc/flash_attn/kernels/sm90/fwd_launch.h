@@ -8,6 +8,7 @@
 #ifdef __CUDA_ARCH__
 #include "kernels/sm90/fwd_direct_kernel.h"
 #include "kernels/sm90/fwd_kernel.h"
+#include "kernels/sm90/fwd_static_kernel.h"
 #else
 #include "kernels/common/host_pass.h"
 #endif
@@ -24,6 +25,8 @@ template <class Config>
 __global__ void flash_fwd_kernel(const __grid_constant__ FwdLaunch launch) {}
 template <class Config>
 __global__ void flash_fwd_direct_kernel(const __grid_constant__ FwdLaunch launch) {}
+template <class Config>
+__global__ void flash_fwd_static_kernel(const __grid_constant__ FwdLaunch launch) {}
 #endif
 
 // Maps of boxes of rows within a page; without them rows are copied one by one.
@@ -99,6 +102,8 @@ cudaError_t run_flash_fwd(const Flash_fwd_split_params& params, const plan::FwdP
   void (*kernel)(FwdLaunch);
   if constexpr (kVariant == FwdVariant::kDirect) {
     kernel = flash_fwd_direct_kernel<Config>;
+  } else if constexpr (kVariant == FwdVariant::kStatic) {
+    kernel = flash_fwd_static_kernel<Config>;
   } else {
     kernel = flash_fwd_kernel<Config>;
   }
@@ -114,26 +119,24 @@ cudaError_t run_variant(const Flash_fwd_split_params& params, const plan::FwdPla
   return cudaErrorInvalidValue;
 }
 
-template <Dtype kDtype, int kHeadDim, int kHeadDimV = kHeadDim>
-cudaError_t run_mha_fwd(const Flash_fwd_split_params& params, const plan::FwdPlan& plan, cudaStream_t stream) {
+}  // namespace sm90
+
+template <Dtype kDtype, int kHeadDim, int kHeadDimV>
+cudaError_t run_mha_fwd_wgmma_(const Flash_fwd_split_params& params, const plan::FwdPlan& plan, cudaStream_t stream) {
+  using plan::FwdVariant;
   if constexpr (kHeadDimV != kHeadDim) {
-    return run_flash_fwd<kDtype, kHeadDim, FwdVariant::kPlain, kHeadDimV>(params, plan, stream);
+    return sm90::run_flash_fwd<kDtype, kHeadDim, FwdVariant::kPlain, kHeadDimV>(params, plan, stream);
   } else {
     switch (plan.variant) {
-      case FwdVariant::kPlain: return run_variant<kDtype, kHeadDim, FwdVariant::kPlain>(params, plan, stream);
-      case FwdVariant::kShort: return run_variant<kDtype, kHeadDim, FwdVariant::kShort>(params, plan, stream);
-      case FwdVariant::kDropout: return run_variant<kDtype, kHeadDim, FwdVariant::kDropout>(params, plan, stream);
-      case FwdVariant::kScoreMod: return run_variant<kDtype, kHeadDim, FwdVariant::kScoreMod>(params, plan, stream);
-      case FwdVariant::kMasked: return run_variant<kDtype, kHeadDim, FwdVariant::kMasked>(params, plan, stream);
-      case FwdVariant::kOneWave: return run_variant<kDtype, kHeadDim, FwdVariant::kOneWave>(params, plan, stream);
-      case FwdVariant::kSoftcap: return run_variant<kDtype, kHeadDim, FwdVariant::kSoftcap>(params, plan, stream);
-      case FwdVariant::kAlibi: return run_variant<kDtype, kHeadDim, FwdVariant::kAlibi>(params, plan, stream);
-      case FwdVariant::kDirect: return run_variant<kDtype, kHeadDim, FwdVariant::kDirect>(params, plan, stream);
-      case FwdVariant::kListed: return run_variant<kDtype, kHeadDim, FwdVariant::kListed>(params, plan, stream);
+      case FwdVariant::kPlain: return sm90::run_variant<kDtype, kHeadDim, FwdVariant::kPlain>(params, plan, stream);
+      case FwdVariant::kShort: return sm90::run_variant<kDtype, kHeadDim, FwdVariant::kShort>(params, plan, stream);
+      case FwdVariant::kMasked: return sm90::run_variant<kDtype, kHeadDim, FwdVariant::kMasked>(params, plan, stream);
+      case FwdVariant::kOneWave: return sm90::run_variant<kDtype, kHeadDim, FwdVariant::kOneWave>(params, plan, stream);
+      case FwdVariant::kDirect: return sm90::run_variant<kDtype, kHeadDim, FwdVariant::kDirect>(params, plan, stream);
+      case FwdVariant::kStatic: return sm90::run_variant<kDtype, kHeadDim, FwdVariant::kStatic>(params, plan, stream);
+      default: return run_mha_fwd_modified_wgmma_<kDtype, kHeadDim>(params, plan, stream);
     }
-    return cudaErrorInvalidValue;
   }
 }
 
-}  // namespace sm90
 }  // namespace flash

@@ -307,7 +307,8 @@ struct FwdProducer {
     int head_k;
   };
 
-  __device__ __forceinline__ LoadWork next_tile(WorkPipeline<Config>& pipeline) const {
+  template <class Pipeline>
+  __device__ __forceinline__ LoadWork next_tile(Pipeline& pipeline) const {
     const Flash_fwd_params& params = launch.params;
     const FwdWork<Config> work = pipeline.wait();
     pipeline.release_early(work.order, 0);
@@ -385,7 +386,8 @@ struct FwdProducer {
   }
 
   // Loads V one block after K, in the order the consumers want them, across work tiles too.
-  __device__ __forceinline__ void run_unpaged(WorkPipeline<Config>& pipeline) {
+  template <class Pipeline>
+  __device__ __forceinline__ void run_unpaged(Pipeline& pipeline) {
     LoadWork work = next_tile(pipeline);
     if (!work.tile.empty()) {
       load_k(work, 0);

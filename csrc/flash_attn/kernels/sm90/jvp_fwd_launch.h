@@ -74,4 +74,10 @@ cudaError_t run_mha_fwd_jvp(const Flash_fwd_jvp_params& params, const plan::FwdP
 }
 
 }  // namespace sm90
+
+template <Dtype kDtype, int kHeadDim>
+cudaError_t run_mha_fwd_jvp_wgmma_(const Flash_fwd_jvp_params& params, const plan::FwdPlan& plan, cudaStream_t stream) {
+  return sm90::run_mha_fwd_jvp<kDtype, kHeadDim>(params, plan, stream);
+}
+
 }  // namespace flash

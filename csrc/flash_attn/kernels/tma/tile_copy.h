@@ -22,15 +22,15 @@ __device__ __forceinline__ void load_tile(const CUtensorMap& map, Barrier& full,
   }
 }
 
-// Stores kAtoms atoms. By one thread, after a fence of the threads that wrote to `smem`; ends a bulk group, so that
-// cute::tma_store_wait() covers it.
+// Stores kAtoms atoms, from column `first_col` on. By one thread, after a fence of the threads that wrote to `smem`;
+// ends a bulk group, so that cute::tma_store_wait() covers it.
 template <int kAtoms, int kAtomCols, int kTileRows, class Element>
 __device__ __forceinline__ void store_tile(const CUtensorMap& map, const Element* smem, const TmaRows& rows, int row,
-                                           int head) {
+                                           int head, int first_col = 0) {
 #pragma unroll
   for (int i = 0; i < kAtoms; ++i) {
-    cute::SM90_TMA_STORE_5D::copy(&map, smem + i * kTileRows * kAtomCols, i * kAtomCols, row + rows.shift, head,
-                                  rows.outer, rows.origin);
+    cute::SM90_TMA_STORE_5D::copy(&map, smem + i * kTileRows * kAtomCols, first_col + i * kAtomCols, row + rows.shift,
+                                  head, rows.outer, rows.origin);
   }
   cute::tma_store_arrive();
 }

@@ -184,6 +184,7 @@ struct BwdMainloop {
       const int diagonal = alibi_diagonal(params, tile.batch, visibility, tile_coords.row_begin);
       if (params.has_score_mod) {
         ScoreMod(params, tile.batch, at.head).apply(scores, coords, diagonal, tile_coords.key_begin);
+        add_biases_of(mask_at(at), tile_coords, diagonal, coords, scores);
       }
       if (!is_unmasked) mask_scores<Config::kBlockM, 64>(scores, coords, mask_at(at), tile_coords);
       exponentiate_scores(scores, params.softmax_scale_log2, lse_log2);

@@ -1,23 +1,18 @@
 // The emulator's wgmma: a thread computes its own results, when it issues a product or not before it waits for it.
 #pragma once
 
+#include "emulated_wgmma.h"
 #include "kernels/mla/wgmma_config.h"
-#include "kernels/tma/swizzle.h"
-
-namespace emulation {
-static bool computes_late = false;
-}
 
 namespace flash {
 namespace mla {
 
 template <class Config>
-struct MlaProducts {
+struct MlaProducts : emulation::Wgmma {
   using Element = typename Config::Element;
   float scores[32], acc_o[128];
   uint32_t probs[16], held_query[Config::kHeldSlices * 4];
   std::vector<float> held_rows;
-  std::vector<std::function<void()>> pending;
 
   float& score(int eight, int i, int col) { return scores[eight * 4 + i * 2 + col]; }
   float& out(int eight, int i, int col) { return acc_o[eight * 4 + i * 2 + col]; }
@@ -27,44 +22,15 @@ struct MlaProducts {
   }
   uint32_t prob_pair(int sixteen, int i) const { return probs[sixteen * 4 + i]; }
 
-  static float element(const Element* atoms, int row, int col) {
-    const int atom = col / 64 * Config::kAtomElements;
-    return to_float(atoms[atom + tma::swizzle_offset(64, row, col % 64 / 8) + col % 8]);
-  }
-  static int row_of(int i) { return threadIdx.x % 128 / 32 * 16 + i * 8 + threadIdx.x % 32 / 4; }
-
-  void issue(const std::function<void()>& product) {
-    pending.push_back(product);
-    if (!emulation::computes_late) wait();
-  }
-  void wait() {
-    for (const auto& product : pending) product();
-    pending.clear();
-  }
-
   void add_scores(const Element* q, const Element* keys, int begin, int end) {
     for (int i = 0; i < 2; ++i) {
       for (int eight = 0; eight < 8; ++eight) {
         for (int col = 0; col < 2; ++col) {
-          const int row = row_of(i), key = eight * 8 + threadIdx.x % 4 * 2 + col;
-          for (int k = begin; k < end; ++k) score(eight, i, col) += element(q, row, k) * element(keys, key, k);
+          const int at = row(i), key = eight * 8 + threadIdx.x % 4 * 2 + col;
+          for (int k = begin; k < end; ++k) score(eight, i, col) += element(q, at, k) * element(keys, key, k);
         }
       }
     }
-  }
-
-  // Of slices of 16 columns a thread has its rows' values of two columns in eight: the others are in its quad.
-  // -> row i at i * 16 * slices
-  static std::vector<float> rows_of(const uint32_t* registers, int slices) {
-    std::vector<float> rows(2 * 16 * slices);
-    for (int pair = 0; pair < 4 * slices; ++pair) {
-      for (int lane = 0; lane < 4; ++lane) {
-        const uint32_t bits = __shfl_sync(0xffffffffu, registers[pair], threadIdx.x % 32 / 4 * 4 + lane);
-        for (int col = 0; col < 2; ++col)
-          rows[pair % 2 * 16 * slices + pair / 2 * 8 + lane * 2 + col] = emulation::half_of(bits, col);
-      }
-    }
-    return rows;
   }
 
   void hold_query(int slice, const uint32_t (&registers)[4]) {
@@ -97,7 +63,7 @@ struct MlaProducts {
     issue([=] { add_scores(q, keys, (1 - kFirst) * kHalf, (2 - kFirst) * kHalf); });
   }
 
-  // prob(i, key): of row_of(i)
+  // prob(i, key): of row(i)
   template <class Prob>
   void add_values(const Prob& prob, const Element* half) {
     for (int key = 0; key < 64; ++key) {
@@ -116,11 +82,11 @@ struct MlaProducts {
   }
 
   void start_other_values(const Element* shared_probs, const Element* half) {
-    issue([=] { add_values([&](int i, int key) { return element(shared_probs, row_of(i), key); }, half); });
+    issue([=] { add_values([&](int i, int key) { return element(shared_probs, row(i), key); }, half); });
   }
 
-  void wait_for_scores() { wait(); }
-  void wait_for_out() { wait(); }
+  void wait_for_scores() { wait_but(0); }
+  void wait_for_out() { wait_but(0); }
 };
 
 inline void store_matrices(bf16* row, uint32_t r0, uint32_t r1, uint32_t r2, uint32_t r3) {

@@ -1,21 +1,36 @@
-// The emulator's mbarrier.
+// The emulator's mbarrier. It fails where more arrives than a phase expects.
 #pragma once
 
 namespace flash {
 namespace tma {
 
 struct Barrier {
-  int expected, pending;
+  int expected, pending, bytes;
   uint32_t phase;
 
-  void init(int arrivals) { expected = pending = arrivals, phase = 0; }
+  void init(int arrivals) { expected = pending = arrivals, bytes = 0, phase = 0; }
   static void fence_init() {}
   void arrive() {
+    if (--pending < 0) emulation::fail("an arrival too many");
+    advance();
+  }
+  void arrive_and_expect(int count) {
+    bytes += count;
+    arrive();
+  }
+  void complete(int count) {
+    bytes -= count;
+    advance();
+  }
+  void advance() {
     ++emulation::progress;
-    if (--pending == 0) phase ^= 1, pending = expected;
+    if (pending == 0 && bytes == 0) phase ^= 1, pending = expected;
   }
   void wait(uint32_t parity) const {
-    emulation::wait_until([&] { return phase != parity; });
+    emulation::wait_until([&] {
+      emulation::land_some();
+      return phase != parity;
+    });
   }
 };
 

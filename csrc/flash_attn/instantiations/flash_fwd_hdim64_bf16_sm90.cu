@@ -1,7 +1,0 @@
-#include "kernels/sm90/fwd_launch.h"
-
-template <>
-cudaError_t flash::run_mha_fwd_wgmma_<flash::Dtype::kBf16, 64>(const Flash_fwd_split_params& params,
-                                                               const plan::FwdPlan& plan, cudaStream_t stream) {
-  return sm90::run_mha_fwd<Dtype::kBf16, 64>(params, plan, stream);
-}

@@ -1,7 +1,0 @@
-#include "kernels/decode/launch.h"
-
-template <>
-cudaError_t flash::run_mha_fwd_split_<flash::Dtype::kE4m3, 64>(const Flash_kvcache_params& params,
-                                                               cudaStream_t stream) {
-  return decode::run_mha_fwd_split_sm80<Dtype::kE4m3, 64>(params, stream);
-}

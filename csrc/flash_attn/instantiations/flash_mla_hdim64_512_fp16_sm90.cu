@@ -1,7 +1,0 @@
-#include "kernels/mla/wgmma_launch.h"
-
-template <>
-cudaError_t flash::run_mha_mla_wgmma_<flash::Dtype::kFp16, 64, 512>(const Flash_mla_params& params,
-                                                                    cudaStream_t stream) {
-  return mla::run_mla_wgmma<Dtype::kFp16>(params, stream);
-}

@@ -1,0 +1,58 @@
+// What stand-ins for wgmma have in common: a thread computes its own results, when it issues a product or not before
+// it waits for it.
+#pragma once
+
+#include "kernels/tma/swizzle.h"
+
+namespace emulation {
+
+static bool computes_late = false;
+
+struct Wgmma {
+  std::vector<std::function<void()>> pending;
+
+  void issue(const std::function<void()>& product) {
+    pending.push_back(product);
+    if (!computes_late) compute_but(0);
+  }
+  void compute_but(size_t newest) {
+    while (pending.size() > newest) {
+      pending.front()();
+      pending.erase(pending.begin());
+    }
+  }
+  // For all but the newest, by all lanes of a warp together.
+  void wait_but(size_t newest) {
+    compute_but(newest);
+    __syncwarp();
+  }
+
+  // A matrix of 64 rows in atoms of 64 columns.
+  static const bf16* at(const bf16* atoms, int row, int col) {
+    return atoms + col / 64 * 64 * 64 + flash::tma::swizzle_offset(64, row, col % 64 / 8) + col % 8;
+  }
+  static float element(const bf16* atoms, int row, int col) { return to_float(*at(atoms, row, col)); }
+  static int row(int i) { return threadIdx.x % 128 / 32 * 16 + i * 8 + threadIdx.x % 32 / 4; }
+
+  // Of an A operand: the two columns of a register.
+  static bf16* pair_of(bf16* atoms, int pair) {
+    return const_cast<bf16*>(at(atoms, row(pair % 2), pair / 2 * 8 + threadIdx.x % 4 * 2));
+  }
+  static void store_pair(bf16* atoms, int pair, uint32_t bits) { std::memcpy(pair_of(atoms, pair), &bits, 4); }
+
+  // Of slices of 16 columns a thread has its rows' values of two columns in eight: the others are in its quad.
+  // -> row i at i * 16 * slices
+  static std::vector<float> rows_of(const uint32_t* registers, int slices) {
+    std::vector<float> rows(2 * 16 * slices);
+    for (int pair = 0; pair < 4 * slices; ++pair) {
+      for (int lane = 0; lane < 4; ++lane) {
+        const uint32_t bits = __shfl_sync(0xffffffffu, registers[pair], threadIdx.x % 32 / 4 * 4 + lane);
+        for (int col = 0; col < 2; ++col)
+          rows[pair % 2 * 16 * slices + pair / 2 * 8 + lane * 2 + col] = half_of(bits, col);
+      }
+    }
+    return rows;
+  }
+};
+
+}  // namespace emulation
