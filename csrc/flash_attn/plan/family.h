@@ -99,6 +99,22 @@ constexpr int64_t dequantize_cost(const FwdProblem& problem, int64_t seen_keys) 
   return (problem.converts_queries ? 3 : 1) * kCall + bytes / (kBytesPerMicrosecond / 1000) * 1000;
 }
 
+// Keys that an m_block of 128 rows sees, at most and on average, and those that a sequence sees.
+struct SeenKeys {
+  int64_t most, mean, of_sequence;
+};
+
+constexpr SeenKeys seen_keys(const FwdProblem& problem) {
+  constexpr int64_t kMaxKeys = kUnbounded / 2;  // sums of two lengths are ints
+  const int rows = static_cast<int>(problem.rows()), last = rows > 0 ? rows - 1 : 0;
+  const int keys = static_cast<int>(problem.keys() < kMaxKeys ? problem.keys() : kMaxKeys);
+  const Visibility sequence{rows, keys, problem.window};
+  const int64_t most = sequence.key_end(last) - sequence.key_begin(last > 127 ? last - 127 : 0);
+  const int64_t first = sequence.key_end(last < 127 ? last : 127) - sequence.key_begin(0);
+  const int64_t all = sequence.key_end(last) - sequence.key_begin(0);
+  return {most, ((first > 0 ? first : 0) + most) / 2, all > 0 ? all : 0};
+}
+
 // Above this, gathered keys leave too little of the GPU's memory to the cache that they come from.
 constexpr int64_t kMaxGatheredBytes = int64_t{2} << 30;
 

@@ -170,6 +170,26 @@ constexpr bool sm90_takes_short_tile(const FwdProblem& problem, const Device& de
   return sm90_prefers_short_tile(plain.head_dim, problem.rows(), problem.masked_right());
 }
 
+// Time of a key of one work tile, in picoseconds on an H200; only the ratio counts (docs/tuning/fwd_sm90.md).
+constexpr int64_t kStaticKeyCost = 12100, kPlainKeyCost = 14450;  // 128 rows of kStatic, 192 of kPlain
+constexpr int kStaticWaves = 4;                                   // at most, of equal tiles
+constexpr int kStaticMaskedWaves = 2;  // of others, which two waves in opposite orders even out
+
+// Whether a call of a few waves takes the tiles of one wave (kStatic, kOneWave) instead of the larger ones of kPlain or
+// kMasked: if its whole waves, the idle multiprocessors of the last one included, take less time.
+constexpr bool sm90_takes_whole_waves(const FwdProblem& problem, const Device& device, int head_dim) {
+  if (problem.batch_invariant || problem.window.may_mask_left()) return false;
+  const auto waves = [&](FwdVariant variant) {
+    const int64_t tiles = problem.blocks(sm90_fwd_tile(head_dim, variant).block_m);
+    return (tiles + device.multiprocessors - 1) / device.multiprocessors;
+  };
+  const int64_t small = waves(FwdVariant::kStatic), large = waves(FwdVariant::kPlain);
+  if (small < 2 || small > (problem.masked_right() ? kStaticMaskedWaves : kStaticWaves)) return false;
+  const SeenKeys keys = seen_keys(problem);
+  const int64_t all_large = large * keys.mean, longest_large = keys.most > all_large ? keys.most : all_large;
+  return small * keys.mean * kStaticKeyCost < longest_large * kPlainKeyCost;
+}
+
 inline bool takes_short_variant(const FwdProblem& problem, const Device& device, int head_dim) {
   const Sm90FwdTile plain = sm90_fwd_tile(head_dim, FwdVariant::kPlain);
   const Sm90FwdTile short_tile = sm90_fwd_tile(head_dim, FwdVariant::kShort);

@@ -43,42 +43,6 @@ constexpr int page_box_rows(int page_size, int block_n) {
 // variable ones, instead of statically head by head (docs/tuning/fwd_sm90.md).
 constexpr bool sm90_dynamic_scheduler_for_equal_tiles(int head_dim) { return 96 < head_dim && head_dim <= 128; }
 
-// Keys that an m_block of 128 rows sees, at most and on average, and those that a sequence sees.
-struct SeenKeys {
-  int64_t most, mean, of_sequence;
-};
-
-constexpr SeenKeys seen_keys(const FwdProblem& problem) {
-  constexpr int64_t kMaxKeys = kUnbounded / 2;  // sums of two lengths are ints
-  const int rows = static_cast<int>(problem.rows()), last = rows > 0 ? rows - 1 : 0;
-  const int keys = static_cast<int>(problem.keys() < kMaxKeys ? problem.keys() : kMaxKeys);
-  const Visibility sequence{rows, keys, problem.window};
-  const int64_t most = sequence.key_end(last) - sequence.key_begin(last > 127 ? last - 127 : 0);
-  const int64_t first = sequence.key_end(last < 127 ? last : 127) - sequence.key_begin(0);
-  const int64_t all = sequence.key_end(last) - sequence.key_begin(0);
-  return {most, ((first > 0 ? first : 0) + most) / 2, all > 0 ? all : 0};
-}
-
-// Time of a key of one work tile, in picoseconds on an H200; only the ratio counts (docs/tuning/fwd_sm90.md).
-constexpr int64_t kStaticKeyCost = 12100, kPlainKeyCost = 14450;  // 128 rows of kStatic, 192 of kPlain
-constexpr int kStaticWaves = 4;                                   // at most, of equal tiles
-constexpr int kStaticMaskedWaves = 2;  // of others, which two waves in opposite orders even out
-
-// Whether a call of a few waves takes the tiles of one wave (kStatic, kOneWave) instead of the larger ones of kPlain or
-// kMasked: if its whole waves, the idle multiprocessors of the last one included, take less time.
-constexpr bool sm90_takes_whole_waves(const FwdProblem& problem, const Device& device, int head_dim) {
-  if (problem.batch_invariant || problem.window.may_mask_left()) return false;
-  const auto waves = [&](FwdVariant variant) {
-    const int64_t tiles = problem.blocks(sm90_fwd_tile(head_dim, variant).block_m);
-    return (tiles + device.multiprocessors - 1) / device.multiprocessors;
-  };
-  const int64_t small = waves(FwdVariant::kStatic), large = waves(FwdVariant::kPlain);
-  if (small < 2 || small > (problem.masked_right() ? kStaticMaskedWaves : kStaticWaves)) return false;
-  const SeenKeys keys = seen_keys(problem);
-  const int64_t all_large = large * keys.mean, longest_large = keys.most > all_large ? keys.most : all_large;
-  return small * keys.mean * kStaticKeyCost < longest_large * kPlainKeyCost;
-}
-
 // Heads of the backward's grid, each with the same number of n_blocks: the sequences of a packed batch share the slots
 // of a K/V head.
 constexpr int64_t bwd_heads(bool is_varlen, int64_t batch, int64_t heads_k) {
