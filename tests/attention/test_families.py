@@ -16,6 +16,7 @@ from cases import Case
 from harness import captured, check_forward, expected, make_problem, run
 from reference import assert_accurate
 
+import flash_attn
 from flash_attn import flash_attn_func, flash_attn_varlen_func
 
 pytestmark = pytest.mark.devices("cuda")
@@ -94,6 +95,24 @@ def test_tiles_without_a_schedule_have_equal_bits(hopper, monkeypatch, head_dim,
     packed = flash_attn_varlen_func(*(x.flatten(0, 1) for x in tensors), *ends, 300, 420, **options)
     assert torch.equal(out.flatten(0, 1), packed[0])
     assert torch.equal(lse, packed[1].view(8, 3, 300).transpose(0, 1))
+
+
+@pytest.mark.parametrize(
+    "shape", ((3, 1000, 1100, True), (3, 1000, 700, True), (3, 1000, 9, False), (4, 2000, 2000, False)), ids=str
+)
+def test_whole_waves(hopper, shape):
+    """Two and four waves of row blocks: of some no row sees a key, and packed calls have the same bits."""
+    batch, rows, keys, causal = shape
+    problem = make_problem(Case(batch, rows, keys, 8, 2, 128, DTYPE, causal=causal), hopper)
+    tensors = (problem.q, problem.k, problem.v)
+    if torch.cuda.get_device_properties(hopper).multi_processor_count == 132:
+        assert flash_attn.explain(*tensors, causal=causal)["forward"]["variant"] == "static"
+    out, lse, _ = run(problem)
+    check_forward(problem, out, lse)
+    ends = [torch.arange(batch + 1, device=hopper, dtype=torch.int32) * n for n in (rows, keys)]
+    flat = (x.flatten(0, 1) for x in tensors)
+    packed = flash_attn_varlen_func(*flat, *ends, rows, keys, causal=causal)
+    assert torch.equal(out.flatten(0, 1), packed)
 
 
 @pytest.mark.parametrize("family", FORCED)

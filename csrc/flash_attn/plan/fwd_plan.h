@@ -232,6 +232,7 @@ inline void set_tile_order(FwdPlan& plan, const FwdProblem& problem, const Devic
   const int64_t row_tiles = plan.num_work_tiles / plan.num_splits;
   if (row_tiles == 0) return;
   const int64_t tiles_of_head = row_tiles / all_heads;
+  plan.unmasked_blocks = max_unmasked_blocks(problem.window, plan.block_m, plan.block_n);
   if (has_static_tiles(plan.variant)) {  // the longest tiles of all heads first
     plan.band_heads = static_cast<int>(all_heads);
     plan.order = WorkTileOrder(plan.band_heads, static_cast<int>(tiles_of_head), plan.band_heads, 0);
@@ -260,7 +261,6 @@ inline void set_tile_order(FwdPlan& plan, const FwdProblem& problem, const Devic
   plan.short_tiles = plan.num_splits > 1 ? 0 : static_cast<int>(short_tiles);
   plan.num_tail_tiles = num_tail_tiles(of_head, plan.short_tiles);
   plan.order = WorkTileOrder(static_cast<int>(all_heads), of_head, plan.band_heads, plan.num_tail_tiles);
-  plan.unmasked_blocks = max_unmasked_blocks(problem.window, plan.block_m, plan.block_n);
   plan.is_dynamic = is_persistent && in_bands && plan.num_work_tiles > consumer_groups;
 }
 
