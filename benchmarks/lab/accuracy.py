@@ -38,7 +38,6 @@ OURS = {"ours": {}, "ours_exact": EXACT, "mma_sync": MMA_SYNC, "mma_sync_exact":
 PEERS = ("sdpa_flash", "sdpa_cudnn", "flash_attn_3", "flash_attn_4")
 COMPUTED = {EMULATED: "FlashAttention-2's arithmetic in float64", ROUNDED: "the exact result, rounded"}
 RAISED = 10.0  # nats of one key
-DIGITS = 4
 
 
 @dataclass(frozen=True)
@@ -199,14 +198,20 @@ def relative_errors(value, reference):
     return torch.stack([error.norm(), *(x * len(error) ** 0.5 for x in (largest.mean(), largest[0]))]) / norm
 
 
+def shortened(number):
+    """Four digits; an int where those are enough."""
+    value = float(f"{number:.4g}")
+    return int(value) if value.is_integer() else value
+
+
 def figures(found, reference):
-    """The numbers of FIGURES, None where there is none, or none of this shape."""
+    """The numbers of FIGURES in millionths, None where there is none, or none of this shape."""
     found = {name: value for name, value in found.items() if value.shape == reference[name].shape}
     errors = {name: relative_errors(value, reference[name]) for name, value in found.items()}
     numbers = {name: error.tolist() for name, error in errors.items()}
     out = numbers.pop("out")
     every = [*out, *(numbers[name][0] if name in numbers else None for name in FIGURES[len(out) :])]
-    return [x if x is None else float(f"{x:.{DIGITS}g}") for x in every]
+    return [x if x is None else shortened(1e6 * x) for x in every]
 
 
 def measure(problem, names, device, seed):
@@ -254,7 +259,7 @@ def main(arguments=None):
             if allowance.spent() < options.seconds:
                 result["rows"].append(measure(problem, names, options.device, options.seed))
                 entry = result["rows"][-1]
-                told = ", ".join(f"{name} {numbers[0]:.3g}" for name, numbers in entry["results"].items())
+                told = ", ".join(f"{name} {numbers[0]:.0f}" for name, numbers in entry["results"].items())
                 done(f"{entry['logits']}, {entry['dtype']} {entry['label']}: {told} {entry['notes'] or ''}")
     options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     print("\n".join(block(result)))
