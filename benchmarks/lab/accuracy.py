@@ -11,6 +11,7 @@ The mask that a peer's dropout drew is read from its results for values that are
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import sys
@@ -18,7 +19,6 @@ import warnings
 from dataclasses import dataclass, replace
 from operator import itemgetter
 from pathlib import Path
-from unittest.mock import patch
 
 sys.path[:0] = map(str, Path(__file__).resolve().parents[:2])  # absent under PYTHONSAFEPATH
 
@@ -38,7 +38,6 @@ OURS = {"ours": {}, "ours_exact": EXACT, "mma_sync": MMA_SYNC, "mma_sync_exact":
 PEERS = ("sdpa_flash", "sdpa_cudnn", "flash_attn_3", "flash_attn_4")
 COMPUTED = {EMULATED: "FlashAttention-2's arithmetic in float64", ROUNDED: "the exact result, rounded"}
 RAISED = 10.0  # nats of one key
-DIGITS = 4
 
 
 @dataclass(frozen=True)
@@ -126,7 +125,7 @@ second = itemgetter(1)
 def cudnn_lse(row, inputs):
     q, k, v = (x.transpose(1, 2) for x in (inputs.q, inputs.k, inputs.v))
     operator = torch.ops.aten._scaled_dot_product_cudnn_attention
-    return lambda: operator(q, k, v, None, True, row.case.dropout, row.case.causal)[1]
+    return lambda: operator(q, k, v, None, True, 0.0, row.case.causal)[1].reshape(q.shape[:-1])
 
 
 def flash_lse(row, inputs):
@@ -153,8 +152,18 @@ def limits(name, problem, mode, device_type):
     return IMPLEMENTATIONS[name].limits(problem.row, device_type, mode)
 
 
+@contextlib.contextmanager
+def environment(settings):
+    os.environ.update(settings)
+    try:
+        yield
+    finally:
+        for name in settings:
+            del os.environ[name]
+
+
 def call_all(name, problem, inputs, found, device_type):
-    """Adds to `found` "out" and, as far as the implementation has them, "lse", "dq", "dk", "dv" and "keep", the mask of
+    """Adds to `found` "out" and, as far as the implementation has them, "dq", "dk", "dv", "lse" and "keep", the mask of
     its dropout: what was added stays where a later call raises."""
     row, peer = problem.row, name if name in PEERS else "ours"
     implementation = IMPLEMENTATIONS[peer]
@@ -163,38 +172,48 @@ def call_all(name, problem, inputs, found, device_type):
         torch.manual_seed(0)  # of dropout
         return implementation.call(row, inputs)()
 
-    with patch.dict(os.environ, OURS.get(name, {})), implementation.context(), warnings.catch_warnings():
+    with environment(OURS.get(name, {})), implementation.context(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # an SDPA backend that refuses a row warns before it raises
         with torch.no_grad():
             out = call(inputs)
             if row.case.dropout:
                 found["keep"] = kept(call, inputs, row.case)
-            found["out"] = out
-            if not row.over_cache and not row.case.dropout:
-                found["lse"] = LSE[peer](row, inputs)()
+        found["out"] = out
         if problem.has_backward and not limits(peer, problem, "bwd", device_type):
             leaves = [x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
             out = call(replace(inputs, **dict(zip("qkv", leaves))))
             found.update(zip(("dq", "dk", "dv"), torch.autograd.grad(out, leaves, inputs.dout)))
+        if not row.over_cache and not row.case.dropout:
+            with torch.no_grad():
+                found["lse"] = LSE[peer](row, inputs)()
 
 
 # ---- measuring -------------------------------------------------------------------------------------------------------
 
 
-def relative_errors(value, reference):
-    """Of the norm; mean of the largest thousandth and the largest, relative to the root mean square."""
-    error, norm = (value.double().reshape(reference.shape) - reference).abs().flatten(), reference.norm()
-    largest = error.topk(-(-len(error) // 1000)).values
-    return torch.stack([error.norm(), *(x * len(error) ** 0.5 for x in (largest.mean(), largest[0]))]) / norm
+def relative_error(value, reference):
+    return ((value.double() - reference).norm() / reference.norm()).item()
+
+
+def largest_errors(value, reference):
+    """Mean of the largest thousandth, and the largest, relative to the root mean square."""
+    errors = (value.double() - reference).abs().flatten()
+    largest = errors.topk(-(-len(errors) // 1000)).values
+    return (torch.stack([largest.mean(), largest[0]]) * len(errors) ** 0.5 / reference.norm()).tolist()
+
+
+def shortened(number):
+    """Four digits; an int where those are enough."""
+    value = float(f"{number:.4g}")
+    return int(value) if value.is_integer() else value
 
 
 def figures(found, reference):
-    """The numbers of FIGURES, None where there is none."""
-    errors = {name: relative_errors(value, reference[name]) for name, value in found.items()}
-    numbers = {name: error.tolist() for name, error in errors.items()}
-    out = numbers.pop("out")
-    every = [*out, *(numbers[name][0] if name in numbers else None for name in FIGURES[len(out) :])]
-    return [x if x is None else float(f"{x:.{DIGITS}g}") for x in every]
+    """The numbers of FIGURES in millionths, None where there is none, or none of this shape."""
+    found = {name: value for name, value in found.items() if value.shape == reference[name].shape}
+    errors = {name: relative_error(value, reference[name]) for name, value in found.items()}
+    errors.update(zip(FIGURES[1:3], largest_errors(found["out"], reference["out"])))
+    return [shortened(1e6 * errors[name]) if name in errors else None for name in FIGURES]
 
 
 def measure(problem, names, device, seed):
@@ -205,8 +224,7 @@ def measure(problem, names, device, seed):
         computed = {EMULATED: reference[EMULATED], ROUNDED: reference["out"].to(inputs.q.dtype)}
         results = {name: figures({"out": out}, reference) for name, out in computed.items()}
     for name in names:
-        peer, found = name if name in PEERS else "ours", {}
-        reason = limits(peer, problem, "fwd", device.type)
+        found, reason = {}, limits(name if name in PEERS else "ours", problem, "fwd", device.type)
         try:
             if reason is None:
                 call_all(name, problem, inputs, found, device.type)
@@ -226,7 +244,7 @@ def parse(arguments):
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", type=torch.device)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--peers", nargs="*", default=list(PEERS), choices=PEERS, help="as far as they are installed")
-    parser.add_argument("--seconds", type=float, default=90, help="rows that would start later are left out (90)")
+    parser.add_argument("--seconds", type=float, default=150, help="rows that would start later are left out (150)")
     parser.add_argument("--out", type=Path, required=True)
     return parser.parse_args(arguments)
 
@@ -243,7 +261,7 @@ def main(arguments=None):
             if allowance.spent() < options.seconds:
                 result["rows"].append(measure(problem, names, options.device, options.seed))
                 entry = result["rows"][-1]
-                told = ", ".join(f"{name} {numbers[0]:.3g}" for name, numbers in entry["results"].items())
+                told = ", ".join(f"{name} {numbers[0]:.0f}" for name, numbers in entry["results"].items())
                 done(f"{entry['logits']}, {entry['dtype']} {entry['label']}: {told} {entry['notes'] or ''}")
     options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     print("\n".join(block(result)))

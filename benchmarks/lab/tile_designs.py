@@ -1,6 +1,6 @@
 """The tiles that a sweep tries: shipped kernels with another row of their table in csrc/flash_attn/plan/tiles.h.
 
-`entries()` lists them, by kernel, head dim and dtype; the first of each group is in use. Few of each: more are a line
+`groups()` lists them, by kernel, head dim and dtype; the first of each group is in use. Few of each: more are a line
 here. Rows of the wgmma forward, whose policy matters too, are designs of sm90_designs.py.
 """
 
@@ -116,14 +116,17 @@ class Group:
         return f"{self.kernel}, head dim {self.head_dim}, {self.dtype}{masks}"
 
 
+def entries(designs):
+    kinds = ["in use", *["other"] * (len(designs) - 1)]
+    return [Entry(kind, described(design), design) for kind, design in zip(kinds, designs)]
+
+
 def tiles_of_mma_sync_forward(head_dim, dtype):
     """{Group: [Entry]} of the rows of a table."""
     own = shipped_row("fwd_mma_sync", head_dim)
     rows = [own, *((head_dim, *row) for row in OTHERS[head_dim][: MOST_OTHERS[dtype]])]
     designs = [TileDesign(head_dim, *row, dtype) for row in dict.fromkeys(rows)]
-    kinds = ["in use", *["other"] * (len(designs) - 1)]
-    entries = [Entry(kind, described(design), design) for kind, design in zip(kinds, designs)]
-    return {Group("fwd_mma_sync", head_dim, dtype, BOTH): entries}
+    return {Group("fwd_mma_sync", head_dim, dtype, BOTH): entries(designs)}
 
 
 def tiles_of_wgmma_forward(head_dim, dtype):
@@ -132,10 +135,7 @@ def tiles_of_wgmma_forward(head_dim, dtype):
         if dim == head_dim:
             base = replace(sm90_designs.shipped(dim, variant, masks), dtype=dtype)
             more = sm90_designs.tile_entries(base, others[: MOST_OTHERS[dtype]])
-            designs = [base, *(entry.design for entry in more)]
-            kinds = ["in use", *["other"] * len(more)]
-            entries = [Entry(kind, described(design), design) for kind, design in zip(kinds, designs)]
-            found[Group("fwd_wgmma", dim, dtype, masks)] = entries
+            found[Group("fwd_wgmma", dim, dtype, masks)] = entries([base, *(entry.design for entry in more)])
     return found
 
 
