@@ -105,7 +105,7 @@ struct FwdPlan {
   bool pdl = false;            // programmatic dependent launch
   bool exact_row_max = false;  // the row max follows every score, at the price of more rescaling
   int page_box_rows = 0;       // rows of a TMA box within a page; 0: rows are copied one by one
-  MaskPlan mask;               // of kListed
+  MaskPlan mask;               // of variants that visit by list
   int64_t workspace_bytes = 0;
 
   // ---- the whole call (plan/call_plan.h) ----
@@ -201,7 +201,7 @@ inline bool takes_short_variant(const FwdProblem& problem, const Device& device,
 
 inline FwdVariant sm90_variant(const FwdProblem& problem, const Device& device, const FamilyChoice& choice,
                                int head_dim) {
-  if (problem.has_mask()) return FwdVariant::kListed;
+  if (problem.has_mask()) return problem.has_bias ? FwdVariant::kBiased : FwdVariant::kListed;
   if (problem.has_score_mod()) return score_mod_variant(problem);
   if (problem.has_dropout) return FwdVariant::kDropout;
   if (choice.num_splits > 1 || choice.is_one_wave) {

@@ -30,6 +30,7 @@ constexpr int kNumHeadDims = 7;
 // kDirect: kOneWave's tile, for the calls among them that need no schedule: dense, without splits and pages.
 // kStatic: the same for calls of a few whole waves: a thread block computes one m_block of each.
 // kListed: blocks by list, of a mask as data (core/block_list.h), with dropout and score modifiers as run-time options.
+// kBiased: the same with biases as data, each block as one that hides something.
 enum class FwdVariant {
   kPlain,
   kShort,
@@ -42,6 +43,7 @@ enum class FwdVariant {
   kDirect,
   kListed,
   kStatic,
+  kBiased,
 };
 
 constexpr const char* variant_name(FwdVariant variant) {
@@ -57,6 +59,7 @@ constexpr const char* variant_name(FwdVariant variant) {
     case FwdVariant::kDirect: return "direct";
     case FwdVariant::kListed: return "listed";
     case FwdVariant::kStatic: return "static";
+    case FwdVariant::kBiased: return "biased";
   }
   return "";
 }
@@ -68,6 +71,10 @@ constexpr bool has_static_tiles(FwdVariant variant) {
 
 constexpr bool modifies_scores(FwdVariant variant) {
   return variant == FwdVariant::kScoreMod || variant == FwdVariant::kSoftcap || variant == FwdVariant::kAlibi;
+}
+
+constexpr bool visits_by_list(FwdVariant variant) {
+  return variant == FwdVariant::kListed || variant == FwdVariant::kBiased;
 }
 
 // mma.sync family, sm_80 and up. Each fits the 99 KB of shared memory of sm_86/89/120, at head dim 512 all but kPlain.
@@ -220,8 +227,12 @@ constexpr Sm90FwdTile kSm90ListedTiles[] = {
     {256, 128, 64, 2, 1, false, 1, 0, 128},
 };
 
+// kBiased at the first of these head dims: with three consumers S leaves no registers to a bias.
+constexpr Sm90FwdTile kSm90BiasedTile = {64, 128, 128, 3, 2, true, 1};
+
 // Of head dims that it has a tile for: up to kMaxWgmmaHeadDim.
-constexpr Sm90FwdTile sm90_listed_tile(int head_dim) {
+constexpr Sm90FwdTile sm90_listed_tile(int head_dim, bool biased) {
+  if (biased && head_dim <= kSm90BiasedTile.head_dim) return kSm90BiasedTile;
   int index = 0;
   while (kSm90ListedTiles[index].head_dim < head_dim) ++index;
   return kSm90ListedTiles[index];
@@ -232,7 +243,7 @@ constexpr Sm90FwdTile sm90_fwd_tile(int head_dim, FwdVariant variant) {
     if (head_dim_index(head_dim) == head_dim_index(kSm90MaskedTile.head_dim)) return kSm90MaskedTile;
     variant = FwdVariant::kPlain;
   }
-  if (variant == FwdVariant::kListed) return sm90_listed_tile(head_dim);
+  if (visits_by_list(variant)) return sm90_listed_tile(head_dim, variant == FwdVariant::kBiased);
   if (variant == FwdVariant::kOneWave || has_static_tiles(variant)) {
     Sm90FwdTile tile = kSm90OneWaveTiles[head_dim_index(head_dim) - kSm90FirstHeadDim];
     if (variant == FwdVariant::kDirect) tile.q_stages = 1, tile.overlaps = false;
@@ -246,7 +257,7 @@ constexpr Sm90FwdTile sm90_fwd_tile(int head_dim, FwdVariant variant) {
 // scheduler there are none; rows are looked up 32 at a time. Not by list.
 constexpr bool sm90_reads_pages(const Sm90FwdTile& tile, FwdVariant variant) {
   return tile.consumer_groups == 1 && variant != FwdVariant::kDropout && !has_static_tiles(variant) &&
-         variant != FwdVariant::kListed && tile.block_n % 32 == 0;
+         !visits_by_list(variant) && tile.block_n % 32 == 0;
 }
 
 // Whether masked calls of this head dim have a separate tile.
@@ -265,7 +276,7 @@ constexpr bool sm90_has_variant(int head_dim, FwdVariant variant) {
   }
   if (variant == FwdVariant::kDirect) return plain.head_dim == 64 || plain.head_dim == 128;
   if (variant == FwdVariant::kStatic) return plain.head_dim == 128;  // at 64 kShort holds two m_blocks at a time
-  if (variant == FwdVariant::kListed) return own.head_dim == plain.head_dim;
+  if (visits_by_list(variant)) return own.head_dim == plain.head_dim;
   return variant != FwdVariant::kMasked || sm90_splits_masked(head_dim);
 }
 

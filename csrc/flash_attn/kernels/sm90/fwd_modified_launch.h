@@ -15,6 +15,7 @@ cudaError_t run_mha_fwd_modified_wgmma_(const Flash_fwd_split_params& params, co
     case FwdVariant::kSoftcap: return sm90::run_variant<kDtype, kHeadDim, FwdVariant::kSoftcap>(params, plan, stream);
     case FwdVariant::kAlibi: return sm90::run_variant<kDtype, kHeadDim, FwdVariant::kAlibi>(params, plan, stream);
     case FwdVariant::kListed: return sm90::run_variant<kDtype, kHeadDim, FwdVariant::kListed>(params, plan, stream);
+    case FwdVariant::kBiased: return sm90::run_variant<kDtype, kHeadDim, FwdVariant::kBiased>(params, plan, stream);
     default: return cudaErrorInvalidValue;
   }
 }
