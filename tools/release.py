@@ -30,6 +30,7 @@ from typing import NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from errors import BuildError
+from kernel_build import REPORT
 from kernel_manifest import archive_info, is_whole
 from machine import cpu_seconds
 from portable_wheel import build_tag, find_auditwheel
@@ -42,13 +43,8 @@ PAGE = ROOT / "docs" / "build.md"
 PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
 OLDEST_TORCH = (2, 6)
 API_VERSION = "2.8.3"  # what clients compare flash_attn.__version__ with
-MAX_MEGABYTES = {"90": 10}  # by the architectures of the archive
+MAX_MEGABYTES = {"90": 10, "80;90": 10}  # by the architectures of the archive
 MAX_MEGABYTES_OF_OTHERS = 16
-TABLE = re.compile(r"(?<=<!-- wheels:begin -->\n).*?(?=<!-- wheels:end -->)", re.DOTALL)
-HEADER = (
-    "| torch | CUDA | Python | kernels of sm | tag | glibc | wheel MB | binding, CPU s | pip wheel, CPU s |",
-    "|---|---|---|---|---|---|---|---|---|",
-)
 
 
 class Row(NamedTuple):
@@ -220,17 +216,27 @@ def archives_by_cuda(archives: list[Path]) -> dict[str, Path]:
     return found
 
 
-def with_line(page: str, line: str) -> str:
-    """The page with the line of a wheel in its table, in place of an earlier one for the same torch and Python."""
+def archive_line(archive: Path) -> str:
+    """The line of the table of archives, from the report of the archive's build."""
+    report = json.loads(archive.with_name(REPORT).read_text(encoding="utf-8"))
+    seconds = [file["cpu_seconds"] for file in report["files"]]
+    held, size = report["info"], report["archive_bytes"] / 1e6
+    times = f"{sum(seconds) / 60:.0f} | {max(seconds):.0f} | {size:.1f}"
+    return f"| {held['cuda']} | {len(seconds)} | {';'.join(held['archs'])} | {times} |"
 
-    def key(text: str) -> tuple:
-        cells = [cell.strip() for cell in text.split("|")]
-        return numbers(cells[1]), numbers(cells[3])
 
-    lines = {key(old): old for old in TABLE.search(page)[0].splitlines() if old[:3] not in ("| t", "|--", "")}
-    lines[key(line)] = line
-    table = "\n".join([*HEADER, *(lines[at] for at in sorted(lines))]) + "\n"
-    return TABLE.sub(lambda _: table, page)
+def with_line(page: str, line: str, table: str = "wheels") -> str:
+    """The page with a line in one of its tables, in place of an earlier one for the same first and third cell."""
+
+    def key(text: str) -> list[list[int]]:
+        return [[int(number) for number in re.findall(r"\d+", text.split("|")[cell])] for cell in (1, 3)]
+
+    begin, end = f"<!-- {table}:begin -->\n", f"<!-- {table}:end -->"
+    before, rest = page.split(begin)
+    held, after = rest.split(end)
+    head, rule, *others = held.splitlines()
+    lines = sorted([line, *(other for other in others if key(other) != key(line))], key=key)
+    return before + begin + "\n".join([head, rule, *lines]) + "\n" + end + after
 
 
 def build(options: argparse.Namespace) -> None:
@@ -245,7 +251,11 @@ def build(options: argparse.Namespace) -> None:
         line = make_wheel(row, archives[row.cuda.split(".")[0]], options.out.resolve(), options.sysroot)
         print(f"{line} {time.monotonic() - start:.0f} s with torch's download", flush=True)
         if options.docs:
-            PAGE.write_text(with_line(PAGE.read_text(encoding="utf-8"), line), encoding="utf-8")
+            text = with_line(PAGE.read_text(encoding="utf-8"), line)
+            archive = archives[row.cuda.split(".")[0]]
+            if is_whole(archive_info(archive, CSRC), CSRC) and archive.with_name(REPORT).exists():
+                text = with_line(text, archive_line(archive), "kernels")
+            PAGE.write_text(text, encoding="utf-8")
 
 
 # ---- the index -------------------------------------------------------------------------------------------------------
