@@ -100,7 +100,7 @@ cudaError_t run_mha_bwd_family(const Flash_bwd_mask_params& params, const plan::
     }
     return cudaErrorInvalidValue;  // no plan has this
   } else {
-    if constexpr (plan::sm90_bwd_tile(kHeadDim, kHeadDim).head_dim == kHeadDim) {
+    if constexpr (plan::is_wide(kHeadDim) || plan::sm90_bwd_tile(kHeadDim, kHeadDim).head_dim == kHeadDim) {
       if (plan.family == plan::Family::kWgmma) return run_mha_bwd_wgmma_<kDtype, kHeadDim>(params, plan, stream);
     }
     return run_mha_bwd_<kDtype, kHeadDim>(params, plan, stream);
