@@ -1,6 +1,6 @@
 // Runs both kernels of the wgmma backward of head dims above 256 thread by thread on the CPU (emulated_cuda.h) against
-// gradients in double: causal and windows, odd lengths, packed sequences, rows without keys, grouped heads, smaller head
-// dims of K and V. Rows that no query or key sees are NaN.
+// gradients in double: causal and windows, odd lengths, packed sequences, rows without keys, grouped heads, smaller
+// head dims of K and V. Rows that no query or key sees are NaN.
 #include "emulated_wide.h"
 
 #include "kernels/sm90/wide_bwd/dkv_kernel.h"
@@ -89,8 +89,8 @@ void run_dq(const BwdTwoPassLaunch& launch, int blocks) {
   run_blocks(blocks, Config::kThreads, storage, [&] {
     const flash::WorkTile tile = flash::work_tile_at(launch.params, Config::kBlockM, blockIdx.x);
     if (tile.empty()) return;
-    const auto range = flash::block_range(flash::mask_of<Config>(launch.params, tile), tile.row_begin, tile.row_end,
-                                          Config::kBlockN);
+    const auto range =
+        flash::block_range(flash::mask_of<Config>(launch.params, tile), tile.row_begin, tile.row_end, Config::kBlockN);
     const int warp = threadIdx.x / 32;
     if (warp < 2 && range.count() > 0) flash::sm90::WideDqLoader<Config>(launch, storage, warp).run(tile, range);
     if (warp / 4 == 1) flash::sm90::WideDqConsumer<Config, 0>(launch, storage).run(tile, range);

@@ -37,8 +37,10 @@ void check_row(Inputs& in, Results& results, int sequence, int row, int head, do
   }
   const double worst = error(results.out.at(in.first_q[sequence] + row, head), expected);
   check::that(worst <= 0.01, "out: sequence", sequence, "row", row, "head", head, worst);
-  const double lse = top == -INFINITY ? INFINITY : top + std::log(sum), ours = results.lse[in.lse_at(sequence, row, head)];
-  check::that(lse == ours || std::abs(lse - ours) < 1e-3, "lse: sequence", sequence, "row", row, "head", head, ours, lse);
+  const double lse = top == -INFINITY ? INFINITY : top + std::log(sum),
+               ours = results.lse[in.lse_at(sequence, row, head)];
+  check::that(lse == ours || std::abs(lse - ours) < 1e-3, "lse: sequence", sequence, "row", row, "head", head, ours,
+              lse);
 }
 
 void check_results(Inputs& in, Results& results) {
@@ -61,7 +63,8 @@ void run(const Case& c, const Timing& timing) {
                   std::vector<float>(static_cast<size_t>(in.total_q) * c.heads, NAN),
                   {},
                   std::vector<float>(c.heads, -INFINITY)};
-  for (int head = 0; head < c.heads; ++head) results.sinks.push_back(c.sinks ? static_cast<float>(head - 1) : -INFINITY);
+  for (int head = 0; head < c.heads; ++head)
+    results.sinks.push_back(c.sinks ? static_cast<float>(head - 1) : -INFINITY);
   WideFwdLaunch launch;
   flash::Flash_fwd_params& params = launch.params;
   in.set(params);

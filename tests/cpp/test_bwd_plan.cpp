@@ -114,9 +114,7 @@ void check_table() {
                 row.name, flash::plan::family_name(plan.family), flash::plan::variant_name(plan.variant),
                 plan.head_dim);
     const bool small_rows = plan.head_dim == 512 && plan.family == Family::kMmaSync;
-    const int block_m = small_rows                                ? (plan.small_tile ? 16 : 32)
-                        : plan.small_tile && plan.head_dim == 256 ? 32
-                                                                  : 64;
+    const int block_m = small_rows ? (plan.small_tile ? 16 : 32) : plan.small_tile && plan.head_dim == 256 ? 32 : 64;
     check::that(plan.block_m == block_m && plan.block_n == row.block_n && plan.stages == row.stages, "tile", row.name,
                 plan.block_n, plan.stages);
     check::that(plan.threads == row.threads && plan.smem_bytes == row.smem_bytes, "threads", row.name, plan.threads,

@@ -245,7 +245,7 @@ inline BwdPlan plan_bwd(const BwdProblem& problem, const Device& device, const c
     plan.pad_head_dim = padded.head_dim;
     return plan;
   }
-  BwdPlan plan = !by_wgmma                          ? plan_bwd_mma_sync(problem, device)
+  BwdPlan plan = !by_wgmma                         ? plan_bwd_mma_sync(problem, device)
                  : is_wide(problem.max_head_dim()) ? plan_bwd_wide(problem, device)
                                                    : plan_bwd_wgmma(problem, device);
   plan.dtype = problem.dtype;

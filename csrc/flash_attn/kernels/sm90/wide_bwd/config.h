@@ -28,7 +28,7 @@ struct WideBwdConfig {
   static constexpr int kHeldChunks = plan::kSm90WideHeldChunks, kHeldSlices = kHeldChunks * kChunkSlices;
   static constexpr int kLoadedChunks = kChunks - kHeldChunks;
 
-  static constexpr int kOtherSlots = plan::kSm90WideOtherSlots;    // dK and dV: chunks of the other half of Q, of dO
+  static constexpr int kOtherSlots = plan::kSm90WideOtherSlots;     // dK and dV: chunks of the other half of Q, of dO
   static constexpr int kValueSlots = plan::kSm90WideBwdValueSlots;  // dQ: chunks of V
   static constexpr int kStatisticsStages = 2;
   static_assert(kOtherSlots >= kHeldChunks && kValueSlots >= 2 * kHeldChunks, "held chunks land in these rings");

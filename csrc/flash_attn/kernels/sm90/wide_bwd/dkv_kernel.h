@@ -80,8 +80,8 @@ struct WideDkvLoader : BwdTileLoader<Config> {
   WideStreamBarriers& barriers;
   const int index, half;
 
-  __device__ __forceinline__ WideDkvLoader(const BwdTwoPassLaunch& launch_, WideDkvStorage<Config>& storage,
-                                           int index_, int half_)
+  __device__ __forceinline__ WideDkvLoader(const BwdTwoPassLaunch& launch_, WideDkvStorage<Config>& storage, int index_,
+                                           int half_)
       : BwdTileLoader<Config>(storage.barriers[index_].landed),
         launch(launch_),
         stream(storage.streams[index_]),

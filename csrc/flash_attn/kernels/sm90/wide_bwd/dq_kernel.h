@@ -244,8 +244,8 @@ struct WideDqConsumer {
       }
     }
     constexpr int kFirstCol = kIndex * Config::kHalf;
-    const int64_t offset = matrix_offset(params.dq_strides, params.is_varlen(), tile.batch,
-                                         tile.q_begin + tile.row_begin, tile.head);
+    const int64_t offset =
+        matrix_offset(params.dq_strides, params.is_varlen(), tile.batch, tile.q_begin + tile.row_begin, tile.head);
     store_accumulator(products.gradient, threadIdx.x % 128, static_cast<Element*>(params.dq_ptr) + offset + kFirstCol,
                       params.dq_strides.row, tile.row_end - tile.row_begin, params.d - kFirstCol);
   }

@@ -37,9 +37,9 @@ struct WideBwdProducts {
                                             cute::Shape<cute::_64, cute::_64, cute::Int<kSlots>>{}));
   // The same bytes as (columns, rows).
   template <int kCount>
-  using Transposed = decltype(cute::tile_to_shape(
-      cute::GMMA::Layout_MN_SW128_Atom<Element>{},
-      cute::Shape<cute::Int<kCount * Config::kAtomCols>, cute::_64>{}, cute::Step<cute::_2, cute::_1>{}));
+  using Transposed = decltype(cute::tile_to_shape(cute::GMMA::Layout_MN_SW128_Atom<Element>{},
+                                                  cute::Shape<cute::Int<kCount * Config::kAtomCols>, cute::_64>{},
+                                                  cute::Step<cute::_2, cute::_1>{}));
   template <int kSlices>  // of 16 columns: an A operand in registers, those of an accumulator
   using Fragment = decltype(cute::make_tensor<Element>(
       cute::Layout<cute::Shape<cute::Shape<cute::_2, cute::_2, cute::_2>, cute::_1, cute::Int<kSlices>>>{}));
@@ -64,7 +64,8 @@ struct WideBwdProducts {
     }
   }
 
-  // Issues the scores of chunk kChunk. resident: the left operand's chunks that are not held. ring: the right operand's.
+  // Issues the scores of chunk kChunk. resident: the left operand's chunks that are not held. ring: the right
+  // operand's.
   template <int kChunk, int kSlots>
   __device__ __forceinline__ void start_scores(const Element* resident, const Element* ring, int slot) {
     using namespace cute;
@@ -82,11 +83,11 @@ struct WideBwdProducts {
         gemm(mma_held, held(_, _, kChunk * kSlices + i), b(_, _, i), acc_s);
       }
     } else {
-      const auto a =
-          thread.partition_fragment_A(make_tensor(make_smem_ptr(resident), Chunks<Config::kLoadedChunks>{}));
+      const auto a = thread.partition_fragment_A(make_tensor(make_smem_ptr(resident), Chunks<Config::kLoadedChunks>{}));
       mma.accumulate_ = GMMA::ScaleOut::One;
 #pragma unroll
-      for (int i = 0; i < kSlices; ++i) gemm(mma, a(_, _, (kChunk - Config::kHeldChunks) * kSlices + i), b(_, _, i), acc_s);
+      for (int i = 0; i < kSlices; ++i)
+        gemm(mma, a(_, _, (kChunk - Config::kHeldChunks) * kSlices + i), b(_, _, i), acc_s);
     }
     warpgroup_commit_batch();
   }
@@ -141,8 +142,7 @@ struct WideBwdProducts {
   __device__ __forceinline__ void write_scores(float* buffer) const {
     auto* const vectors = reinterpret_cast<float4*>(buffer) + threadIdx.x % 128;
 #pragma unroll
-    for (int i = 0; i < 8; ++i)
-      vectors[128 * i] = {acc_s(4 * i), acc_s(4 * i + 1), acc_s(4 * i + 2), acc_s(4 * i + 3)};
+    for (int i = 0; i < 8; ++i) vectors[128 * i] = {acc_s(4 * i), acc_s(4 * i + 1), acc_s(4 * i + 2), acc_s(4 * i + 3)};
   }
   __device__ __forceinline__ void multiply_scores(const float* buffer) {
     const auto* const vectors = reinterpret_cast<const float4*>(buffer) + threadIdx.x % 128;
