@@ -32,7 +32,7 @@ def interpret(folder):
     torch.manual_seed(0)
     odd = [TRITON_CASES[2], TRITON_CASES[5]]  # more queries than keys, grouped heads, no keys
     for variant in (BY_NAME["baseline"].variant, BY_NAME["descriptors"].variant):
-        check_triton(triton_attention, "cpu", torch.float16, variant, odd)
+        check_triton(triton_attention, "cpu", torch.float16, variant, odd, (True,))
 
 
 def test_the_program_and_its_rungs_by_the_interpreter(tmp_path):
