@@ -100,7 +100,7 @@ std::vector<Row> table() {
       {"one wave", dense(1, 512, 16, 128), kH100, kWgmma, V::kDirect, 128, 64, 288, 197632, 64, 1, false, true},
       {"one wave, causal, d 64", dense(1, 1024, 16, 64, kCausal), kH100, kWgmma, V::kDirect, 128, 128, 288, 115712, 128,
        1, false, true},
-      {"two waves", dense(4, 1024, 8, 128), kH100, kWgmma, V::kStatic, 128, 64, 288, 230400, 132, 1, false, true},
+      {"two waves", dense(1, 2048, 16, 128), kH100, kWgmma, V::kStatic, 128, 64, 288, 230400, 132, 1, false, true},
       {"two waves, causal", dense(4, 1024, 8, 128, kCausal), kH100, kWgmma, V::kStatic, 128, 64, 288, 230400, 132, 1,
        false, true},
       {"one wave, packed", packed(1, 512, 16, 128), kH100, kWgmma, V::kOneWave, 128, 64, 384, 230400, 112, 1, false,
@@ -201,7 +201,9 @@ void check_other_families() {
 void check_whole_waves() {
   const auto variant = [](const FwdProblem& problem) { return plan_of(problem, kH100).variant; };
   using V = FwdVariant;
-  check::that(variant(dense(4, 2048, 8, 128)) == V::kStatic, "four waves instead of three");
+  check::that(variant(dense(1, 1408, 36, 128)) == V::kStatic, "three waves of smaller tiles");
+  check::that(variant(dense(4, 2048, 8, 128)) == V::kPlain, "four waves or three");
+  check::that(variant(dense(4, 1024, 8, 128)) == V::kShort, "short, equal tiles");
   check::that(variant(dense(1, 1024, 20, 128)) == V::kPlain, "two waves or one");
   check::that(variant(dense(1, 1024, 20, 128, kCausal)) == V::kStatic, "but the long tiles of one end late");
   const FwdProblem nearly_equal = changed(dense(1, 768, 30, 128, kCausal), [](FwdProblem& p) { p.seqlen_k = 16384; });
@@ -209,8 +211,8 @@ void check_whole_waves() {
   check::that(variant(dense(4, 2048, 8, 128, kCausal)) == V::kMasked, "more than two waves of unequal tiles");
   check::that(variant(dense(4, 4096, 8, 128)) == V::kPlain, "eight waves");
   check::that(variant(dense(4, 1024, 8, 128, kSliding)) == V::kShort, "a left window bound");
-  check::that(variant(packed(4, 1024, 8, 128)) == V::kOneWave, "packed");
-  check::that(variant(changed(dense(4, 1024, 8, 128), [](FwdProblem& p) { p.batch_invariant = true; })) == V::kPlain,
+  check::that(variant(packed(1, 2048, 16, 128)) == V::kOneWave, "packed");
+  check::that(variant(changed(dense(1, 2048, 16, 128), [](FwdProblem& p) { p.batch_invariant = true; })) == V::kPlain,
               "batch-invariant");
 }
 
