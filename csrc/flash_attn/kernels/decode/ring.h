@@ -2,15 +2,18 @@
 // of two heads meet in pairs.
 #pragma once
 
+#include <cute/arch/copy_sm90_tma.hpp>
+
 #include "core/visible_range.h"
 #include "kernels/common/pdl.h"
-#include "kernels/decode/boxes.h"
 #include "kernels/decode/config.h"
 #include "kernels/decode/descales.h"
+#include "kernels/decode/launch_params.h"
 #include "kernels/decode/query.h"
 #include "kernels/decode/warp_group.h"
 #include "kernels/decode/work_iterator.h"
 #include "kernels/sm80/warp_ops.h"
+#include "kernels/tma/mbarrier.h"
 
 namespace flash {
 namespace decode {
@@ -22,11 +25,15 @@ struct KvRing {
   using Swizzle = typename Config::KvSwizzle;
   static constexpr int kLanesPerRow = Config::kLanesPerRow;
 
+  static constexpr int kNowhere = -1;  // an outer coordinate of boxes: TMA writes zeros
+
+  const KvLaunch& launch;
   const Flash_kvcache_params& params;
-  KvBoxes<Config> boxes;  // kBoxes
   const GroupStep<Config> group_step;
   Element* const q_rows;              // shared: Q of the first tile is copied after its first keys (kPlain)
   Stored* const stages;               // of this warp group
+  tma::Barrier* const full;           // kBoxes: of this warp group, for each stage
+  uint32_t use_phase = 0;             // kBoxes: of the stage of the current step
   WorkPart* const parts;              // of this warp group: the work parts of the steps in flight
   WorkIterator<Config::kPlain> work;  // at the part of the next step to load
   int block = 0, block_end = 0;       // n_blocks of the next steps to load
@@ -44,19 +51,45 @@ struct KvRing {
   uint32_t invalid_page_bits = 0;  // bit i: the step loaded i steps ago has keys in invalid pages
   bool append_done = false;        // the append kernel has finished
 
-  __device__ __forceinline__ KvRing(const KvLaunch& launch, const CtaWork& cta_work, char* smem)
-      : params(launch.params),
-        boxes(launch, smem),
-        group_step{launch.params},
+  __device__ __forceinline__ KvRing(const KvLaunch& launch_, const CtaWork& cta_work, char* smem)
+      : launch(launch_),
+        params(launch_.params),
+        group_step{launch_.params},
         q_rows(reinterpret_cast<Element*>(smem)),
         stages(reinterpret_cast<Stored*>(smem + Config::kStagesAt) + group() * params.stages * Config::kStageElements),
+        full(barriers(smem)),
         parts(reinterpret_cast<WorkPart*>(smem + Config::kPartsAt) + group() * plan::kKvParts),
-        work(launch.params, blockIdx.x, cta_work),
-        free_stages(launch.params.stages + 1) {
+        work(launch_.params, blockIdx.x, cta_work),
+        free_stages(launch_.params.stages + 1) {
     static_assert(sizeof(WorkPart) * plan::kKvParts * plan::kKvGroups == plan::kKvPartBytes, "plan and kernel agree");
-    if constexpr (Config::kBoxes) boxes.init_barriers();  // while the first length is on its way (find_cta_work())
   }
 
+  // Before anything else: tensor maps are parameters of the launch, not results of the previous kernel.
+  __device__ __forceinline__ static void prefetch_maps(const KvLaunch& launch) {
+    if constexpr (Config::kBoxes) {
+      if (threadIdx.x != 0) return;
+      for (const CUtensorMap* const map : {&launch.k_map, &launch.v_map}) {
+        cute::prefetch_tma_descriptor(reinterpret_cast<const cute::TmaDescriptor*>(map));
+      }
+    }
+  }
+
+  // After find_cta_work(), whose first load takes longer.
+  __device__ __forceinline__ void init_barriers() const {
+    if constexpr (Config::kBoxes) {
+      if (issues()) {
+        for (int stage = 0; stage < params.stages; ++stage) full[stage].init(1);
+        tma::Barrier::fence_init();
+      }
+      sync_group<Config>();
+    }
+  }
+
+  // The thread that asks for the group's boxes.
+  __device__ __forceinline__ static bool issues() { return threadIdx.x % Config::kGroupThreads == 0; }
+  __device__ __forceinline__ static tma::Barrier* barriers(char* smem) {
+    return reinterpret_cast<tma::Barrier*>(smem + Config::kBarriersAt) + group() * plan::kMaxKvStages;
+  }
   __device__ __forceinline__ static int group() { return threadIdx.x / Config::kGroupThreads; }
   __device__ __forceinline__ static int group_warp() { return threadIdx.x / 32 % Config::kGroupWarps; }
   __device__ __forceinline__ static int row_warp() { return threadIdx.x / 32 % Config::kRowWarps; }
@@ -109,7 +142,7 @@ struct KvRing {
   // Waits until the oldest step in flight has landed, for all warps of the group.
   __device__ __forceinline__ void wait() {
     if constexpr (Config::kBoxes) {
-      boxes.wait(use_stage);
+      full[use_stage].wait(use_phase);
       if (loads_query()) wait_for_copies_but(0);
     } else {
       wait_for_copies_but(params.stages - 1);
@@ -141,7 +174,7 @@ struct KvRing {
       group_step.sync_copies();
     }
     use_stage = use_stage + 1 == params.stages ? 0 : use_stage + 1;
-    if constexpr (Config::kBoxes) boxes.advance(use_stage);
+    if (Config::kBoxes && use_stage == 0) use_phase ^= 1;
     --pending_steps;
     free_stages = 1;
   }
@@ -281,13 +314,21 @@ struct KvRing {
       row -= params.paged.page_size.divide(row) * params.paged.page_size.divisor;
       if (static_cast<unsigned>(outer) >= static_cast<unsigned>(params.paged.num_pages)) {
         invalid_page_bits |= keys > 0 && key_begin() + Config::kStep > first_required_key() ? 1 : 0;
-        outer = boxes.kNowhere;
+        outer = kNowhere;
       }
     } else {
       row += work.part.request.first_row;
     }
-    if (keys <= 0) outer = boxes.kNowhere;
-    boxes.load(fill_stage, row, head(work.part), outer, k_to, v_to);
+    if (keys <= 0) outer = kNowhere;
+    if (!issues()) return;
+    tma::Barrier& landed = full[fill_stage];
+    landed.arrive_and_expect(2 * Config::kValuesAt * static_cast<int>(sizeof(Stored)));
+    const auto load = [&](const CUtensorMap& map, Stored* to) {
+      constexpr auto kHint = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL);
+      cute::SM90_TMA_LOAD_5D::copy(&map, &landed.state, kHint, to, 0, row, 0, head(work.part), outer);
+    };
+    load(launch.k_map, k_to);
+    load(launch.v_map, v_to);
   }
 
   // Consecutive rows: one page, or no pages.
