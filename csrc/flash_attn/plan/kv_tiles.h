@@ -112,9 +112,7 @@ constexpr int kv_page_rows(const KvTile& tile) { return tile.kv_bytes == 1 ? til
 // 128-byte rows.
 constexpr int kKvBoxCols = 64;
 
-constexpr bool kv_reads_boxes(const KvTile& tile) {
-  return tile.kv_bytes == 2 && (tile.head_dim == 64 || tile.head_dim == 128);
-}
+constexpr bool kv_reads_boxes(const KvTile& tile) { return tile.kv_bytes == 2 && tile.head_dim == 128; }
 
 // Row statistics of 16 rows (max and sum, fp32) of each warp group and of an accumulated sum, and scratch of the
 // schedule.

@@ -48,7 +48,8 @@ struct KvConfig {
 #else
   static constexpr bool kBoxes = false;
 #endif
-  static_assert(!kBoxes || (kColWarps == 1 && kHeadDim % plan::kKvBoxCols == 0), "as a box is laid out");
+  static_assert(!kBoxes || (!kMayPairHeads && kColWarps == 1 && kHeadDim % plan::kKvBoxCols == 0),
+                "as a box is laid out");
 
   using Swizzle = VectorSwizzle<kHeadDim>;  // of Q and of results
   using KvSwizzle = VectorSwizzle<kHeadDim * kTile.kv_bytes / 2>;

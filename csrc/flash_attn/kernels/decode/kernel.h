@@ -111,12 +111,11 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
   Element* const q_rows = reinterpret_cast<Element*>(smem);
   RowStats* const stats = reinterpret_cast<RowStats*>(smem + Config::kStatsAt);
 
-  KvRing<Config>::prefetch_maps(launch);
+  KvRing<Config>::begin(launch, smem);
   // The append kernel writes only new rows: the ring waits for it before it reads these.
   if (params.seqlen_new == 0) wait_for_previous_kernel();
   KvRing<Config> ring(launch, find_cta_work(params, blockIdx.x, reinterpret_cast<int64_t*>(smem + Config::kScratchAt)),
                       smem);
-  ring.init_barriers();
   KvMainloop<Config> mainloop(params, ring, q_rows);
   const bool has_cluster_half = compute_attn_1rowblock_splitkv(params, mainloop, ring, q_rows, stats);
   ring.finish();

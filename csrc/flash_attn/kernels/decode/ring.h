@@ -65,20 +65,13 @@ struct KvRing {
   }
 
   // Before anything else: tensor maps are parameters of the launch, not results of the previous kernel.
-  __device__ __forceinline__ static void prefetch_maps(const KvLaunch& launch) {
-    if constexpr (Config::kBoxes) {
-      if (threadIdx.x != 0) return;
-      for (const CUtensorMap* const map : {&launch.k_map, &launch.v_map}) {
-        cute::prefetch_tma_descriptor(reinterpret_cast<const cute::TmaDescriptor*>(map));
-      }
-    }
-  }
-
-  // After find_cta_work(), whose first load takes longer.
-  __device__ __forceinline__ void init_barriers() const {
+  __device__ __forceinline__ static void begin(const KvLaunch& launch, char* smem) {
     if constexpr (Config::kBoxes) {
       if (issues()) {
-        for (int stage = 0; stage < params.stages; ++stage) full[stage].init(1);
+        for (const CUtensorMap* const map : {&launch.k_map, &launch.v_map}) {
+          cute::prefetch_tma_descriptor(reinterpret_cast<const cute::TmaDescriptor*>(map));
+        }
+        for (int stage = 0; stage < launch.params.stages; ++stage) barriers(smem)[stage].init(1);
         tma::Barrier::fence_init();
       }
       sync_group<Config>();
@@ -168,11 +161,7 @@ struct KvRing {
 
   // Every warp of the group is done with the step.
   __device__ __forceinline__ void release() {
-    if constexpr (Config::kBoxes) {
-      sync_group<Config>();  // of a pair of heads each group asks for its own
-    } else {
-      group_step.sync_copies();
-    }
+    group_step.sync_copies();
     use_stage = use_stage + 1 == params.stages ? 0 : use_stage + 1;
     if (Config::kBoxes && use_stage == 0) use_phase ^= 1;
     --pending_steps;
@@ -325,7 +314,7 @@ struct KvRing {
     landed.arrive_and_expect(2 * Config::kValuesAt * static_cast<int>(sizeof(Stored)));
     const auto load = [&](const CUtensorMap& map, Stored* to) {
       constexpr auto kHint = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL);
-      cute::SM90_TMA_LOAD_5D::copy(&map, &landed.state, kHint, to, 0, row, 0, head(work.part), outer);
+      cute::SM90_TMA_LOAD_5D::copy(&map, &landed.state, kHint, to, 0, row, 0, first_head(work.part), outer);
     };
     load(launch.k_map, k_to);
     load(launch.v_map, v_to);
