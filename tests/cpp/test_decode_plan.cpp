@@ -110,28 +110,6 @@ void check_variant() {
   problem.options.page_size = 48;
   check::that(!is_plain(problem), "pages that steps straddle");
   check::that(!is_plain(decoding(1024, 64, 64, 64, 1 << 21)), "n_blocks of more than 30 bits");
-  problem = decoding(16, 32, 8, 128, 8192);
-  problem.options.fits_boxes = false;
-  check::that(!is_plain(problem), "strides that no tensor map holds");
-  check::that(flash::plan::plan_decode(problem, kA100).is_plain, "but cp.async does");
-  problem = plain;
-  problem.options.fits_boxes = false;
-  check::that(is_plain(problem), "a head dim without boxes");
-}
-
-// Shared memory of stages that boxes fill.
-void check_boxes() {
-  using namespace flash::plan;
-  for (int size = 0; size < kKvSizes; ++size) {
-    const KvTile tile = kv_tile(128, size);
-    check::that(kv_reads_boxes(tile) && !kv_reads_boxes(kv_tile(128, 0, Dtype::kE4m3)), "16 bits", size);
-    check::that(kv_smem_bytes(tile, 0) % 1024 == 0, "the swizzle depends on the address", size);
-    check::that(tile.step * tile.head_dim * tile.kv_bytes % 1024 == 0, "K and V of a step", size);
-    const int fixed = tile.rows() * tile.head_dim * kKvQueryBytes + kKvStatBytes + kKvScratchBytes + kKvPartBytes;
-    check::that(kv_smem_bytes(tile, 0) >= fixed + kKvGroups * kMaxKvStages * 8, "mbarriers", size);
-    const KvResidency residency = kv_residency(tile, kH200.smem_per_multiprocessor, kH200.smem_per_block);
-    check::that(residency.blocks_per_sm * residency.stages == 6, "bytes in flight", size, residency.stages);
-  }
 }
 
 // A call over a cache of which the decode kernels see `problem`.
@@ -559,7 +537,6 @@ int main() {
   check_decoding();
   check_splits();
   check_variant();
-  check_boxes();
   check_chunked_prefill();
   check_eight_bit();
   check_dequantized();

@@ -3,7 +3,6 @@
 #include <set>
 
 #include "check.h"
-#include "kernels/decode/vector_swizzle.h"
 #include "kernels/tma/swizzle.h"
 
 namespace {
@@ -34,27 +33,9 @@ void check_atom(int atom_cols, int rows) {
               "the offsets fill the atom");
 }
 
-// Where the decode kernels look for the vectors of a box of `kRows` rows: a block of 64 columns after the other.
-template <int kRows>
-void check_box(int cols) {
-  using Layout = flash::decode::BoxLayout<kRows, 64>;
-  using Swizzle = flash::decode::VectorSwizzle<128>;
-  for (int row = 0; row < kRows; ++row) {
-    for (int vector = 0; vector < cols / kVectorCols; ++vector) {
-      const int block = vector / 8 * kRows * 64, expected = block + hardware_offset(64, row, vector % 8 * kVectorCols);
-      for (int first : {vector % 8, vector % 2}) {  // the lane's vector; the others are at even distances
-        const int offset = Layout::offset(row, first ^ Swizzle::key(row), vector - first);
-        check::that(offset == expected, "offset in a box", kRows, row, vector, first, offset, expected);
-      }
-    }
-  }
-}
-
 }  // namespace
 
 int main() {
-  check_box<16>(128);
-  check_box<32>(256);
   for (int atom_cols : {32, 64}) {
     for (int rows : {16, 64, 96, 128}) check_atom(atom_cols, rows);
   }

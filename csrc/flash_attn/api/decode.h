@@ -96,7 +96,6 @@ inline plan::DecodeProblem decode_problem(const KvCacheCall& call) {
   options.q_vectors = vector_bytes(call.q) == 16;
   options.kv_vector_bytes = std::min(vector_bytes(call.k_cache), vector_bytes(call.v_cache));
   options.v_per_channel = call.quant.v_per_channel;
-  options.fits_boxes = fits_boxes(call.k_cache) && fits_boxes(call.v_cache);
   return problem;
 }
 

@@ -221,7 +221,6 @@ inline plan::FwdProblem make_problem(const FwdCall& call, Flash_fwd_params& para
   problem.decode = decode_problem(params, dtype_of(call.k), keys);
   problem.decode.options.kv_vector_bytes = std::min(vector_bytes(k), vector_bytes(v));
   problem.decode.options.v_per_channel = call.quant.v_per_channel;
-  problem.decode.options.fits_boxes = fits_boxes(k) && fits_boxes(v);
   return problem;
 }
 

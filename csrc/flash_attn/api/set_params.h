@@ -225,14 +225,6 @@ inline plan::FwdProblem fwd_problem(const Flash_fwd_params& params, Dtype dtype,
   return problem;
 }
 
-// Whether the decode kernels may read rows of (sequences or pages, rows, heads, d) in TMA boxes.
-inline bool fits_boxes(const at::Tensor& rows) {
-  if (rows.dim() != 4) return false;
-  const MatrixStrides strides = cache_strides(rows);
-  return plan::tensor_map_holds(
-      {false, rows.size(0), rows.size(1), rows.size(2), strides.batch, strides.row, strides.head}, dtype_of(rows));
-}
-
 // Rows of a cache from one sequence to the next; -1: not a whole number, so the cache is no packed tensor.
 inline int64_t rows_per_sequence(const MatrixStrides& strides) {
   return strides.row > 0 && strides.batch % strides.row == 0 ? strides.batch / strides.row : -1;

@@ -203,10 +203,8 @@ constexpr bool kv_is_plain(const DecodeProblem& problem, const DecodePlan& plan)
 
 // The variant of the kernel.
 constexpr void plan_variant(const DecodeProblem& problem, const Device& device, DecodePlan& plan) {
+  plan.is_plain = kv_is_plain(problem, plan);
   const bool has_clusters = device.capability >= 90;
-  const KvTile tile = kv_tile(problem.head_dim, plan.tile_size, problem.kv_dtype);
-  const bool has_copies = problem.options.fits_boxes || device.capability < 90 || !kv_reads_boxes(tile);
-  plan.is_plain = has_copies && kv_is_plain(problem, plan);
   plan.in_clusters = plan.in_clusters && plan.combines && has_clusters && kv_may_cluster(plan.is_plain, plan.tile_size);
 }
 

@@ -108,12 +108,6 @@ constexpr int kv_block_n(const KvTile& tile) { return tile.groups * tile.step; }
 // Consecutive rows that the plain kernel expects in one page: steps, of 8 bits halves of them.
 constexpr int kv_page_rows(const KvTile& tile) { return tile.kv_bytes == 1 ? tile.step / 2 : tile.step; }
 
-// Whether the plain kernel, compiled for sm_90 and later, reads K and V in TMA boxes: a step of one head, in blocks of
-// 128-byte rows.
-constexpr int kKvBoxCols = 64;
-
-constexpr bool kv_reads_boxes(const KvTile& tile) { return tile.kv_bytes == 2 && tile.head_dim == 128; }
-
 // Row statistics of 16 rows (max and sum, fp32) of each warp group and of an accumulated sum, and scratch of the
 // schedule.
 constexpr int kKvStatBytes = (kKvGroups + 1) * 16 * 2 * 4;
@@ -123,7 +117,6 @@ constexpr int kMaxKvStages = 6;
 constexpr int kKvParts = 8;
 static_assert(kKvParts >= kMaxKvStages + 1, "every step may belong to another tile");
 constexpr int kKvPartBytes = kKvGroups * kKvParts * 48;
-constexpr int kKvBarrierBytes = kKvGroups * kMaxKvStages * 8;
 
 constexpr int kKvQueryBytes = dtype_bytes(Dtype::kBf16);
 static_assert(kKvQueryBytes == dtype_bytes(Dtype::kFp16), "both types have one plan");
@@ -136,11 +129,9 @@ constexpr int kv_key_bytes(const KvTile& tile) {
 // K and V of one step of all warp groups.
 constexpr int kv_stage_bytes(const KvTile& tile) { return kv_block_n(tile) * kv_key_bytes(tile); }
 
-// The stages come last. With boxes there are mbarriers before them, and the swizzle of a box depends on its address.
 constexpr int kv_smem_bytes(const KvTile& tile, int stages) {
-  const int fixed = tile.rows() * tile.head_dim * kKvQueryBytes + kKvStatBytes + kKvScratchBytes + kKvPartBytes;
-  const int first_stage = kv_reads_boxes(tile) ? (fixed + kKvBarrierBytes + 1023) / 1024 * 1024 : fixed;
-  return first_stage + stages * kv_stage_bytes(tile);
+  return tile.rows() * tile.head_dim * kKvQueryBytes + kKvStatBytes + kKvScratchBytes + kKvPartBytes +
+         stages * kv_stage_bytes(tile);
 }
 
 }  // namespace plan

@@ -55,7 +55,6 @@ struct DecodeOptions {
   bool q_vectors = true;       // rows of q may be read in 16-byte vectors
   int kv_vector_bytes = 16;    // bytes of the vectors in which k and v may be read
   bool v_per_channel = false;  // V has a scale for each column
-  bool fits_boxes = true;      // strides of k and v (tensor_map_holds())
 };
 
 // A call as the decode kernels see it, without the lengths, which only the device reads.

@@ -42,15 +42,6 @@ struct KvConfig {
   static_assert(kColWarps == 1 || !kEightBit, "8-bit values have one warp to a row");
   static_assert(kTile.kv_bytes == sizeof(Stored) && (kTile.has_plain || !kPlain), "plan and kernel agree");
 
-  // K and V come in TMA boxes.
-#if __CUDA_ARCH__ >= 900
-  static constexpr bool kBoxes = kPlain && plan::kv_reads_boxes(kTile);
-#else
-  static constexpr bool kBoxes = false;
-#endif
-  static_assert(!kBoxes || (!kMayPairHeads && kColWarps == 1 && kHeadDim % plan::kKvBoxCols == 0),
-                "as a box is laid out");
-
   using Swizzle = VectorSwizzle<kHeadDim>;  // of Q and of results
   using KvSwizzle = VectorSwizzle<kHeadDim * kTile.kv_bytes / 2>;
   static constexpr int kVectorCols = 16 / kTile.kv_bytes;  // of K and V
@@ -73,25 +64,13 @@ struct KvConfig {
   static constexpr int kStatsAt = kRows * kHeadDim * static_cast<int>(sizeof(Element));
   static constexpr int kScratchAt = kStatsAt + plan::kKvStatBytes;
   static constexpr int kPartsAt = kScratchAt + plan::kKvScratchBytes;
-  static constexpr int kBarriersAt = kPartsAt + plan::kKvPartBytes;
   static constexpr int kStagesAt = plan::kv_smem_bytes(kTile, 0);
-  static_assert(kStagesAt >= kBarriersAt + (kBoxes ? plan::kKvBarrierBytes : 0), "plan and kernel agree");
-  static_assert(kStagesAt % (kBoxes ? 1024 : 128) == 0, "the swizzle of a box depends on the address");
+  static_assert(kStagesAt == kPartsAt + plan::kKvPartBytes && kStagesAt % 128 == 0, "plan and kernel agree");
   static constexpr int kStageElements = kStep * plan::kv_key_bytes(kTile) / kTile.kv_bytes;  // of one warp group
   static constexpr int kValuesAt = kStep * kHeadDim;  // elements of a stage: K, then V,
   static constexpr int kDescalesAt = 2 * kValuesAt;   // then fp32 descales of the keys of K, and of V
   static_assert(kStageElements * sizeof(Stored) >= 16 * kHeadDim * sizeof(float), "a stage holds 16 rows of results");
-  static_assert(kStageElements * sizeof(Stored) % (kBoxes ? 1024 : 128) == 0, "stages are aligned as shared memory is");
-
-  // Offset in K or V of a stage, in elements: of a row and the vector at a constant distance from one of the first
-  // eight, whose swizzled number is given.
-  __device__ __forceinline__ static int kv_offset(int row, int swizzled, int distance) {
-    if constexpr (kBoxes) {
-      return BoxLayout<kStep, plan::kKvBoxCols>::offset(row, swizzled, distance);
-    } else {
-      return row * kHeadDim + KvSwizzle::next(swizzled, distance) * kVectorCols;
-    }
-  }
+  static_assert(kStageElements * sizeof(Stored) % 128 == 0, "stages are aligned as shared memory is");
 };
 
 }  // namespace decode

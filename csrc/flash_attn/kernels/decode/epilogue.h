@@ -43,7 +43,6 @@ struct KvEpilogue {
         }
         __syncthreads();
         combine_groups(queries, first, min(rows - first, 16), kind, slot, accumulates);
-        if constexpr (Config::kBoxes) tma::fence_buffer();  // results lie where boxes will
         __syncthreads();
       }
     }

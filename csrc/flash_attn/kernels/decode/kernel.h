@@ -104,17 +104,15 @@ __device__ __forceinline__ bool compute_attn_1rowblock_splitkv(const Flash_kvcac
 
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
-    flash_fwd_split_kernel(const __grid_constant__ KvLaunch launch) {
+    flash_fwd_split_kernel(const __grid_constant__ Flash_kvcache_params params) {
   using Element = typename Config::Element;
-  const Flash_kvcache_params& params = launch.params;
-  extern __shared__ __align__(1024) char smem[];
+  extern __shared__ __align__(128) char smem[];
   Element* const q_rows = reinterpret_cast<Element*>(smem);
   RowStats* const stats = reinterpret_cast<RowStats*>(smem + Config::kStatsAt);
 
-  KvRing<Config>::begin(launch, smem);
   // The append kernel writes only new rows: the ring waits for it before it reads these.
   if (params.seqlen_new == 0) wait_for_previous_kernel();
-  KvRing<Config> ring(launch, find_cta_work(params, blockIdx.x, reinterpret_cast<int64_t*>(smem + Config::kScratchAt)),
+  KvRing<Config> ring(params, find_cta_work(params, blockIdx.x, reinterpret_cast<int64_t*>(smem + Config::kScratchAt)),
                       smem);
   KvMainloop<Config> mainloop(params, ring, q_rows);
   const bool has_cluster_half = compute_attn_1rowblock_splitkv(params, mainloop, ring, q_rows, stats);

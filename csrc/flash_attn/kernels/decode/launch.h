@@ -2,7 +2,6 @@
 #pragma once
 
 #include "kernels/common/launch.h"
-#include "kernels/decode/launch_params.h"
 #include "kernels/decode/variant.h"
 #include "params/kvcache.h"
 #include "plan/kv_tiles.h"
@@ -19,7 +18,7 @@ namespace decode {
 template <Dtype kDtype, int kHeadDim, int kSize, KvVariant kVariant>
 struct KvConfig;
 template <class Config>
-__global__ void flash_fwd_split_kernel(const __grid_constant__ KvLaunch launch) {}
+__global__ void flash_fwd_split_kernel(const __grid_constant__ Flash_kvcache_params params) {}
 #endif
 
 template <Dtype kDtype, int kHeadDim, int kSize, KvVariant kVariant>
@@ -28,27 +27,20 @@ cudaError_t run_flash_fwd_split(Flash_kvcache_params& params, cudaStream_t strea
   constexpr plan::KvTile kTile = plan::kv_tile(kHeadDim, kSize, kDtype);
   static std::atomic<uint64_t> configured_devices{0};
   if (params.stages == 0) return cudaErrorInvalidConfiguration;
-  bool is_sm90 = false;
-  cudaError_t status = runs_sm90_code(flash_fwd_split_kernel<Config>, params.device, is_sm90);
-  if (status != cudaSuccess) return status;
-  params.in_clusters &= is_sm90;
+  if (params.in_clusters) {
+    const cudaError_t status = runs_sm90_code(flash_fwd_split_kernel<Config>, params.device, params.in_clusters);
+    if (status != cudaSuccess) return status;
+  }
   // Calls may differ in their stages (FLASH_ATTN_SMEM_LIMIT): the kernel may take as much as the device has.
   int most = 0;
-  status = cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, params.device);
+  cudaError_t status = cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, params.device);
   if (status == cudaSuccess) {
     status = allow_shared_memory(flash_fwd_split_kernel<Config>, most, params.device, configured_devices);
   }
   if (status != cudaSuccess) return status;
-  KvLaunch launch{params, {}, {}};
-  if (kVariant == KvVariant::kPlain && plan::kv_reads_boxes(kTile) && is_sm90) {
-    status = make_kv_map(launch.k_map, params, params.k_ptr, params.k_strides, kDtype, kTile);
-    if (status == cudaSuccess)
-      status = make_kv_map(launch.v_map, params, params.v_ptr, params.v_strides, kDtype, kTile);
-    if (status != cudaSuccess) return status;
-  }
   const int smem_bytes = plan::kv_smem_bytes(kTile, params.stages);
   return launch_dependent(flash_fwd_split_kernel<Config>, params.thread_blocks, plan::kv_threads(kTile), smem_bytes,
-                          launch, params.device, stream, configured_devices, params.in_clusters ? 2 : 1);
+                          params, params.device, stream, configured_devices, params.in_clusters ? 2 : 1);
 }
 
 template <Dtype kDtype, int kHeadDim, int kSize>

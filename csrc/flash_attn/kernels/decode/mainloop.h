@@ -96,7 +96,6 @@ struct KvMainloop {
       if (params.v_descale.by_row) raise_block_scales(scores, out, is_masked);
     }
     softmax.update(scores, out, params.softmax_scale_log2);
-    if (Config::kBoxes && is_masked) ring.clear_unseen_values(part, block);
     if constexpr (Config::kEightBit) {
       if (params.v_descale.by_row) scale_probabilities(scores, is_masked);
       multiply_quantized_v(acc_s);
@@ -191,6 +190,7 @@ struct KvMainloop {
     const int k_row = lane() % 8 + lane() / 16 * 8;
     const int k_vector = lane() / 8 % 2 ^ Swizzle::key(k_row);
     const Element* const q = q_rows + q_row * Config::kHeadDim;
+    const Element* const k = ring.k_stage() + k_row * Config::kHeadDim;
 #pragma unroll
     for (int slice = 0; slice < kSlices; ++slice) {
       uint32_t a[Config::kRowTiles][4];
@@ -201,7 +201,7 @@ struct KvMainloop {
 #pragma unroll
       for (int pair = 0; pair < Config::kStep / 16; ++pair) {
         uint32_t b[4];
-        load_matrices(b, ring.k_stage() + Config::kv_offset(pair * 16 + k_row, k_vector, 2 * slice));
+        load_matrices(b, k + pair * 16 * Config::kHeadDim + Swizzle::next(k_vector, 2 * slice) * 8);
 #pragma unroll
         for (int mi = 0; mi < Config::kRowTiles; ++mi) {
           multiply(square(acc_s, mi, 2 * pair), a[mi], b[0], b[1], Element{});
@@ -282,7 +282,7 @@ struct KvMainloop {
     static_assert(Config::kColWarps == 1 || Config::kCols % 64 == 0, "the swizzle key is below the warp's columns");
     const int v_row = lane() % 16;
     const int v_vector = lane() / 16 ^ Swizzle::key(v_row);
-    const Element* const v = ring.v_stage() + ring.col_warp() * Config::kCols;
+    const Element* const v = ring.v_stage() + v_row * Config::kHeadDim + ring.col_warp() * Config::kCols;
 #pragma unroll
     for (int slice = 0; slice < Config::kStep / 16; ++slice) {
       uint32_t a[Config::kRowTiles][4];
@@ -291,7 +291,7 @@ struct KvMainloop {
 #pragma unroll
       for (int pair = 0; pair < Config::kCols / 16; ++pair) {
         uint32_t b[4];
-        load_matrices_transposed(b, v + Config::kv_offset(slice * 16 + v_row, v_vector, 2 * pair));
+        load_matrices_transposed(b, v + slice * 16 * Config::kHeadDim + Swizzle::next(v_vector, 2 * pair) * 8);
 #pragma unroll
         for (int mi = 0; mi < Config::kRowTiles; ++mi) {
           multiply(square(acc_o, mi, 2 * pair), a[mi], b[0], b[1], Element{});

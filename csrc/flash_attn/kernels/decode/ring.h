@@ -1,19 +1,14 @@
-// Ring of K and V of a warp group, by cp.async or in TMA boxes (kBoxes): it prefetches steps, across tiles too. Groups
-// of two heads meet in pairs.
+// cp.async ring of K and V of a warp group: it prefetches steps, across tiles too. Groups of two heads meet in pairs.
 #pragma once
-
-#include <cute/arch/copy_sm90_tma.hpp>
 
 #include "core/visible_range.h"
 #include "kernels/common/pdl.h"
 #include "kernels/decode/config.h"
 #include "kernels/decode/descales.h"
-#include "kernels/decode/launch_params.h"
 #include "kernels/decode/query.h"
 #include "kernels/decode/warp_group.h"
 #include "kernels/decode/work_iterator.h"
 #include "kernels/sm80/warp_ops.h"
-#include "kernels/tma/mbarrier.h"
 
 namespace flash {
 namespace decode {
@@ -25,15 +20,10 @@ struct KvRing {
   using Swizzle = typename Config::KvSwizzle;
   static constexpr int kLanesPerRow = Config::kLanesPerRow;
 
-  static constexpr int kNowhere = -1;  // an outer coordinate of boxes: TMA writes zeros
-
-  const KvLaunch& launch;
   const Flash_kvcache_params& params;
   const GroupStep<Config> group_step;
   Element* const q_rows;              // shared: Q of the first tile is copied after its first keys (kPlain)
   Stored* const stages;               // of this warp group
-  tma::Barrier* const full;           // kBoxes: of this warp group, for each stage
-  uint32_t use_phase = 0;             // kBoxes: of the stage of the current step
   WorkPart* const parts;              // of this warp group: the work parts of the steps in flight
   WorkIterator<Config::kPlain> work;  // at the part of the next step to load
   int block = 0, block_end = 0;       // n_blocks of the next steps to load
@@ -51,38 +41,17 @@ struct KvRing {
   uint32_t invalid_page_bits = 0;  // bit i: the step loaded i steps ago has keys in invalid pages
   bool append_done = false;        // the append kernel has finished
 
-  __device__ __forceinline__ KvRing(const KvLaunch& launch_, const CtaWork& cta_work, char* smem)
-      : launch(launch_),
-        params(launch_.params),
-        group_step{launch_.params},
+  __device__ __forceinline__ KvRing(const Flash_kvcache_params& params_, const CtaWork& cta_work, char* smem)
+      : params(params_),
+        group_step{params_},
         q_rows(reinterpret_cast<Element*>(smem)),
-        stages(reinterpret_cast<Stored*>(smem + Config::kStagesAt) + group() * params.stages * Config::kStageElements),
-        full(barriers(smem)),
+        stages(reinterpret_cast<Stored*>(smem + Config::kStagesAt) + group() * params_.stages * Config::kStageElements),
         parts(reinterpret_cast<WorkPart*>(smem + Config::kPartsAt) + group() * plan::kKvParts),
-        work(launch_.params, blockIdx.x, cta_work),
-        free_stages(launch_.params.stages + 1) {
+        work(params_, blockIdx.x, cta_work),
+        free_stages(params_.stages + 1) {
     static_assert(sizeof(WorkPart) * plan::kKvParts * plan::kKvGroups == plan::kKvPartBytes, "plan and kernel agree");
   }
 
-  // Before anything else: tensor maps are parameters of the launch, not results of the previous kernel.
-  __device__ __forceinline__ static void begin(const KvLaunch& launch, char* smem) {
-    if constexpr (Config::kBoxes) {
-      if (issues()) {
-        for (const CUtensorMap* const map : {&launch.k_map, &launch.v_map}) {
-          cute::prefetch_tma_descriptor(reinterpret_cast<const cute::TmaDescriptor*>(map));
-        }
-        for (int stage = 0; stage < launch.params.stages; ++stage) barriers(smem)[stage].init(1);
-        tma::Barrier::fence_init();
-      }
-      sync_group<Config>();
-    }
-  }
-
-  // The thread that asks for the group's boxes.
-  __device__ __forceinline__ static bool issues() { return threadIdx.x % Config::kGroupThreads == 0; }
-  __device__ __forceinline__ static tma::Barrier* barriers(char* smem) {
-    return reinterpret_cast<tma::Barrier*>(smem + Config::kBarriersAt) + group() * plan::kMaxKvStages;
-  }
   __device__ __forceinline__ static int group() { return threadIdx.x / Config::kGroupThreads; }
   __device__ __forceinline__ static int group_warp() { return threadIdx.x / 32 % Config::kGroupWarps; }
   __device__ __forceinline__ static int row_warp() { return threadIdx.x / 32 % Config::kRowWarps; }
@@ -134,36 +103,14 @@ struct KvRing {
 
   // Waits until the oldest step in flight has landed, for all warps of the group.
   __device__ __forceinline__ void wait() {
-    if constexpr (Config::kBoxes) {
-      full[use_stage].wait(use_phase);
-      if (loads_query()) wait_for_copies_but(0);
-    } else {
-      wait_for_copies_but(params.stages - 1);
-      group_step.sync_copies();
-    }
-  }
-
-  // Of the current step, an n_block of `part`: values of keys that nobody sees become zeros, because 0 times NaN is
-  // NaN. All threads of the group.
-  __device__ __forceinline__ void clear_unseen_values(const WorkPart& part, int n_block) const {
-    const int first = num_masked_keys(part, n_block), keys = num_keys(part, n_block);
-    if (first <= 0 && keys >= Config::kStep) return;
-    Stored* const values = stages + use_stage * Config::kStageElements + Config::kValuesAt;
-    for (int i = threadIdx.x % Config::kGroupThreads; i < Config::kStep * Swizzle::kVectors;
-         i += Config::kGroupThreads) {
-      const int row = i / Swizzle::kVectors, vector = i % Swizzle::kVectors;
-      if (row >= first && row < keys) continue;
-      *reinterpret_cast<uint4*>(values + Config::kv_offset(row, vector % 8, vector / 8 * 8)) = uint4{};
-    }
-    tma::fence_buffer();  // a box overwrites them
-    sync_group<Config>();
+    wait_for_copies_but(params.stages - 1);
+    group_step.sync_copies();
   }
 
   // Every warp of the group is done with the step.
   __device__ __forceinline__ void release() {
     group_step.sync_copies();
     use_stage = use_stage + 1 == params.stages ? 0 : use_stage + 1;
-    if (Config::kBoxes && use_stage == 0) use_phase ^= 1;
     --pending_steps;
     free_stages = 1;
   }
@@ -229,7 +176,6 @@ struct KvRing {
     block = part.block_begin();
     block_end = part.block_end();
     first_page_block = block - Config::kPageSteps;
-    if constexpr (Config::kBoxes) return;
     const int64_t row = is_paged() ? 0 : part.request.first_row;
     const int64_t batch = is_paged() ? 0 : part.request.cache_row;
     const int head = first_head(part) + group_step.copy_head();
@@ -257,16 +203,17 @@ struct KvRing {
   }
 
   __device__ __forceinline__ void load_step() {
-    const int keys = num_keys(work.part, block), first = num_masked_keys(work.part, block);
+    const WorkPart& part = work.part;
+    const int keys =
+        part.request.invalid || part.empty() ? 0 : part.request.seqlen_k - key_begin();  // from this step on
+    const int first = num_masked_keys();
     if (params.seqlen_new > 0 && !append_done && step_reads_new_rows()) {
       wait_for_previous_kernel();
       append_done = true;
     }
     Stored* const k_to = stages + fill_stage * Config::kStageElements;
     Stored* const v_to = k_to + Config::kValuesAt;
-    if constexpr (Config::kBoxes) {
-      load_boxes(keys, k_to, v_to);
-    } else if constexpr (Config::kPlain && Config::kStepPages > 1) {
+    if constexpr (Config::kPlain && Config::kStepPages > 1) {
       load_step_of_pages(first, keys, k_to, v_to);
     } else if constexpr (Config::kPlain) {
       load_strided_step(first, keys, k_to, v_to);
@@ -275,49 +222,19 @@ struct KvRing {
     }
   }
 
-  // Number of keys from the first one of this group's step of an n_block on.
-  __device__ __forceinline__ int num_keys(const WorkPart& part, int n_block) const {
-    return part.request.invalid || part.empty() ? 0 : part.request.seqlen_k - first_key(n_block);
-  }
-
   // Number of keys, from the step's first one, before the first visible key of the request: they are zero-filled.
   // Computed only where there may be some, so that it takes no register elsewhere.
-  __device__ __forceinline__ int num_masked_keys(const WorkPart& part, int n_block) const {
-    if (!params.window.may_mask_left() || n_block != part.first_block) return 0;
+  __device__ __forceinline__ int num_masked_keys() const {
+    const WorkPart& part = work.part;
+    if (!params.window.may_mask_left() || block != part.first_block) return 0;
     const KvQueries queries = kv_queries<!Config::kPlain>(params, part.request.index);
-    return first_visible_key({queries.count, part.request.seqlen_k, params.window}) - first_key(n_block);
+    return first_visible_key({queries.count, part.request.seqlen_k, params.window}) - key_begin();
   }
 
   // Keys before it are masked for every query of the request and need no page, even if they share its step.
   __device__ __forceinline__ int first_required_key() const {
     const KvRequest& request = work.part.request;
     return kv_required_rows(params, request).begin - request.first_row;
-  }
-
-  // A box of K and one of V: rows of one page, or of a sequence. Rows beyond its keys come too
-  // (clear_unseen_values()); where there is no key, or no such page or sequence, zeros.
-  __device__ __forceinline__ void load_boxes(int keys, Stored* k_to, Stored* v_to) {
-    int row = key_begin(), outer = work.part.request.cache_row;
-    if (is_paged()) {
-      outer = __shfl_sync(0xffffffffu, page, block - first_page_block);
-      row -= params.paged.page_size.divide(row) * params.paged.page_size.divisor;
-      if (static_cast<unsigned>(outer) >= static_cast<unsigned>(params.paged.num_pages)) {
-        invalid_page_bits |= keys > 0 && key_begin() + Config::kStep > first_required_key() ? 1 : 0;
-        outer = kNowhere;
-      }
-    } else {
-      row += work.part.request.first_row;
-    }
-    if (keys <= 0) outer = kNowhere;
-    if (!issues()) return;
-    tma::Barrier& landed = full[fill_stage];
-    landed.arrive_and_expect(2 * Config::kValuesAt * static_cast<int>(sizeof(Stored)));
-    const auto load = [&](const CUtensorMap& map, Stored* to) {
-      constexpr auto kHint = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL);
-      cute::SM90_TMA_LOAD_5D::copy(&map, &landed.state, kHint, to, 0, row, 0, first_head(work.part), outer);
-    };
-    load(launch.k_map, k_to);
-    load(launch.v_map, v_to);
   }
 
   // Consecutive rows: one page, or no pages.

@@ -23,19 +23,5 @@ struct VectorSwizzle {
   }
 };
 
-// Rows as a TMA box of kCols columns (128 bytes) and kRows rows writes them: blocks of columns follow each other, and
-// the hardware swizzles vectors by bits 7 to 9 of their address as VectorSwizzle does by the row.
-template <int kRows, int kCols>
-struct BoxLayout {
-  static constexpr int kVectors = kCols / 8;
-  static_assert(kVectors == 8 && kRows % 8 == 0, "a row of a block is a line of 128 bytes");
-
-  // Offset, in elements, of the vector at a constant distance from one of the first block, whose swizzled number is
-  // given.
-  FLASH_HOST_DEVICE static constexpr int offset(int row, int swizzled, int distance) {
-    return (distance / kVectors * kRows + row) * kCols + (swizzled ^ (distance % kVectors)) * 8;
-  }
-};
-
 }  // namespace decode
 }  // namespace flash

@@ -73,44 +73,30 @@ constexpr CUtensorMapDataType tensor_map_type(Dtype dtype) {
   return CU_TENSOR_MAP_DATA_TYPE_UINT8;
 }
 
-// Lengths and box lengths in elements, strides of all axes but the first one in bytes.
-struct TensorMapAxes {
-  cuuint64_t lengths[kTensorMapAxes];
-  cuuint64_t strides[kTensorMapAxes - 1];
-  cuuint32_t box[kTensorMapAxes];
-};
-
-// The stride of an axis of length 1 is never used; 16 satisfies the encoder whatever the tensor's is.
-inline cuuint64_t axis_stride(int64_t bytes, int64_t length) {
-  return static_cast<cuuint64_t>(length > 1 ? bytes : 16);
-}
-
-inline cudaError_t encode_tensor_map(CUtensorMap& map, const void* data, Dtype dtype, const TensorMapAxes& axes,
-                                     CUtensorMapSwizzle swizzle, CUtensorMapL2promotion promotion) {
+inline cudaError_t make_tensor_map(CUtensorMap& map, const TensorMapSource& source, Dtype dtype, TensorMapBox box) {
   static const EncodeTensorMap encode = find_tensor_map_encoder();
   if (encode == nullptr) return cudaErrorSymbolNotFound;
-  const cuuint32_t steps[kTensorMapAxes] = {1, 1, 1, 1, 1};
-  const CUresult status =
-      encode(&map, tensor_map_type(dtype), kTensorMapAxes, const_cast<void*>(data), axes.lengths, axes.strides,
-             axes.box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, promotion, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  return status == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;  // plan::tensor_map_holds() checked it
-}
-
-inline cudaError_t make_tensor_map(CUtensorMap& map, const TensorMapSource& source, Dtype dtype, TensorMapBox box) {
   constexpr int64_t kAny = 0x7fffffff;
   const int64_t bytes = dtype_bytes(dtype), row_bytes = source.strides.row * bytes;
-  const TensorMapAxes axes{
-      {static_cast<cuuint64_t>(source.head_dim), static_cast<cuuint64_t>(source.is_packed ? kPackedRows : source.rows),
-       static_cast<cuuint64_t>(source.heads), static_cast<cuuint64_t>(source.is_packed ? kAny : source.batch),
-       static_cast<cuuint64_t>(source.is_packed ? kAny : 1)},
-      {axis_stride(row_bytes, source.is_packed ? kPackedRows : source.rows),
-       axis_stride(source.strides.head * bytes, source.heads),
-       source.is_packed ? static_cast<cuuint64_t>(row_bytes) : axis_stride(source.strides.batch * bytes, source.batch),
-       source.is_packed ? static_cast<cuuint64_t>((int64_t{1} << 34) - row_bytes) : 16},
-      {static_cast<cuuint32_t>(box.cols), static_cast<cuuint32_t>(box.rows), 1, 1, 1}};
-  return encode_tensor_map(map, source.data, dtype, axes,
-                           box.cols * bytes == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
-                           CU_TENSOR_MAP_L2_PROMOTION_L2_128B);
+  // The stride of an axis of length 1 is never used; 16 satisfies the encoder whatever the tensor's is.
+  auto stride_of = [](int64_t stride, int64_t length) { return static_cast<cuuint64_t>(length > 1 ? stride : 16); };
+  const cuuint64_t lengths[kTensorMapAxes] = {
+      static_cast<cuuint64_t>(source.head_dim), static_cast<cuuint64_t>(source.is_packed ? kPackedRows : source.rows),
+      static_cast<cuuint64_t>(source.heads), static_cast<cuuint64_t>(source.is_packed ? kAny : source.batch),
+      static_cast<cuuint64_t>(source.is_packed ? kAny : 1)};
+  const cuuint64_t strides[kTensorMapAxes - 1] = {
+      stride_of(row_bytes, source.is_packed ? kPackedRows : source.rows),
+      stride_of(source.strides.head * bytes, source.heads),
+      source.is_packed ? static_cast<cuuint64_t>(row_bytes) : stride_of(source.strides.batch * bytes, source.batch),
+      source.is_packed ? static_cast<cuuint64_t>((int64_t{1} << 34) - row_bytes) : 16};
+  const cuuint32_t box_lengths[kTensorMapAxes] = {static_cast<cuuint32_t>(box.cols), static_cast<cuuint32_t>(box.rows),
+                                                  1, 1, 1};
+  const cuuint32_t steps[kTensorMapAxes] = {1, 1, 1, 1, 1};
+  const CUresult status = encode(&map, tensor_map_type(dtype), kTensorMapAxes, const_cast<void*>(source.data), lengths,
+                                 strides, box_lengths, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                                 box.cols * bytes == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
+                                 CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  return status == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;  // plan::tensor_map_holds() checked it
 }
 
 // Coordinates of the rows of a sequence in a tensor map.
