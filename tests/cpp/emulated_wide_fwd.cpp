@@ -97,7 +97,6 @@ int main() {
     run({{{70, 330}}, 1, 1, full}, timing);
     run({{{130, 130}}, 1, 1, causal}, timing);
   }
-  for (int i = 0; i < 8; ++i) run({{{1, 190}}, 1, 1, full}, i % 2 == 0 ? mixed : random);  // other orders of landing
   run({{{1, 64}}, 2, 1, full}, late);
   run({{{65, 1}}, 1, 1, full}, random);
   run({{{5, 200}, {5, 200}}, 2, 1, causal, 512, 512, false, true}, mixed);
