@@ -1,3 +1,0 @@
-#pragma once
-
-#include "kernels/tma/tile_copy.h"
