@@ -10,9 +10,9 @@ namespace {
 using namespace flash::plan;
 using namespace flash::plan::fwd_feature;
 
-constexpr const char* kVariantNames[kNumFwdVariants] = {
-    "plain", "short",  "dropout", "score_mod", "masked", "one_wave", "softcap", "alibi", "direct", "listed", "static",
-    "biased"};
+constexpr const char* kVariantNames[kNumFwdVariants] = {"plain",  "short",    "dropout", "score_mod",
+                                                        "masked", "one_wave", "softcap", "alibi",
+                                                        "direct", "listed",   "static",  "biased"};
 constexpr int kHeadDims[kNumSm90FwdHeadDims] = {64, 96, 128, 192, 256};
 
 struct NamedFeature {
