@@ -20,8 +20,7 @@ head_dim_v   of v and out, where a function names it: head_dim or another one, t
              few queries over many keys, those of q, k and v with the smaller one are padded by a copy.
 strides      any; a head dim with a stride other than 1 costs a copy.
 positions    aligned to the bottom right corner: query i of sq is at position i + sk - sq among sk keys.
-masked rows  a fully masked row (a query that sees no key) has output 0, gradients 0 and LSE +inf (with sinks: LSE the
-             sink).
+masked rows  a query that sees no key has output 0, gradients 0 and LSE +inf (with sinks: LSE the sink).
 gradients    of out and softmax_lse with respect to q, k, v, sinks, attn_bias and rel_bias; alibi_slopes or a number
              as a tensor that requires one is rejected. Second derivatives and forward mode take PyTorch operations in
              blocks of queries (docs/derivatives.md); mask and biases have neither. torch.vmap loops over the samples.
@@ -543,8 +542,7 @@ def flash_attn_func(
     if _is_compiling():
         result = _attention(None, (q, k, v), DENSE, *score, *more)
     else:
-        in_python = more or observation.DEBUG
-        result = NotImplemented if in_python else eager.attention(q, k, v, *score, is_batch_invariant())
+        result = NotImplemented if more or observation.DEBUG else eager.attention(q, k, v, *score, is_batch_invariant())
         if result is NotImplemented:
             result = FlashAttnFunc.apply(q, k, v, *score, *more)
     return result if lse_convention == "fa2" else _in_convention(result, lse_convention, return_attn_probs)

@@ -121,7 +121,7 @@ def test_collective_builder_is_never_included():
 
 
 def test_each_family_applies_score_modifiers_at_one_place():
-    """ScoreMod::apply() in the forwards and the gradient of biases, grad() in both backwards, modified() for S_dmask."""
+    """ScoreMod::apply() in the forwards and bias gradients, grad() in both backwards, modified() for S_dmask."""
     calls = {
         "kernels/sm80": r"\bScoreMod\(.*\)\s*\.apply\(",
         "kernels/sm90": r"\bScoreMod::apply<",
