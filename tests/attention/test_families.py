@@ -98,10 +98,10 @@ def test_tiles_without_a_schedule_have_equal_bits(hopper, monkeypatch, head_dim,
 
 
 @pytest.mark.parametrize(
-    "shape", ((3, 1000, 1100, True), (3, 1000, 700, True), (3, 1000, 9, False), (4, 2000, 2000, False)), ids=str
+    "shape", ((3, 1000, 1100, True), (3, 1000, 700, True), (2, 1700, 9, False), (2, 2000, 2000, False)), ids=str
 )
 def test_whole_waves(hopper, shape):
-    """Two and four waves of row blocks: of some no row sees a key, and packed calls have the same bits."""
+    """Two waves of row blocks: of some no row sees a key, and packed calls have the same bits."""
     batch, rows, keys, causal = shape
     problem = make_problem(Case(batch, rows, keys, 8, 2, 128, DTYPE, causal=causal), hopper)
     tensors = (problem.q, problem.k, problem.v)

@@ -312,6 +312,7 @@ def append_rotated(call, i, stop, q, k, v):
 
 
 NEEDED = {"v_descale_axis": ("v_descale",), "rotary_cos": ("rotary_sin", "rotary_interleaved", "k", "v")}
+NEEDED |= dict.fromkeys(("attn_bias", "rel_bias"), ("bias",))
 
 
 def refused(error, names):
