@@ -30,9 +30,11 @@ struct KvBoxes {
 
   // Before anything else: tensor maps are parameters of the launch, not results of the previous kernel.
   __device__ __forceinline__ static void prefetch_maps(const KvLaunch& launch) {
-    if (!Config::kBoxes || threadIdx.x != 0) return;
-    for (const CUtensorMap* const map : {&launch.k_map, &launch.v_map}) {
-      cute::prefetch_tma_descriptor(reinterpret_cast<const cute::TmaDescriptor*>(map));
+    if constexpr (Config::kBoxes) {
+      if (threadIdx.x != 0) return;
+      for (const CUtensorMap* const map : {&launch.k_map, &launch.v_map}) {
+        cute::prefetch_tma_descriptor(reinterpret_cast<const cute::TmaDescriptor*>(map));
+      }
     }
   }
 
