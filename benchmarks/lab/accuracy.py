@@ -209,7 +209,7 @@ def shortened(number):
 
 
 def figures(found, reference):
-    """The numbers of FIGURES in millionths, None where there is none, or none of this shape."""
+    """The numbers of FIGURES in millionths; None for a missing number and for a result of another shape."""
     found = {name: value for name, value in found.items() if value.shape == reference[name].shape}
     errors = {name: relative_error(value, reference[name]) for name, value in found.items()}
     errors.update(zip(FIGURES[1:3], largest_errors(found["out"], reference["out"])))

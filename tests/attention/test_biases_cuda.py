@@ -312,7 +312,7 @@ def test_a_graph_reads_the_biases_of_each_replay(device, family):
     leaves = make(call, device)
     *_, dout, dlse = step(call, leaves, None)
 
-    def replayed():  # leaves of its own: those of the step before belong to another stream
+    def replayed():  # new leaves, because the old ones belong to another stream
         return step(call, {name: x.detach().requires_grad_() for name, x in leaves.items()}, None, dout, dlse)
 
     graph, ours = captured(replayed)
