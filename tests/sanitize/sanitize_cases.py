@@ -31,6 +31,7 @@ import dq_stage_harness
 import sanitize_8_bit
 import sanitize_cp
 import sanitize_kvcache
+import sanitize_masks
 import sanitize_varlen
 import torch
 from cases import Case
@@ -79,7 +80,7 @@ CASES = (
     Case(4, 210, 150, 50, 50, 128, "float16", window=(70, 40)),
     Case(5, 200, 200, 50, 50, 96, "bfloat16", causal=True, kind="packed", sinks=True),
 )
-HEAD_DIMS = ((32, 0), (64, 0), (96, 0), (128, 0), (192, 0), (192, 128), (256, 0))  # of q and k, of v
+HEAD_DIMS = ((32, 0), (64, 0), (96, 0), (128, 0), (192, 0), (192, 128), (256, 0), (512, 0))  # of q and k, of v
 # By a family that is forced, with its backward; fp16 and bf16, causal and full, deterministic and not alternate.
 FAMILY_CASES = tuple(
     (family, Case(2, 130, 200, 2, 1, d, dtype, causal, head_dim_v=d_v))
@@ -245,6 +246,7 @@ def checks(device):
         yield name, family, lambda make=problem, d=deterministic: check_step(make(), d, True)
     yield from sanitize_8_bit.steps(device)
     yield from sanitize_cp.steps(device)
+    yield from sanitize_masks.steps(device)
     for name, run_check in sanitize_kvcache.checks(device):
         yield name, "", run_check
 
