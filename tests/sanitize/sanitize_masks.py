@@ -1,4 +1,4 @@
-"""Masks and biases as data, with gradients, and tangents, for sanitize_cases.py. The CPU's results are the reference."""
+"""Masks and biases as data, with gradients, and tangents, for sanitize_cases.py. The CPU's results are compared."""
 
 from __future__ import annotations
 
