@@ -21,7 +21,9 @@ struct Softmax {
   static constexpr float kMostRaised = 0x1p100f;  // has a reciprocal among the normal floats
   // How far capped scores may exceed row_max when only a bound of their magnitude is known: fp16 holds 2^15.
   static constexpr float kSoftcapThresholdLog2 = 15.0f;
-  static constexpr float kLargeLog2 = 1024.0f;  // beyond it exponents round by more than half a ulp of an fp16 1
+  static constexpr float kLargeLog2 = 1024.0f;      // beyond it exponents round by more than half a ulp of an fp16 1
+  static constexpr float kMostSumToFall = 0x1p20f;  // while no row_sum exceeds it, row_max may fall
+  static constexpr float kMostFall = 0x1p100f;      // kLowest minus it is kLowest
   // Initial row_max. Finite, so that a score of -inf, masked or not, gets weight 0 in every kind of block.
   static constexpr float kLowest = -3.402823466e38f;
 
@@ -40,19 +42,20 @@ struct Softmax {
 
   // Turns scores (rows, cols) into exp2(scale (score - row_max)). row_max lags the true running maximum by at most
   // threshold_log2 / scale: out (rows, head dim) is rescaled only when some row of the warp would exceed that. The
-  // result depends on the lag only through rounding. scale > 0.
+  // result depends on the lag only through rounding. scale > 0. With a threshold below 0 row_max falls to the maximum
+  // of a block too, if it is not further below: the largest P of each block is 1, which is not rounded.
   template <class Scores, class Out>
-  __device__ __forceinline__ void update(Scores& scores, Out& out, float scale, float threshold_log2 = kThresholdLog2) {
-    using namespace cute;
-    update_row_maxima(scores, scale, threshold_log2, [&](int mi, float correction) {
-#pragma unroll
-      for (int ni = 0; ni < size<1>(out); ++ni) out(mi, ni) *= correction;
-    });
-    exponentiate(scores, scale);
+  __device__ __forceinline__ void update(Scores& scores, Out& out, float scale, float threshold_log2) {
+    if (__any_sync(0xffffffffu, may_exceed_threshold(scores, scale, threshold_log2))) {
+      float maxima[kRows];
+      set_maxima(scores, maxima);
+      raise_and_rescale(maxima, out, scale, most_fall(scale, threshold_log2));
+    }
+    add_exponentials(scores, scale);
   }
 
-  // First half of update(). Returns, warp-uniform, whether row_max was updated: then multiply out by `correction`
-  // before accumulating new probabilities (row_sum already is).
+  // First half of update(), with a threshold of at least 0. Returns, warp-uniform, whether row_max was updated: then
+  // multiply out by `correction` before accumulating new probabilities (row_sum already is).
   template <class Scores>
   __device__ __forceinline__ bool update_row_max(const Scores& scores, float scale, float (&correction)[kRows],
                                                  float threshold_log2 = kThresholdLog2) {
@@ -95,22 +98,40 @@ struct Softmax {
     bool exceeds = false;
 #pragma unroll
     for (int mi = 0; mi < kRows; ++mi) exceeds |= (fmaxf(maxima[mi], 0.0f) - row_max[mi]) * scale > threshold_log2;
-    if (__any_sync(0xffffffffu, exceeds)) {
-      raise_row_maxima(maxima, scale, [&](int mi, float correction) {
-#pragma unroll
-        for (int ni = 0; ni < size<1>(out); ++ni) out(mi, ni) *= correction;
-      });
-    }
-    exponentiate(scores, scale);
+    if (__any_sync(0xffffffffu, exceeds)) raise_and_rescale(maxima, out, scale);
+    add_exponentials(scores, scale);
   }
 
-  // Raises row_max to the maxima of a block.
+  // How far row_max may fall in a block. The bound of the sums, of all columns by the vote, is one of the distance to
+  // the true maximum, and so of out.
+  __device__ __forceinline__ float most_fall(float scale, float threshold_log2) const {
+    if (threshold_log2 >= 0.0f) return 0.0f;
+    bool may_fall = true;
+#pragma unroll
+    for (int mi = 0; mi < kRows; ++mi) may_fall &= row_sum[mi][0] <= kMostSumToFall;  // false for NaN
+    return __all_sync(0xffffffffu, may_fall) ? fminf(-threshold_log2 / scale, kMostFall) : 0.0f;
+  }
+
+  template <class Out>
+  __device__ __forceinline__ void raise_and_rescale(const float (&maxima)[kRows], Out& out, float scale,
+                                                    float most_fall = 0.0f) {
+    using namespace cute;
+    const auto rescale_row = [&](int mi, float correction) {
+#pragma unroll
+      for (int ni = 0; ni < size<1>(out); ++ni) out(mi, ni) *= correction;
+    };
+    raise_row_maxima(maxima, scale, rescale_row, most_fall);
+  }
+
+  // Raises row_max to the maxima of a block, or lowers it to those that are at most `most_fall` below it.
   template <class Correct>
-  __device__ __forceinline__ void raise_row_maxima(const float (&new_max)[kRows], float scale, const Correct& correct) {
+  __device__ __forceinline__ void raise_row_maxima(const float (&new_max)[kRows], float scale, const Correct& correct,
+                                                   float most_fall = 0.0f) {
     bool large = false;
 #pragma unroll
     for (int mi = 0; mi < kRows; ++mi) {
-      const float new_row_max = fmaxf(row_max[mi], new_max[mi]);
+      const float fall = new_max[mi] >= row_max[mi] - most_fall ? most_fall : 0.0f;
+      const float new_row_max = fmaxf(row_max[mi] - fall, new_max[mi]);
       const float correction = exp2f((row_max[mi] - new_row_max) * scale);
       row_max[mi] = new_row_max;
 #pragma unroll
@@ -175,10 +196,25 @@ struct Softmax {
     }
   }
 
-  // Second half of update(). Offsets: row_max * scale, subtracted from exponents; large ones from the scores
-  // beforehand.
+  // After update_row_max().
   template <class Scores>
   __device__ __forceinline__ void exponentiate(Scores& scores, float scale) {
+    exponentiate(scores, scale, [&](int mi, float p) { row_sum[mi][0] += p; });
+  }
+
+  // Second half of update(). Each block has a sum of its own: one chain of additions over thousands of keys would be
+  // most of the LSE's error.
+  template <class Scores>
+  __device__ __forceinline__ void add_exponentials(Scores& scores, float scale) {
+    float sums[kRows] = {};
+    exponentiate(scores, scale, [&](int mi, float p) { sums[mi] += p; });
+#pragma unroll
+    for (int mi = 0; mi < kRows; ++mi) row_sum[mi][0] += sums[mi];
+  }
+
+  // Offsets: row_max * scale, subtracted from exponents; large ones from the scores beforehand. add(mi, p): to a sum.
+  template <class Scores, class Add>
+  __device__ __forceinline__ void exponentiate(Scores& scores, float scale, const Add& add) {
     using namespace cute;
     float offset[kRows];
 #pragma unroll
@@ -189,7 +225,7 @@ struct Softmax {
 #pragma unroll
       for (int ni = 0; ni < size<1>(scores); ++ni) {
         scores(mi, ni) = exp2f(scores(mi, ni) * scale - offset[mi]);
-        row_sum[mi][0] += scores(mi, ni);
+        add(mi, scores(mi, ni));
       }
     }
   }
@@ -409,10 +445,11 @@ struct Softmax {
     }
   }
 
-  // Natural-log LSE, after finalize() with the same sink; +inf marks a fully masked row without a sink.
-  __device__ __forceinline__ float lse(int mi, float scale, float sink = -INFINITY) const {
-    const float log_sum = log2f(row_sum[mi][0]);
-    const float above = sink + log_sum * kLn2, below = (row_max[mi] * scale + log_sum) * kLn2;
+  // Natural-log LSE, after finalize() with the same sink; +inf marks a fully masked row without a sink. natural_scale:
+  // `scale` before its product with log2(e) was rounded.
+  __device__ __forceinline__ float lse(int mi, float scale, float natural_scale, float sink) const {
+    const float log_sum = log2f(row_sum[mi][0]) * kLn2;
+    const float above = sink + log_sum, below = fmaf(row_max[mi], natural_scale, log_sum);
     return row_sum[mi][0] == 0.0f ? INFINITY : sink_above(mi, scale, sink) > 0.0f ? above : below;
   }
 
