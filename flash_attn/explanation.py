@@ -72,7 +72,8 @@ def explain(*args: Any, **kwargs: Any) -> Explanation:
         block_m, block_n: rows and keys of a tile. tile_heads: its K/V heads ("split_kv").
         stages, warps, smem_bytes: of a thread block.
         grid, num_work_tiles: thread blocks launched, and the tiles that they take.
-        num_splits, split: how keys are split. row_max: "lagging" or "exact" (FLASH_ATTN_ROW_MAX, docs/build.md).
+        num_splits, split: how keys are split. row_max: "lagging" or, by FLASH_ATTN_ROW_MAX (docs/build.md), "exact" or
+            "of each block".
         workspace_bytes: memory besides the results.
         stages: the launches, in order, on CUDA.
         threads: of the CPU.

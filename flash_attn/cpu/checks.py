@@ -264,6 +264,11 @@ def check_lse(lse: torch.Tensor, dlse: torch.Tensor | None, q: torch.Tensor, sha
             check_shape(name, tensor, shape)
 
 
+def without_padding(lse: torch.Tensor, total_q: int) -> torch.Tensor:
+    """xformers passes the LSE of another forward, whose rows are padded."""
+    return lse[:, :total_q] if isinstance(lse, torch.Tensor) and lse.dim() == 2 else lse
+
+
 def check_rng_state(rng_state: torch.Tensor | None, dropout_p: float) -> None:
     if dropout_p == 0.0:
         return

@@ -330,6 +330,7 @@ def varlen_bwd(
     total_q, heads, _ = q.shape
     sums = Sums(q.dtype, dk, dv) if accumulate_dkv else None
     checks.check_gradients(dout, q, k, v, out, dq, dk, dv, None if sums is None else sums.dtype)
+    softmax_lse = checks.without_padding(softmax_lse, total_q)
     checks.check_lse(softmax_lse, dlse, q, [heads, total_q])
     options.check(q, batch, p_dropout)
     options.check_packed(q, k, max_seqlen_k)

@@ -232,6 +232,24 @@ def test_gradients_land_in_the_given_tensors(device, kind):
     assert torch.equal(alone, plain[1])
 
 
+def test_varlen_lse_with_padded_rows(device):
+    """xformers gives the LSE of torch's memory-efficient attention, whose rows are padded to a multiple of 32."""
+    q, k, v, dout = (torch.randn(50, 3, 64, device=device, dtype=torch.bfloat16) for _ in range(4))
+    cu = torch.tensor([0, 20, 50], dtype=torch.int32, device=device)
+    out, lse, _ = flash_attn_varlen_func(q, k, v, cu, cu, 30, 30, return_attn_probs=True)
+
+    def backward(lse):
+        grads = [torch.empty_like(x) for x in (q, k, v)]
+        tail = (cu, cu, 30, 30, 0.0, 0.125, False, -1, -1, 0.0, None, True)
+        _flash_attn_varlen_backward(dout, q, k, v, out, lse, *grads, *tail)
+        return grads
+
+    padded = torch.nn.functional.pad(lse, (0, 14), value=float("nan"))
+    assert all(torch.equal(a, b) for a, b in zip(backward(lse), backward(padded), strict=True))
+    with pytest.raises(RuntimeError, match=r"^softmax_lse: expected shape \[3, 50\], got \[3, 49\]"):
+        backward(lse[:, :49])
+
+
 def test_varlen_rows_of_no_sequence_have_zero_gradient(device):
     problem = make_problem(Case(4, 60, 90, 2, 1, 64, CLOSE_DTYPE[device], kind="padded", causal=True), device)
     leaves = [x.detach().clone().requires_grad_() for x in (problem.q, problem.k, problem.v)]

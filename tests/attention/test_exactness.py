@@ -7,6 +7,8 @@ weight so far of each is not rounded either. LSE and gradients are compared with
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from reference import attention, attention_by_rows
@@ -16,8 +18,10 @@ from flash_attn import explain, flash_attn_func
 
 NORM, LARGEST, OTHERS = 1.02, 1.1, 1.05  # of out; of the largest thousandth of its errors; norms of gradients and LSE
 DTYPES = (torch.bfloat16, torch.float16)
+BOUNDS = {"out": NORM, "largest thousandth": LARGEST, "lse": OTHERS, "dq": OTHERS, "dk": OTHERS, "dv": OTHERS}
 SINK, DOMINANT = 10.0, 12.0  # nats
 HALF_ULP = 2.0**-24  # of float32
+LAB = Path(__file__).resolve().parents[2] / "benchmarks" / "lab"
 
 
 @pytest.fixture(autouse=True)
@@ -85,6 +89,34 @@ def sizes(device):
 def test_out(device, dtype, head_dim, std, causal):
     for seqlen in sizes(device):
         check(*tensors(device, dtype, head_dim, seqlen, seqlen, std), causal=causal)
+
+
+@pytest.mark.devices("cuda")
+@pytest.mark.parametrize("head_dim", (64, 96, 128, 192, 256))
+@pytest.mark.parametrize("kind", ("full", "causal", "window", "packed", "few queries", "decode", "pages", "dropout"))
+def test_kinds_of_calls(device, monkeypatch, kind, head_dim):
+    """The benchmark's problems in both families."""
+    monkeypatch.syspath_prepend(str(LAB))
+    import accuracy
+
+    problems = [x for x in accuracy.problems(device) if x.kind == kind and x.row.case.head_dim == head_dim]
+    assert problems
+    for problem in problems:
+        if problem.row.case.seqlen_q <= 4096:
+            check_problem(accuracy, problem, device)
+
+
+def check_problem(accuracy, problem, device):
+    names, seed = ("ours_exact", "mma_sync_exact"), int(torch.randint(2**31, ()))
+    entry = accuracy.measure(problem, (*names, "sdpa_flash"), torch.device(device), seed)
+    results = {name: dict(zip(accuracy.FIGURES, x, strict=True)) for name, x in entry["results"].items()}
+    theirs = results.get("sdpa_flash") or results["emulated"]
+    for name in names:
+        for figure, bound in BOUNDS.items():
+            mine, other = results[name][figure], theirs[figure]
+            if mine is not None and other is not None:
+                least = 1e6 * HALF_ULP if figure == "lse" else 0.0
+                assert mine <= bound * other + least, (name, figure, entry["label"], entry["logits"], seed)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -169,6 +201,10 @@ def test_gradients(device, dtype, std, causal):
 def test_the_plan_tells_it_and_other_words_are_refused(device, monkeypatch):
     q, k, v = tensors(device, torch.bfloat16, 128, 512, 512)
     assert explain(flash_attn_func, q, k, v)["forward"]["row_max"] == "exact"
+    with monkeypatch.context() as patch:
+        patch.setenv("FLASH_ATTN_FAMILY", "mma_sync")
+        assert explain(flash_attn_func, q, k, v)["forward"]["row_max"] == "of each block"
+        assert explain(flash_attn_func, q, k, v, return_max_logit=True)["forward"]["row_max"] == "exact"
     monkeypatch.setenv("FLASH_ATTN_ROW_MAX", "lagging")
     assert explain(flash_attn_func, q, k, v)["forward"]["row_max"] == "lagging"
     assert explain(flash_attn_func, q, k, v, return_max_logit=True)["forward"]["row_max"] == "exact"

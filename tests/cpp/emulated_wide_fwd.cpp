@@ -6,39 +6,7 @@
 #include <random>
 
 #include "check.h"
-
-#define __forceinline__ inline
-#define __grid_constant__
-#define __align__(bytes) __attribute__((aligned(bytes)))
-#undef __shared__
-#define __shared__
-
-using std::isnan;
-using std::max;
-
-struct uint4 {
-  uint32_t x, y, z, w;
-};
-struct float4 {
-  float x, y, z, w;
-};
-inline int __float_as_int(float value) {
-  int bits;
-  std::memcpy(&bits, &value, 4);
-  return bits;
-}
-inline float __int_as_float(int bits) {
-  float value;
-  std::memcpy(&value, &bits, 4);
-  return value;
-}
-inline float __uint_as_float(unsigned bits) { return __int_as_float(static_cast<int>(bits)); }
-inline int __vimax3_s32(int a, int b, int c) { return max(a, max(b, c)); }
-inline unsigned __vimax3_u32(unsigned a, unsigned b, unsigned c) { return max(a, max(b, c)); }
-inline bool __all_sync(uint32_t mask, bool value) { return !__any_sync(mask, !value); }
-inline void atomicMax(int* address, int value) { *address = max(*address, value); }
-inline void atomicMin(unsigned* address, unsigned value) { *address = min(*address, value); }
-
+#include "emulated_device.h"
 #include "kernels/sm90/wide_fwd_consumer.h"
 #include "kernels/sm90/wide_fwd_producer.h"
 
@@ -196,6 +164,7 @@ void run(const Case& c, const Timing& timing) {
   params.d = c.dim, params.d_v = c.dim_v;
   params.seqlen_q = c.packed ? call.total_q : rows, params.seqlen_k = c.packed ? call.total_k : c.sequences[0].keys;
   params.window = c.window;
+  params.scale_softmax = static_cast<float>(call.scale);
   params.softmax_scale_log2 = static_cast<float>(call.scale * 1.4426950408889634);
   if (c.exact) params.rescale_threshold_log2 = 0.0f, params.max_logit_ptr = call.max_logit.data();
   params.softmax_lse_ptr = call.lse.data();

@@ -160,6 +160,22 @@ void check_splits() {
   check::that(plan_of(problem, kH100).family != Family::kDecode, "origins");
 }
 
+// An exact row max falls where FlashAttention-2 splits keys and the mma.sync family does not.
+void check_row_max() {
+  const auto falls = [](const FwdProblem& problem, const Device& device, const char* forced = "mma_sync") {
+    return plan_fwd_kernel(problem, device, forced).row_max_falls;
+  };
+  const auto exact = [](FwdProblem& p) { p.exact_row_max = true; };
+  const FwdProblem few = changed(dense(1, 1024, 4, 128), exact);
+  check::that(falls(few, kH100) && falls(few, kA100) && falls(changed(packed(1, 1024, 4, 128), exact), kH100), "few");
+  check::that(!falls(few, kH100, nullptr), "wgmma");
+  check::that(!falls(dense(1, 1024, 4, 128), kH100), "lagging");
+  check::that(!falls(changed(dense(2, 8192, 16, 128), exact), kH100), "many m_blocks");
+  check::that(!falls(changed(dense(1, 1024, 4, 512), exact), kH100), "warps that share rows");
+  check::that(!falls(changed(few, [](FwdProblem& p) { p.returns_max_logit = true; }), kH100), "max_logit");
+  check::that(!falls(changed(few, [](FwdProblem& p) { p.batch_invariant = true; }), kH100), "batch-invariant");
+}
+
 // What a family cannot run another one does; where that one knows one head dim, the call is padded.
 void check_other_families() {
   const FwdProblem problem = dense(2, 8192, 16, 128, kCausal);
@@ -479,6 +495,7 @@ int main() {
   check_biases();
   check_tangents();
   check_splits();
+  check_row_max();
   check_other_families();
   check_whole_waves();
   check_tile_order();

@@ -106,7 +106,7 @@ struct BwdCall {
   const at::Tensor& k;
   const at::Tensor& v;
   const at::Tensor& out;
-  const at::Tensor& lse;
+  at::Tensor lse;
   ScoreOptions scores;
   double p_dropout;
   bool deterministic;
@@ -175,6 +175,11 @@ inline void set_dense(BwdCall& call) {
   call.sequences = dense_sequences<Flash_bwd_params>(batch, call.batch_invariant);
 }
 
+// xformers passes the LSE of another forward, whose rows are padded.
+inline at::Tensor without_padding(const at::Tensor& lse, int64_t total_q) {
+  return lse.defined() && lse.dim() == 2 && lse.size(1) > total_q ? lse.narrow(1, 0, total_q) : lse;
+}
+
 inline void set_packed(BwdCall& call, const at::Tensor& cu_seqlens_q, const at::Tensor& cu_seqlens_k,
                        int64_t max_seqlen_q, int64_t max_seqlen_k) {
   const at::Tensor& q = call.q;
@@ -182,6 +187,7 @@ inline void set_packed(BwdCall& call, const at::Tensor& cu_seqlens_q, const at::
   checks::whole_vectors(q);
   const int64_t batch = checks::cu_seqlens(cu_seqlens_q, cu_seqlens_k, q);
   checks::key_value(call.k, call.v, q, {-1, -1, q.size(2)}, kPackedAxes);
+  call.lse = without_padding(call.lse, q.size(0));
   check_gradients(call, {q.size(1), q.size(0)});
   checks::max_seqlen("max_seqlen_q", max_seqlen_q);
   checks::max_seqlen("max_seqlen_k", max_seqlen_k);

@@ -340,7 +340,9 @@ inline void attention(FwdLaunch& launch) {
     return check_launch(run_mha_fwd_fp8(*launch.fp8, launch.plan, launch.stream()), "flash_fwd_fp8_kernel", launch.q);
   }
   set_params_splits(launch);
-  if (launch.plan.exact_row_max) launch.params.rescale_threshold_log2 = 0.0f;
+  if (launch.plan.exact_row_max) {
+    launch.params.rescale_threshold_log2 = launch.plan.row_max_falls ? -kRescaleThresholdLog2 : 0.0f;
+  }
   const at::Tensor& q = launch.converted.defined() ? launch.converted : launch.q;
   check_launch(run_mha_fwd(launch.params, launch.plan, launch.stream()), "flash_fwd_kernel", q);
 }

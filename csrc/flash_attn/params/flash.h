@@ -103,7 +103,8 @@ struct Flash_fwd_params : Qkv_params {
   bool accumulates_dkv = false;     // of a backward: dk and dv are fp32, and the call adds to them
   bool keeps_dq = false;            // of a backward: softmax_d is for calls over other keys too
   float softmax_scale_log2 = 0.0f;  // the softmax multiplies scores by it: scale log2(e), or 1 after a ScoreMod
-  float rescale_threshold_log2 = kRescaleThresholdLog2;  // 0: the row max never lags
+  // 0: the row max never lags. Below 0, in the mma.sync family: it falls to the maximum of a block too.
+  float rescale_threshold_log2 = kRescaleThresholdLog2;
   const float* __restrict__ alibi_slopes_ptr = nullptr;  // (h) or (b, h)
   int64_t alibi_slopes_batch_stride = 0;
   const float* __restrict__ sinks_ptr = nullptr;  // (h): logits of keys without values, not scaled; null: none

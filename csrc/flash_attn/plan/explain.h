@@ -41,7 +41,7 @@ inline void explain_launch(const FwdPlan& plan, Explanation& result) {
   result["sort_varlen_tiles"] = plan.sort_varlen_tiles;
   result["dynamic_scheduler"] = plan.is_dynamic;
   result["pdl"] = plan.pdl;
-  result["row_max"] = std::string(plan.exact_row_max ? "exact" : "lagging");
+  result["row_max"] = std::string(plan.row_max_falls ? "of each block" : plan.exact_row_max ? "exact" : "lagging");
   result["workspace_bytes"] = plan.workspace_bytes;
 }
 

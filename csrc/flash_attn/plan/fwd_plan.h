@@ -104,6 +104,7 @@ struct FwdPlan {
   bool is_dynamic = false;     // work tiles are handed out by a semaphore
   bool pdl = false;            // programmatic dependent launch
   bool exact_row_max = false;  // the row max follows every score, at the price of more rescaling
+  bool row_max_falls = false;  // and the maximum of each block, down too
   int page_box_rows = 0;       // rows of a TMA box within a page; 0: rows are copied one by one
   MaskPlan mask;               // of variants that visit by list
   int64_t workspace_bytes = 0;
@@ -332,6 +333,14 @@ inline bool wgmma_supports(const FwdProblem& problem, const Device& device, cons
   return !problem.is_paged || sm90_reads_pages(tile, plan.variant);
 }
 
+// Whether an exact row max falls. FlashAttention-2 splits the keys of calls with few m_blocks, so that more weights are
+// 1 and not rounded; here each block of keys has such a weight. Not where the largest logit is wanted, nor where warps
+// that share rows would have to agree.
+constexpr bool takes_falling_row_max(const FwdProblem& problem, const Device& device, int head_dim) {
+  return problem.exact_row_max && !problem.returns_max_logit && !problem.batch_invariant && !is_wide(head_dim) &&
+         problem.blocks(128) <= device.multiprocessors;
+}
+
 inline FwdPlan plan_fwd_mma_sync(const FwdProblem& problem, const Device& device) {
   FwdPlan plan;
   plan.dtype = problem.dtype;
@@ -351,6 +360,7 @@ inline FwdPlan plan_fwd_mma_sync(const FwdProblem& problem, const Device& device
   plan.grid = product(problem.heads, m_blocks(problem.is_varlen, static_cast<int>(problem.batch),
                                               static_cast<int>(problem.seqlen_q), tile.block_m));
   plan.num_work_tiles = plan.grid;
+  plan.row_max_falls = takes_falling_row_max(problem, device, tile.head_dim);
   plan.pdl = true;
   plan.workspace_bytes = 4 * varlen_words(problem.is_varlen, problem.batch);
   return plan;

@@ -33,9 +33,11 @@ __device__ __forceinline__ void store_lse(const Softmax<kRows, Flag, kSums>& sof
                                           int64_t offset = 0) {
   if (threadIdx.x % 4 != 0) return;
   float* const lse = params.softmax_lse_ptr + offset + lse_offset(tile, params);
+  const float scale_log2 = params.softmax_scale_log2;  // 1: scores are logits to base 2
+  const float scale = scale_log2 == 1.0f ? Softmax<kRows, Flag, kSums>::kLn2 : params.scale_softmax;
   float values[kRows];  // computed without branches: nothing overlaps the end of a work tile
 #pragma unroll
-  for (int mi = 0; mi < kRows; ++mi) values[mi] = softmax.lse(mi, params.softmax_scale_log2, sink);
+  for (int mi = 0; mi < kRows; ++mi) values[mi] = softmax.lse(mi, scale_log2, scale, sink);
 #pragma unroll
   for (int mi = 0; mi < kRows; ++mi) {
     const int row = row_begin + coords.row(mi);

@@ -15,19 +15,24 @@ struct Softmax {
   static constexpr float kThresholdLog2 = kRescaleThresholdLog2;
   static constexpr float kLog2e = 1.4426950408889634f;
   static constexpr float kLn2 = 0.69314718055994531f;
-  // Bound of a thread's sum over a block. Equal scores of 192 keys sum to 48; what is larger is raised at once, since
-  // the rounding of a row's largest P is most of the error (docs/how_it_works.md).
-  static constexpr float kMaxSpeculativeSum = 64.0f;
-  static constexpr float kMostRaised = 0x1p100f;  // has a reciprocal among the normal floats
+  // Bounds of a thread's sum over a block. What is larger may hold a weight that decides the row's error, which only a
+  // P of 1 keeps from rounding (docs/how_it_works.md): more than 1, than this multiple of the mean block so far and
+  // than this part of row_sum. Equal scores of 192 keys sum to 48.
+  static constexpr float kMaxSpeculativeSum = 64.0f, kMostOfMean = 4.0f, kMostOfRow = 0.1f;
+  static constexpr float kMostOfRowForOne = 1.5f;  // bound of a single P, relative to row_sum
+  static constexpr float kMostRaised = 0x1p100f;   // has a reciprocal among the normal floats
   // How far capped scores may exceed row_max when only a bound of their magnitude is known: fp16 holds 2^15.
   static constexpr float kSoftcapThresholdLog2 = 15.0f;
-  static constexpr float kLargeLog2 = 1024.0f;  // beyond it exponents round by more than half a ulp of an fp16 1
+  static constexpr float kLargeLog2 = 1024.0f;      // beyond it exponents round by more than half a ulp of an fp16 1
+  static constexpr float kMostSumToFall = 0x1p20f;  // while no row_sum exceeds it, row_max may fall
+  static constexpr float kMostFall = 0x1p100f;      // kLowest minus it is kLowest
   // Initial row_max. Finite, so that a score of -inf, masked or not, gets weight 0 in every kind of block.
   static constexpr float kLowest = -3.402823466e38f;
 
   float row_max[kRows];         // lagging row max of the raw scores; kLowest while all were -inf
   float row_sum[kRows][kSums];  // over this thread's columns; after finalize() [0] is the row's sum
   Flag is_large = false;        // some row_max of the warp exceeds kLargeLog2
+  float reach = 0.0f;           // row_sum / reach bounds the next block's sum; grows with the speculative blocks
 
   __device__ __forceinline__ Softmax() {
 #pragma unroll
@@ -40,19 +45,20 @@ struct Softmax {
 
   // Turns scores (rows, cols) into exp2(scale (score - row_max)). row_max lags the true running maximum by at most
   // threshold_log2 / scale: out (rows, head dim) is rescaled only when some row of the warp would exceed that. The
-  // result depends on the lag only through rounding. scale > 0.
+  // result depends on the lag only through rounding. scale > 0. With a threshold below 0 row_max falls to the maximum
+  // of a block too, if it is not further below: the largest P of each block is 1, which is not rounded.
   template <class Scores, class Out>
-  __device__ __forceinline__ void update(Scores& scores, Out& out, float scale, float threshold_log2 = kThresholdLog2) {
-    using namespace cute;
-    update_row_maxima(scores, scale, threshold_log2, [&](int mi, float correction) {
-#pragma unroll
-      for (int ni = 0; ni < size<1>(out); ++ni) out(mi, ni) *= correction;
-    });
-    exponentiate(scores, scale);
+  __device__ __forceinline__ void update(Scores& scores, Out& out, float scale, float threshold_log2) {
+    if (__any_sync(0xffffffffu, may_exceed_threshold(scores, scale, threshold_log2))) {
+      float maxima[kRows];
+      set_maxima(scores, maxima);
+      raise_and_rescale(maxima, out, scale, most_fall(scale, threshold_log2));
+    }
+    add_exponentials(scores, scale);
   }
 
-  // First half of update(). Returns, warp-uniform, whether row_max was updated: then multiply out by `correction`
-  // before accumulating new probabilities (row_sum already is).
+  // First half of update(), with a threshold of at least 0. Returns, warp-uniform, whether row_max was updated: then
+  // multiply out by `correction` before accumulating new probabilities (row_sum already is).
   template <class Scores>
   __device__ __forceinline__ bool update_row_max(const Scores& scores, float scale, float (&correction)[kRows],
                                                  float threshold_log2 = kThresholdLog2) {
@@ -95,22 +101,40 @@ struct Softmax {
     bool exceeds = false;
 #pragma unroll
     for (int mi = 0; mi < kRows; ++mi) exceeds |= (fmaxf(maxima[mi], 0.0f) - row_max[mi]) * scale > threshold_log2;
-    if (__any_sync(0xffffffffu, exceeds)) {
-      raise_row_maxima(maxima, scale, [&](int mi, float correction) {
-#pragma unroll
-        for (int ni = 0; ni < size<1>(out); ++ni) out(mi, ni) *= correction;
-      });
-    }
-    exponentiate(scores, scale);
+    if (__any_sync(0xffffffffu, exceeds)) raise_and_rescale(maxima, out, scale);
+    add_exponentials(scores, scale);
   }
 
-  // Raises row_max to the maxima of a block.
+  // How far row_max may fall in a block. The bound of the sums, of all columns by the vote, is one of the distance to
+  // the true maximum, and so of out.
+  __device__ __forceinline__ float most_fall(float scale, float threshold_log2) const {
+    if (threshold_log2 >= 0.0f) return 0.0f;
+    bool may_fall = true;
+#pragma unroll
+    for (int mi = 0; mi < kRows; ++mi) may_fall &= row_sum[mi][0] <= kMostSumToFall;  // false for NaN
+    return __all_sync(0xffffffffu, may_fall) ? fminf(-threshold_log2 / scale, kMostFall) : 0.0f;
+  }
+
+  template <class Out>
+  __device__ __forceinline__ void raise_and_rescale(const float (&maxima)[kRows], Out& out, float scale,
+                                                    float most_fall = 0.0f) {
+    using namespace cute;
+    const auto rescale_row = [&](int mi, float correction) {
+#pragma unroll
+      for (int ni = 0; ni < size<1>(out); ++ni) out(mi, ni) *= correction;
+    };
+    raise_row_maxima(maxima, scale, rescale_row, most_fall);
+  }
+
+  // Raises row_max to the maxima of a block, or lowers it to those that are at most `most_fall` below it.
   template <class Correct>
-  __device__ __forceinline__ void raise_row_maxima(const float (&new_max)[kRows], float scale, const Correct& correct) {
+  __device__ __forceinline__ void raise_row_maxima(const float (&new_max)[kRows], float scale, const Correct& correct,
+                                                   float most_fall = 0.0f) {
     bool large = false;
 #pragma unroll
     for (int mi = 0; mi < kRows; ++mi) {
-      const float new_row_max = fmaxf(row_max[mi], new_max[mi]);
+      const float fall = new_max[mi] >= row_max[mi] - most_fall ? most_fall : 0.0f;
+      const float new_row_max = fmaxf(row_max[mi] - fall, new_max[mi]);
       const float correction = exp2f((row_max[mi] - new_row_max) * scale);
       row_max[mi] = new_row_max;
 #pragma unroll
@@ -140,16 +164,21 @@ struct Softmax {
     }
   }
 
-  // Whether some score of this thread may exceed row_max by more than threshold_log2 / scale.
+  // Whether some score of this thread may exceed row_max by more than threshold_log2 / scale, or by so much that it has
+  // most of the row's weight.
   template <class Scores>
   __device__ __forceinline__ bool may_exceed_threshold(const Scores& scores, float scale, float threshold_log2) const {
-    return may_exceed(scores, threshold_log2, [&](int mi, float top) { return (top - row_max[mi]) * scale; });
+    return may_exceed(scores, [&](int mi, float top) {
+      const float exponent = (top - row_max[mi]) * scale;
+      const bool is_heavy = top > 0.0f && exp2f(exponent) > fmaxf(kMostOfRowForOne * row_sum[mi][0], 1.0f);
+      return exponent > threshold_log2 || is_heavy;
+    });
   }
 
-  // Whether `exponent`, monotone in the score, may exceed `most` for some score of this thread. Non-negative floats
+  // Whether exceeds(mi, top), monotone in `top`, for the largest score of this thread in some row. Non-negative floats
   // order like their bits, so three are compared by one integer instruction; negative scores count as 0.
-  template <class Scores, class Exponent>
-  __device__ __forceinline__ bool may_exceed(const Scores& scores, float most, const Exponent& exponent) const {
+  template <class Scores, class Exceeds>
+  __device__ __forceinline__ bool may_exceed(const Scores& scores, const Exceeds& exceeds_in) const {
     using namespace cute;
     static_assert(decltype(size<1>(scores))::value % 2 == 0, "scores are compared in pairs");
     bool exceeds = false;
@@ -160,7 +189,7 @@ struct Softmax {
       for (int ni = 0; ni < size<1>(scores); ni += 2) {
         bound = __vimax3_s32(bound, __float_as_int(scores(mi, ni)), __float_as_int(scores(mi, ni + 1)));
       }
-      exceeds |= exponent(mi, __int_as_float(bound)) > most;
+      exceeds |= exceeds_in(mi, __int_as_float(bound));
     }
     return exceeds;
   }
@@ -175,10 +204,25 @@ struct Softmax {
     }
   }
 
-  // Second half of update(). Offsets: row_max * scale, subtracted from exponents; large ones from the scores
-  // beforehand.
+  // After update_row_max().
   template <class Scores>
   __device__ __forceinline__ void exponentiate(Scores& scores, float scale) {
+    exponentiate(scores, scale, [&](int mi, float p) { row_sum[mi][0] += p; });
+  }
+
+  // Second half of update(). Each block has a sum of its own: one chain of additions over thousands of keys would be
+  // most of the LSE's error.
+  template <class Scores>
+  __device__ __forceinline__ void add_exponentials(Scores& scores, float scale) {
+    float sums[kRows] = {};
+    exponentiate(scores, scale, [&](int mi, float p) { sums[mi] += p; });
+#pragma unroll
+    for (int mi = 0; mi < kRows; ++mi) row_sum[mi][0] += sums[mi];
+  }
+
+  // Offsets: row_max * scale, subtracted from exponents; large ones from the scores beforehand. add(mi, p): to a sum.
+  template <class Scores, class Add>
+  __device__ __forceinline__ void exponentiate(Scores& scores, float scale, const Add& add) {
     using namespace cute;
     float offset[kRows];
 #pragma unroll
@@ -189,7 +233,7 @@ struct Softmax {
 #pragma unroll
       for (int ni = 0; ni < size<1>(scores); ++ni) {
         scores(mi, ni) = exp2f(scores(mi, ni) * scale - offset[mi]);
-        row_sum[mi][0] += scores(mi, ni);
+        add(mi, scores(mi, ni));
       }
     }
   }
@@ -228,7 +272,7 @@ struct Softmax {
         apply_short();
         return true;
       }
-      fails |= may_exceed(scores, threshold_log2, [&](int mi, float top) { return series.cap(top) - row_max[mi]; });
+      fails |= may_exceed(scores, [&](int mi, float top) { return series.cap(top) - row_max[mi] > threshold_log2; });
     } else {
       fails |= !largest_square(scores, square,
                                [&](int mi, float top) { return series.cap(top) - row_max[mi] <= threshold_log2; });
@@ -295,45 +339,47 @@ struct Softmax {
     return threshold_log2 > 0.0f && !is_large;
   }
 
-  // Speculative update(): exponentiates against the current row_max, then checks that every thread's row sum is <=
-  // kMaxSpeculativeSum, so that maxima need not be computed. False if any row of the warp fails: scores are P, other
-  // state is unchanged, and raise_row_max() comes next. Requires may_speculate().
+  // Speculative update(): exponentiates against the current row_max, then checks every thread's sums over the block, so
+  // that maxima need not be computed. False if any row of the warp fails: scores are P, row_max and row_sum are
+  // unchanged, and raise_row_max() comes next. Requires may_speculate().
   template <class Scores>
-  __device__ __forceinline__ bool exp2_speculative(Scores& scores, float scale) {
+  __device__ __forceinline__ bool exp2_speculative(Scores& scores, float scale, float (&sums)[kRows]) {
     float offset[kRows];
 #pragma unroll
     for (int mi = 0; mi < kRows; ++mi) offset[mi] = row_max[mi] * scale;
-    return exp2_speculative(scores, scale, [&](int mi, int) { return offset[mi]; });
+    return exp2_speculative(scores, scale, sums, [&](int mi, int) { return offset[mi]; });
   }
 
   // The same with ALiBi: adds `gradient` times the column's distance from the row's diagonal; row_max is of biased
   // scores. `distance`: from the tile's first column to the diagonal of its first row.
   template <class Scores, class Coords>
   __device__ __forceinline__ bool exp2_speculative_alibi(Scores& scores, const Coords& coords, float scale,
-                                                         float gradient, int distance) {
+                                                         float gradient, int distance, float (&sums)[kRows]) {
     float offset[kRows];  // row_max minus the bias of the thread's first column
 #pragma unroll
     for (int mi = 0; mi < kRows; ++mi) {
       offset[mi] = row_max[mi] + gradient * static_cast<float>(distance + coords.row(mi) - coords.col(0));
     }
-    return exp2_speculative(scores, scale, [&](int mi, int ni) {
+    return exp2_speculative(scores, scale, sums, [&](int mi, int ni) {
       return offset[mi] - gradient * static_cast<float>(coords.col(ni) - coords.col(0));
     });
   }
 
   template <class Scores, class OffsetOf>
-  __device__ __forceinline__ bool exp2_speculative(Scores& scores, float scale, const OffsetOf& offset_of) {
+  __device__ __forceinline__ bool exp2_speculative(Scores& scores, float scale, float (&sums)[kRows],
+                                                   const OffsetOf& offset_of) {
     using namespace cute;
-    float sums[kRows] = {};  // of this block alone
     bool holds = true;
+    reach = fminf(reach + 1.0f / kMostOfMean, 1.0f / kMostOfRow);
 #pragma unroll
     for (int mi = 0; mi < kRows; ++mi) {
+      sums[mi] = 0.0f;
 #pragma unroll
       for (int ni = 0; ni < size<1>(scores); ++ni) {
         scores(mi, ni) = exp2f(scores(mi, ni) * scale - offset_of(mi, ni));
         sums[mi] += scores(mi, ni);
       }
-      holds &= sums[mi] <= kMaxSpeculativeSum;  // false for NaN
+      holds &= sums[mi] * reach <= fmaxf(row_sum[mi][0], reach) && sums[mi] <= kMaxSpeculativeSum;  // false for NaN
     }
     if (!__all_sync(0xffffffffu, holds)) return false;
 #pragma unroll
@@ -341,10 +387,11 @@ struct Softmax {
     return true;
   }
 
-  // After a speculation that failed, with P of the row max so far: raises row_max to the true maximum, which the
-  // largest P tells. False if it is beyond kMostRaised: S has to be computed again, other state is unchanged.
+  // After a speculation that failed, with its P and sums: raises row_max to the true maximum, which the largest P
+  // tells. False if it is beyond kMostRaised: S has to be computed again, other state is unchanged.
   template <class Scores>
-  __device__ __forceinline__ bool raise_row_max(Scores& scores, float scale, float (&correction)[kRows]) {
+  __device__ __forceinline__ bool raise_row_max(Scores& scores, const float (&sums)[kRows], float scale,
+                                                float (&correction)[kRows]) {
     using namespace cute;
     float new_max[kRows];
     set_maxima(scores, new_max);
@@ -362,13 +409,9 @@ struct Softmax {
     for (int mi = 0; mi < kRows; ++mi) {
       correction[mi] = exp2f((row_max[mi] - new_max[mi]) * scale);
       row_max[mi] = new_max[mi];
+      row_sum[mi][0] = (row_sum[mi][0] + sums[mi]) * correction[mi];
 #pragma unroll
-      for (int i = 0; i < kSums; ++i) row_sum[mi][i] *= correction[mi];
-#pragma unroll
-      for (int ni = 0; ni < size<1>(scores); ++ni) {
-        scores(mi, ni) *= correction[mi];
-        row_sum[mi][0] += scores(mi, ni);
-      }
+      for (int ni = 0; ni < size<1>(scores); ++ni) scores(mi, ni) *= correction[mi];
     }
     return true;
   }
@@ -409,10 +452,11 @@ struct Softmax {
     }
   }
 
-  // Natural-log LSE, after finalize() with the same sink; +inf marks a fully masked row without a sink.
-  __device__ __forceinline__ float lse(int mi, float scale, float sink = -INFINITY) const {
-    const float log_sum = log2f(row_sum[mi][0]);
-    const float above = sink + log_sum * kLn2, below = (row_max[mi] * scale + log_sum) * kLn2;
+  // Natural-log LSE, after finalize() with the same sink; +inf marks a fully masked row without a sink. natural_scale:
+  // `scale` before its product with log2(e) was rounded.
+  __device__ __forceinline__ float lse(int mi, float scale, float natural_scale, float sink) const {
+    const float log_sum = log2f(row_sum[mi][0]) * kLn2;
+    const float above = sink + log_sum, below = fmaf(row_max[mi], natural_scale, log_sum);
     return row_sum[mi][0] == 0.0f ? INFINITY : sink_above(mi, scale, sink) > 0.0f ? above : below;
   }
 

@@ -1,0 +1,196 @@
+// The online softmax of a warp on the CPU (emulated_cuda.h) against double, as the mma.sync forward runs it (update())
+// and as the wgmma forward does (exp2_speculative()): a row max that lags, one that never does and one that falls to
+// the maximum of each block, over scores that grow, fall, are large or masked. P is not rounded, or to bf16.
+#include "check.h"
+#include "emulated_device.h"
+#include "kernels/common/softmax.h"
+
+namespace {
+
+constexpr int kRowsOfWarp = 16, kKeys = 16, kDim = 2;  // of a block
+constexpr float kScale = 0.18033688f;                  // log2(e) / 8
+
+std::mt19937 generator(3);
+std::normal_distribution<float> normal;
+
+// What a thread has of rows g and g + 8.
+template <int kCols_>
+struct View {
+  static constexpr int kRows = 2, kCols = kCols_;
+  float values[2][kCols_] = {};
+  float& operator()(int mi, int ni) { return values[mi][ni]; }
+  float operator()(int mi, int ni) const { return values[mi][ni]; }
+};
+
+struct Scores {
+  int blocks;
+  std::vector<float> values;  // (block, row, key)
+
+  float& at(int block, int row, int key) { return values[(block * kRowsOfWarp + row) * kKeys + key]; }
+};
+
+// slope: added to the scores from one block to the next. hidden(row, block): masked.
+template <class Hidden>
+Scores make_scores(int blocks, float deviation, float slope, const Hidden& hidden) {
+  Scores scores{blocks, std::vector<float>(blocks * kRowsOfWarp * kKeys)};
+  for (int block = 0; block < blocks; ++block) {
+    for (int row = 0; row < kRowsOfWarp; ++row) {
+      for (int key = 0; key < kKeys; ++key) {
+        const float score = deviation * normal(generator) + slope * static_cast<float>(block);
+        scores.at(block, row, key) = hidden(row, block) ? -INFINITY : score;
+      }
+    }
+  }
+  return scores;
+}
+
+float value_of(int block, int key, int col) { return std::sin(static_cast<float>(7 * block + 3 * key + col)); }
+
+struct Result {
+  float out[kRowsOfWarp][kDim], lse[kRowsOfWarp];
+  std::vector<float> largest;  // P of each block and row
+
+  explicit Result(int blocks) : largest(blocks * kRowsOfWarp) {}
+};
+
+using Softmax = flash::Softmax<2>;
+enum Mode { kUpdate, kSpeculative, kSpeculativeBf16 };
+
+// A block of the wgmma forward after the first.
+void speculate(Softmax& softmax, View<kKeys / 4>& p, View<kDim>& out, float threshold_log2) {
+  const View<kKeys / 4> scores = p;
+  float sums[2], correction[2];
+  bool rescales = false, speculative = softmax.may_speculate(threshold_log2);
+  if (speculative && !softmax.exp2_speculative(p, kScale, sums)) {
+    rescales = speculative = softmax.raise_row_max(p, sums, kScale, correction);
+  }
+  if (!speculative) {
+    p = scores;
+    rescales = softmax.update_row_max(p, kScale, correction, threshold_log2);
+    softmax.exponentiate(p, kScale);
+  }
+  if (rescales) softmax.rescale(out, correction);
+}
+
+// One thread of the warp.
+void attend(Scores& scores, float threshold_log2, Result& result, Mode mode = kUpdate) {
+  const int g = threadIdx.x / 4, t = threadIdx.x % 4;
+  Softmax softmax;
+  View<kDim> out;
+  for (int block = 0; block < scores.blocks; ++block) {
+    View<kKeys / 4> p;
+    for (int mi = 0; mi < 2; ++mi)
+      for (int ni = 0; ni < kKeys / 4; ++ni) p(mi, ni) = scores.at(block, g + 8 * mi, 4 * t + ni);
+    if (mode == kUpdate) {
+      softmax.update(p, out, kScale, threshold_log2);
+    } else if (block == 0) {
+      softmax.set_row_max(p, kScale);
+      softmax.exponentiate(p, kScale);
+    } else {
+      speculate(softmax, p, out, threshold_log2);
+    }
+    for (int mi = 0; mi < 2; ++mi) {
+      float largest = 0.0f;
+      for (int ni = 0; ni < kKeys / 4; ++ni) largest = std::fmax(largest, p(mi, ni));
+      result.largest[block * kRowsOfWarp + g + 8 * mi] = flash::quad_max(largest);
+      for (int col = 0; col < kDim; ++col) {
+        float sum = 0.0f;
+        for (int ni = 0; ni < kKeys / 4; ++ni) {
+          const float weight = mode == kSpeculativeBf16 ? to_float(to_bf16(p(mi, ni))) : p(mi, ni);
+          sum += weight * value_of(block, 4 * t + ni, col);
+        }
+        out(mi, col) += flash::quad_sum(sum);
+      }
+    }
+  }
+  float o_scale[2];
+  softmax.finalize(o_scale, 1.0f, kScale, -INFINITY);
+  for (int mi = 0; mi < 2; ++mi) {
+    for (int col = 0; col < kDim; ++col) result.out[g + 8 * mi][col] = out(mi, col) * o_scale[mi];
+    result.lse[g + 8 * mi] = softmax.lse(mi, kScale, 0.125f, -INFINITY);
+  }
+}
+
+void check_row(Scores& scores, int row, const Result& result, double tolerance) {
+  double top = -INFINITY, sum = 0.0, expected[kDim] = {};
+  for (int i = 0; i < scores.blocks * kKeys; ++i) top = std::max(top, 0.125 * scores.at(i / kKeys, row, i % kKeys));
+  for (int i = 0; i < scores.blocks * kKeys && top > -INFINITY; ++i) {
+    const double weight = std::exp(0.125 * scores.at(i / kKeys, row, i % kKeys) - top);
+    sum += weight;
+    for (int col = 0; col < kDim; ++col) expected[col] += weight * value_of(i / kKeys, i % kKeys, col);
+  }
+  const double lse = top == -INFINITY ? INFINITY : top + std::log(sum), ours = result.lse[row];
+  check::that(lse == ours || std::abs(lse - ours) <= 1e-6 * std::max(1.0, std::abs(lse)), "lse", row, ours, lse);
+  for (int col = 0; col < kDim; ++col) {
+    const double error = result.out[row][col] - (sum == 0.0 ? 0.0 : expected[col] / sum);
+    check::that(std::abs(error) <= tolerance, "out", row, result.out[row][col], error);
+  }
+}
+
+// A block whose maximum is within the fall of the one before has a P of 1.
+void check_largest(Scores& scores, const Result& result) {
+  for (int row = 0; row < kRowsOfWarp; ++row) {
+    float before = -INFINITY;
+    for (int block = 0; block < scores.blocks; ++block) {
+      float top = -INFINITY;
+      for (int key = 0; key < kKeys; ++key) top = std::max(top, scores.at(block, row, key));
+      const float largest = result.largest[block * kRowsOfWarp + row];
+      check::that(largest <= 1.0f, "P above 1", row, block, largest);
+      const bool follows = top > -INFINITY && (before - top) * kScale < 7.9f;
+      check::that(!follows || largest == 1.0f, "the largest P of a block", row, block, largest);
+      if (!follows) break;
+      before = top;
+    }
+  }
+}
+
+void run(Scores scores, double tolerance = 2e-6) {
+  for (const float threshold : {8.0f, 0.0f, -8.0f}) {
+    Result result(scores.blocks);
+    emulation::run_block(32, [&] { attend(scores, threshold, result); });
+    for (int row = 0; row < kRowsOfWarp; ++row) check_row(scores, row, result, tolerance);
+    const float most = *std::max_element(result.largest.begin(), result.largest.end());
+    check::that(most <= (threshold > 0.0f ? 256.0f : 1.0f), "P", threshold, most);
+    if (threshold < 0.0f) check_largest(scores, result);
+    if (threshold < 0.0f) continue;
+    emulation::run_block(32, [&] { attend(scores, threshold, result, kSpeculative); });
+    for (int row = 0; row < kRowsOfWarp; ++row) check_row(scores, row, result, tolerance);
+  }
+}
+
+// A key that has nearly all the weight, 2^`above` times a first one's: its P is not rounded, wherever it comes.
+void run_dominant(float above) {
+  const auto none = [](int, int) { return false; };
+  for (int block = 1; block < 9; ++block) {
+    Scores scores = make_scores(9, 1.0f, 0.0f, none);
+    for (float& score : scores.values) score -= 200.0f;
+    for (int row = 0; row < kRowsOfWarp; ++row) {
+      scores.at(0, row, row) = 0.0f;
+      scores.at(block, row, row) = (above + 0.01f * static_cast<float>(row)) / kScale;
+    }
+    Result result(scores.blocks);
+    emulation::run_block(32, [&] { attend(scores, 8.0f, result, kSpeculativeBf16); });
+    for (int row = 0; row < kRowsOfWarp; ++row) check_row(scores, row, result, 4e-6);
+  }
+}
+
+}  // namespace
+
+int main() {
+  const auto none = [](int, int) { return false; };
+  run(make_scores(1, 8.0f, 0.0f, none));
+  run(make_scores(20, 8.0f, 0.0f, none));
+  run(make_scores(20, 24.0f, 0.0f, none));
+  run(make_scores(12, 8.0f, 20.0f, none));
+  run(make_scores(12, 8.0f, -8.0f, none));
+  run(make_scores(12, 20000.0f, 0.0f, none), 2e-3);
+  run(make_scores(10, 8.0f, 0.0f, [](int row, int block) { return block < row % 4; }));
+  run(make_scores(10, 8.0f, 0.0f, [](int row, int block) { return row == 5 || block >= row; }));
+  for (const float above : {2.3f, 5.1f, 9.9f}) run_dominant(above);
+  // Scores that fall by hundreds of powers of 2: row_max stops, and float32 holds the sums.
+  Scores falling = make_scores(100, 1.0f, -30.0f, none);
+  Result result(falling.blocks);
+  emulation::run_block(32, [&] { attend(falling, -8.0f, result); });
+  for (int row = 0; row < kRowsOfWarp; ++row) check_row(falling, row, result, 2e-6);
+  return check::report();
+}
