@@ -12,6 +12,7 @@
 #include "api/tensors.h"
 #include "params/bias.h"
 #include "plan/grid.h"
+#include "plan/problem.h"
 
 namespace flash {
 
@@ -96,6 +97,21 @@ inline bool has_scores(const Flash_fwd_params& params) {
   return params.b > 0 && params.h > 0 && params.seqlen_q > 0 && params.seqlen_k > 0;
 }
 
+// Whether a tensor map describes attn_bias: axes along which it is broadcast have length 1 there.
+inline bool loads_boxes(const ScoreBias& bias, bool is_packed) {
+  const int64_t halves = bias.element_bytes() / 2;
+  const auto length = [](int64_t stride) { return stride == 0 ? 1 : 2; };
+  const plan::MatrixShape shape{is_packed,
+                                length(bias.batch_stride),
+                                length(bias.row_stride),
+                                length(bias.head_stride),
+                                halves * bias.batch_stride,
+                                halves * bias.row_stride,
+                                halves * bias.head_stride};
+  return bias.col_stride == 1 && reinterpret_cast<uintptr_t>(bias.data) % 16 == 0 &&
+         !(is_packed && bias.row_stride == 0) && plan::tensor_map_holds(shape, Dtype::kFp16);
+}
+
 // Of calls that have scores: sizes of the tensors are then positive.
 inline ScoreBias bias_params(const BiasTensors& bias) {
   ScoreBias params;
@@ -113,6 +129,7 @@ inline ScoreBias bias_params(const BiasTensors& bias) {
     const bool even = params.batch_stride % 2 == 0 && params.head_stride % 2 == 0 && params.row_stride % 2 == 0;
     const auto address = reinterpret_cast<uintptr_t>(params.data);
     params.loads_pairs = params.col_stride == 1 && even && address % (2 * given.element_size()) == 0;
+    params.loads_boxes = loads_boxes(params, given.dim() == 3);
   }
   if (bias.rel_bias.has_value()) {
     params.table = bias.rel_bias->const_data_ptr<float>();
@@ -175,16 +192,84 @@ inline BiasTiles rel_bias_tiles(const at::Tensor& bias, const Flash_bwd_params& 
   return tiles;
 }
 
-// The gradients of those given, after the backward's launches: params has its segments and softmax_d.
+// Bytes of a dS that is stored to be summed. A larger one is computed again, tile by tile.
+constexpr int64_t kMostStoredBytes = int64_t{1} << 32;
+
+// Whether the sum of a stored dS is the gradient of an attn_bias: over batch entries and heads alone.
+inline bool has_all_scores(const at::Tensor& bias, const Flash_bwd_params& call) {
+  return bias.dim() == 3 || (bias.size(2) == call.seqlen_q && bias.size(3) == call.seqlen_k);
+}
+// Of a table: one diagonal in all of dS.
+inline bool has_one_diagonal(const Flash_bwd_params& call) {
+  return !call.is_varlen() && call.origins_ptr == nullptr;
+}
+
+// dS for the gradients of biases, where it is stored: call.ds describes it. Undefined otherwise. It is the gradient
+// itself of an attn_bias of Q's dtype that is not broadcast. visits_all: the kernel writes all of it.
+inline at::Tensor allocate_ds(Flash_bwd_mask_params& call, const BiasTensors& bias, Dtype dtype, bool visits_all,
+                              const at::Tensor& q) {
+  const bool of_data = bias.attn_bias.has_value() && has_all_scores(*bias.attn_bias, call);
+  const bool of_table = bias.rel_bias.has_value() && has_one_diagonal(call);
+  if (!has_scores(call) || (!of_data && !of_table)) return at::Tensor();
+  constexpr int64_t kVector = 8;
+  const int64_t batch = call.is_varlen() ? 1 : call.b, rows = call.seqlen_q;
+  const int64_t cols = of_data ? bias.attn_bias->size(-1) : call.seqlen_k;
+  const int64_t pitch = (cols + kVector - 1) / kVector * kVector;
+  const bool is_result = of_data && bias.attn_bias->scalar_type() == q.scalar_type() && pitch == cols &&
+                         bias.attn_bias->numel() == batch * call.h * rows * cols;
+  call.ds.strides = {call.h * rows * pitch, pitch, rows * pitch};
+  call.ds.cols = static_cast<int>(cols);
+  const bool fits = plan::tensor_map_holds(
+      {call.is_varlen(), batch, rows, call.h, call.ds.strides.batch, call.ds.strides.row, call.ds.strides.head}, dtype);
+  if (!fits || (!is_result && 2 * batch * call.h * rows * pitch > kMostStoredBytes)) return at::Tensor();
+  const at::DimVector shape = is_result ? at::DimVector(bias.attn_bias->sizes()) : at::DimVector{batch, call.h, rows, pitch};
+  at::Tensor ds = visits_all ? new_empty(q, shape, q.scalar_type()) : new_zeros(q, shape, q.scalar_type());
+  call.ds.data = ds.mutable_data_ptr();
+  return ds;
+}
+
+// The gradient of one bias from a stored dS.
+inline void sum_score_gradients(const at::Tensor& result, bool of_table, const Flash_bwd_mask_params& call, Dtype dtype,
+                                const at::Tensor& q) {
+  ScoreGradientSum sum;
+  sum.ds = call.ds;
+  sum.dtype = dtype;
+  sum.device = call.device;
+  sum.all_batches = call.is_varlen() ? 1 : call.b;
+  sum.all_heads = call.h;
+  sum.rows = call.seqlen_q;
+  sum.out_ptr = result.mutable_data_ptr();
+  sum.out_is_float = result.scalar_type() == at::kFloat;
+  at::Tensor partial;
+  if (of_table) {
+    sum.parts.set(sum.all_batches, call.seqlen_q, call.ds.cols, call.seqlen_k, static_cast<int>(result.size(1) / 2));
+    partial = new_empty(q, {call.h * sum.parts.parts * sum.parts.strip_floats()}, at::kFloat);
+    sum.partial_ptr = partial.mutable_data_ptr<float>();
+  } else {
+    sum.batches = result.dim() == 4 ? result.size(0) : 1;
+    sum.heads = result.size(-3);
+  }
+  check_launch(run_sum_score_gradients(sum, c10::cuda::getCurrentCUDAStream().stream()), "sum_score_gradients_kernel",
+               q);
+}
+
+// The gradients of those given, after the backward's launches: params has its segments and softmax_d, and `ds` is
+// allocate_ds().
 inline std::vector<at::Tensor> bias_gradients(const BiasTensors& bias, const Flash_bwd_mask_params& call, Dtype dtype,
-                                              const at::Tensor& q) {
+                                              const at::Tensor& q, const at::Tensor& ds) {
   std::vector<at::Tensor> results;
   const auto add = [&](const at::Tensor& given, const auto& tiles_of) {
-    const bool is_sum = has_scores(call);
+    const bool is_sum = has_scores(call), of_table = given.dim() == 2;
+    const bool is_stored = ds.defined() && (of_table ? has_one_diagonal(call) : has_all_scores(given, call));
+    if (is_stored && !of_table && ds.sizes() == given.sizes() && ds.scalar_type() == given.scalar_type()) {
+      results.push_back(ds);
+      return;
+    }
     at::Tensor result =
         is_sum ? new_empty(q, given.sizes(), given.scalar_type()) : new_zeros(q, given.sizes(), given.scalar_type());
     results.push_back(result);
     if (!is_sum) return;
+    if (is_stored) return sum_score_gradients(result, of_table, call, dtype, q);
     BiasGradientParams params;
     params.call = call;
     params.factors = call.mask.factors;

@@ -16,6 +16,8 @@ struct BwdLaunch {
   CUtensorMap q_map, do_map, k_map, v_map, dk_map, dv_map;
   CUtensorMap dq_map;  // for DqLocation::kShared
   MaskParams mask;     // of kListed
+  CUtensorMap bias_map, ds_map;  // of kBiased
+  bool stores_ds;
 };
 
 // For either kernel of the two-pass backward.

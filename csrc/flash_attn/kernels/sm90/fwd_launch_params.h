@@ -27,6 +27,7 @@ struct FwdLaunch {
   Flash_fwd_params params;
   CUtensorMap q_map, k_map, v_map, o_map;
   MaskParams mask;  // of kListed
+  CUtensorMap bias_map;  // of kBiased
 };
 
 // Whether a work tile is one of several splits.
