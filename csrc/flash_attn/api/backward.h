@@ -353,7 +353,7 @@ inline Tensors mha_bwd(const BwdCall& call) {
   }
   if (softmax_d.defined()) params.softmax_d_ptr = softmax_d.mutable_data_ptr<float>();
   at::Tensor ds;
-  if (plan.variant == plan::BwdVariant::kBiased && gradients.bias_grad) {
+  if (plan.may_store_ds && gradients.bias_grad) {
     const bool visits_all = !params.is_varlen() && !params.window.may_mask() && !call.scores.mask.given();
     ds = allocate_ds(params, bias, plan.dtype, visits_all, q);
   }

@@ -2,6 +2,8 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/narrow.h>
+#include <ATen/ops/sum.h>
 
 #include <algorithm>
 #include <limits>
@@ -195,62 +197,63 @@ inline BiasTiles rel_bias_tiles(const at::Tensor& bias, const Flash_bwd_params& 
 // Bytes of a dS that is stored to be summed. A larger one is computed again, tile by tile.
 constexpr int64_t kMostStoredBytes = int64_t{1} << 32;
 
-// Whether the sum of a stored dS is the gradient of an attn_bias: over batch entries and heads alone.
-inline bool has_all_scores(const at::Tensor& bias, const Flash_bwd_params& call) {
-  return bias.dim() == 3 || (bias.size(2) == call.seqlen_q && bias.size(3) == call.seqlen_k);
-}
-// Of a table: one diagonal in all of dS.
-inline bool has_one_diagonal(const Flash_bwd_params& call) {
-  return !call.is_varlen() && call.origins_ptr == nullptr;
+// The sums of a stored dS for a table; none where matrices have diagonals of their own, or the table is long.
+inline DiagonalParts diagonal_parts(const BiasTensors& bias, const Flash_bwd_params& call) {
+  constexpr int64_t kMostFloats = int64_t{1} << 26;
+  DiagonalParts parts;
+  if (!bias.rel_bias.has_value() || call.is_varlen() || call.origins_ptr != nullptr) return parts;
+  parts.set(call.b, call.seqlen_q, call.seqlen_k, static_cast<int>(bias.rel_bias->size(1) / 2));
+  return call.h * parts.parts * parts.strip_floats() <= kMostFloats ? parts : DiagonalParts();
 }
 
-// dS for the gradients of biases, where it is stored: call.ds describes it. Undefined otherwise. It is the gradient
-// itself of an attn_bias of Q's dtype that is not broadcast. visits_all: the kernel writes all of it.
+// dS for the gradients of biases where it is stored, of rows of whole vectors: call.ds describes it. Undefined
+// otherwise. visits_all: the kernel writes all of it.
 inline at::Tensor allocate_ds(Flash_bwd_mask_params& call, const BiasTensors& bias, Dtype dtype, bool visits_all,
                               const at::Tensor& q) {
-  const bool of_data = bias.attn_bias.has_value() && has_all_scores(*bias.attn_bias, call);
-  const bool of_table = bias.rel_bias.has_value() && has_one_diagonal(call);
-  if (!has_scores(call) || (!of_data && !of_table)) return at::Tensor();
+  const bool of_data = bias.attn_bias.has_value(), is_packed = call.is_varlen();
+  if (!has_scores(call) || (!of_data && diagonal_parts(bias, call).parts == 0)) return at::Tensor();
   constexpr int64_t kVector = 8;
-  const int64_t batch = call.is_varlen() ? 1 : call.b, rows = call.seqlen_q;
-  const int64_t cols = of_data ? bias.attn_bias->size(-1) : call.seqlen_k;
-  const int64_t pitch = (cols + kVector - 1) / kVector * kVector;
-  const bool is_result = of_data && bias.attn_bias->scalar_type() == q.scalar_type() && pitch == cols &&
-                         bias.attn_bias->numel() == batch * call.h * rows * cols;
-  call.ds.strides = {call.h * rows * pitch, pitch, rows * pitch};
-  call.ds.cols = static_cast<int>(cols);
+  const int64_t batch = is_packed ? 1 : call.b, heads = call.h, rows = call.seqlen_q;
+  const int64_t cols = is_packed ? bias.attn_bias->size(2) : call.seqlen_k;
+  const int64_t pitch = (cols + kVector - 1) / kVector * kVector, elements = batch * heads * rows * pitch;
+  const bool is_result = of_data && pitch == cols && bias.attn_bias->scalar_type() == q.scalar_type() &&
+                         bias.attn_bias->numel() == elements;
+  const MatrixStrides strides{heads * rows * pitch, pitch, rows * pitch};
   const bool fits = plan::tensor_map_holds(
-      {call.is_varlen(), batch, rows, call.h, call.ds.strides.batch, call.ds.strides.row, call.ds.strides.head}, dtype);
-  if (!fits || (!is_result && 2 * batch * call.h * rows * pitch > kMostStoredBytes)) return at::Tensor();
-  const at::DimVector shape = is_result ? at::DimVector(bias.attn_bias->sizes()) : at::DimVector{batch, call.h, rows, pitch};
-  at::Tensor ds = visits_all ? new_empty(q, shape, q.scalar_type()) : new_zeros(q, shape, q.scalar_type());
-  call.ds.data = ds.mutable_data_ptr();
+      {is_packed, batch, rows, heads, strides.batch, strides.row, strides.head}, dtype);
+  if (!fits || (!is_result && dtype_bytes(dtype) * elements > kMostStoredBytes)) return at::Tensor();
+  at::DimVector shape{batch, heads, rows, pitch};
+  if (is_packed) shape.erase(shape.begin());
+  const at::Tensor ds = visits_all ? new_empty(q, shape, q.scalar_type()) : new_zeros(q, shape, q.scalar_type());
+  call.ds = {ds.mutable_data_ptr(), strides, static_cast<int>(cols)};
   return ds;
 }
 
-// The gradient of one bias from a stored dS.
-inline void sum_score_gradients(const at::Tensor& result, bool of_table, const Flash_bwd_mask_params& call, Dtype dtype,
-                                const at::Tensor& q) {
-  ScoreGradientSum sum;
+// The gradient of attn_bias from a stored dS: dS itself, or summed along the axes along which the bias is broadcast.
+inline at::Tensor sum_scores(const at::Tensor& given, const at::Tensor& ds, int64_t cols) {
+  at::DimVector axes;
+  for (int64_t axis = 0; axis < given.dim(); ++axis) {
+    if (given.size(axis) != (axis + 1 < given.dim() ? ds.size(axis) : cols)) axes.push_back(axis);
+  }
+  const at::Tensor scores = ds.size(-1) == cols ? ds : at::narrow(ds, -1, 0, cols);
+  if (!axes.empty()) return at::sum(scores, axes, true, given.scalar_type());
+  return scores.to(given.scalar_type()).contiguous();
+}
+
+// That of rel_bias.
+inline void sum_diagonals(const at::Tensor& result, const DiagonalParts& parts, const Flash_bwd_mask_params& call,
+                          Dtype dtype, const at::Tensor& q) {
+  DiagonalSum sum;
   sum.ds = call.ds;
   sum.dtype = dtype;
   sum.device = call.device;
-  sum.all_batches = call.is_varlen() ? 1 : call.b;
-  sum.all_heads = call.h;
+  sum.heads = call.h;
   sum.rows = call.seqlen_q;
-  sum.out_ptr = result.mutable_data_ptr();
-  sum.out_is_float = result.scalar_type() == at::kFloat;
-  at::Tensor partial;
-  if (of_table) {
-    sum.parts.set(sum.all_batches, call.seqlen_q, call.ds.cols, call.seqlen_k, static_cast<int>(result.size(1) / 2));
-    partial = new_empty(q, {call.h * sum.parts.parts * sum.parts.strip_floats()}, at::kFloat);
-    sum.partial_ptr = partial.mutable_data_ptr<float>();
-  } else {
-    sum.batches = result.dim() == 4 ? result.size(0) : 1;
-    sum.heads = result.size(-3);
-  }
-  check_launch(run_sum_score_gradients(sum, c10::cuda::getCurrentCUDAStream().stream()), "sum_score_gradients_kernel",
-               q);
+  sum.parts = parts;
+  const at::Tensor partial = new_empty(q, {call.h * parts.parts * parts.strip_floats()}, at::kFloat);
+  sum.partial_ptr = partial.mutable_data_ptr<float>();
+  sum.out_ptr = result.mutable_data_ptr<float>();
+  check_launch(run_sum_diagonals(sum, c10::cuda::getCurrentCUDAStream().stream()), "sum_diagonals_kernel", q);
 }
 
 // The gradients of those given, after the backward's launches: params has its segments and softmax_d, and `ds` is
@@ -260,16 +263,16 @@ inline std::vector<at::Tensor> bias_gradients(const BiasTensors& bias, const Fla
   std::vector<at::Tensor> results;
   const auto add = [&](const at::Tensor& given, const auto& tiles_of) {
     const bool is_sum = has_scores(call), of_table = given.dim() == 2;
-    const bool is_stored = ds.defined() && (of_table ? has_one_diagonal(call) : has_all_scores(given, call));
-    if (is_stored && !of_table && ds.sizes() == given.sizes() && ds.scalar_type() == given.scalar_type()) {
-      results.push_back(ds);
+    if (ds.defined() && !of_table) {
+      results.push_back(sum_scores(given, ds, call.ds.cols));
       return;
     }
     at::Tensor result =
         is_sum ? new_empty(q, given.sizes(), given.scalar_type()) : new_zeros(q, given.sizes(), given.scalar_type());
     results.push_back(result);
     if (!is_sum) return;
-    if (is_stored) return sum_score_gradients(result, of_table, call, dtype, q);
+    const DiagonalParts parts = diagonal_parts(bias, call);
+    if (ds.defined() && parts.parts > 0) return sum_diagonals(result, parts, call, dtype, q);
     BiasGradientParams params;
     params.call = call;
     params.factors = call.mask.factors;

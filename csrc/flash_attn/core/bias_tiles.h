@@ -131,10 +131,10 @@ struct DiagonalParts {
   int reach = 0;
   int shift = 0;  // distance of key 0 from row 0, negated
 
-  FLASH_HOST_DEVICE constexpr void set(int64_t heads_matrices, int rows, int cols, int seqlen_k, int table_reach) {
+  FLASH_HOST_DEVICE constexpr void set(int64_t matrices, int rows, int seqlen_k, int table_reach) {
     row_parts = (rows + kPartRows - 1) / kPartRows;
-    parts = heads_matrices * row_parts;
-    blocks = (cols + kPartRows - 1 + kBlockDiagonals - 1) / kBlockDiagonals;
+    parts = matrices * row_parts;
+    blocks = (seqlen_k + kPartRows - 1 + kBlockDiagonals - 1) / kBlockDiagonals;
     reach = table_reach;
     shift = seqlen_k - rows;
   }

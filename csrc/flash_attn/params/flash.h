@@ -187,7 +187,7 @@ struct ScoreGradients {
 struct Flash_bwd_mask_params : Flash_bwd_params {
   MaskParams mask;     // lists of the kernel for dK and dV
   MaskParams dq_mask;  // of a separate one for dQ
-  ScoreGradients ds;   // of kBiased
+  ScoreGradients ds;   // where the plan may store it
 };
 
 // Before every other kernel of a call with packed sequences or a tile_count_semaphore: fills segments_q, segments_k and

@@ -44,6 +44,7 @@ struct BwdPlan {
   bool dq_in_smem = false;           // CTAs take whole heads and accumulate dQ in shared memory, not in global
   bool dq_pass = false;              // a separate kernel computes dQ, which is not accumulated
   bool deterministic = false;
+  bool may_store_ds = false;  // the kernel that computes dQ, for gradients of biases as data
   BwdStage stage = BwdStage::kAll;
 
   int block_m = 0, block_n = 0;  // rows of a step, keys of a CTA
@@ -188,6 +189,8 @@ inline BwdPlan plan_bwd_wgmma(const BwdProblem& problem, const Device& device) {
     set_dq_in_smem(plan, problem, device);
     return plan;
   }
+  plan.may_store_ds =
+      problem.has_bias && (plan.variant == BwdVariant::kBiased || (has_dq_pass(tile) && !problem.has_softcap));
   const int64_t rows = problem.is_varlen && problem.batch > 0 ? problem.seqlen_q / problem.batch : problem.seqlen_q;
   if (problem.has_mask()) plan.mask = plan_mask(problem, true, tile.block_n, tile.block_m);
   const bool is_ordered = problem.deterministic && !has_dq_pass(tile);

@@ -49,7 +49,8 @@ cudaError_t run_flash_bwd_variant(const Flash_bwd_mask_params& params, const pla
     case plan::BwdVariant::kDropout: return run(std::integral_constant<BwdVariant, BwdVariant::kDropout>());
     case plan::BwdVariant::kAccumulate: return run(std::integral_constant<BwdVariant, BwdVariant::kAccumulate>());
     case plan::BwdVariant::kGeneral:
-    case plan::BwdVariant::kListed: break;
+    case plan::BwdVariant::kListed:
+    case plan::BwdVariant::kBiased: break;
   }
   return cudaErrorInvalidValue;  // a variant of the wgmma family
 }

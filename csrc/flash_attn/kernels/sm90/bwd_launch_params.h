@@ -27,7 +27,8 @@ struct BwdTwoPassLaunch {
   int num_tiles;              // work tiles of the kernel
   int* tile_count_semaphore;  // null: static scheduler
   CUtensorMap q_map, do_map, k_map, v_map;
-  MaskParams mask;  // of kListed
+  MaskParams mask;    // of kListed
+  ScoreGradients ds;  // likewise, of the dQ kernel
 };
 
 }  // namespace sm90

@@ -42,7 +42,7 @@ struct BwdMainloop {
   using Coords = TransposedCoords<AccumulatorCoords<4>>;
 
   using RowValues = SmemRowValues<Coords>;
-  static constexpr bool kRowValuesInRegs = !Config::kIsGeneral && !Config::kHasDqWarpgroup;
+  static constexpr bool kRowValuesInRegs = !Config::kIsGeneral && !Config::kHasDqWarpgroup && !Config::kBiased;
   using EarlyRowValues =
       std::conditional_t<kRowValuesInRegs, RegisterRowValues<Coords, Config::kBlockM / 4>, RowValues>;
 
