@@ -349,6 +349,7 @@ void check_biases() {
         const BwdVariant by_list = has_pass ? BwdVariant::kListed : BwdVariant::kBiased;
         check::that(plan.variant == (listed ? by_list : BwdVariant::kDropout), "variant", head_dim);
         check::that(plan.mask.matrices == listed, "lists", head_dim, plan.mask.matrices);
+        check::that(plan.may_store_ds == !problem.has_softcap, "dS", head_dim, options);
         check::that(plan.dq_pass == has_pass, "dQ", head_dim, options);
       }
       check::that(plan_of(problem, kA100).variant == BwdVariant::kDropout, "elsewhere", head_dim, options);

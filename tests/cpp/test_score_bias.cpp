@@ -163,7 +163,8 @@ void check_diagonals(const Call& call, int reach) {
           if (distance == (end == 0 ? -reach : reach)) sum += partial.at(parts.end_index(strip, block, end));
         }
       }
-      if (!is_end && parts.has(row_begin, distance, call.seqlen_k)) sum += partial.at(parts.near_index(strip, distance));
+      if (!is_end && parts.has(row_begin, distance, call.seqlen_k))
+        sum += partial.at(parts.near_index(strip, distance));
     }
     for (int row = 0; row < call.seqlen_q; ++row) {
       for (int key = 0; key < call.seqlen_k; ++key) {

@@ -195,7 +195,7 @@ inline BiasTiles rel_bias_tiles(const at::Tensor& bias, const Flash_bwd_params& 
 }
 
 // Bytes of a dS that is stored to be summed. A larger one is computed again, tile by tile.
-constexpr int64_t kMostStoredBytes = int64_t{1} << 32;
+constexpr int64_t kMostStoredBytes = int64_t{1} << 31;
 
 // The sums of a stored dS for a table; none where matrices have diagonals of their own, or the table is long.
 inline DiagonalParts diagonal_parts(const BiasTensors& bias, const Flash_bwd_params& call) {
@@ -219,8 +219,8 @@ inline at::Tensor allocate_ds(Flash_bwd_mask_params& call, const BiasTensors& bi
   const bool is_result = of_data && pitch == cols && bias.attn_bias->scalar_type() == q.scalar_type() &&
                          bias.attn_bias->numel() == elements;
   const MatrixStrides strides{heads * rows * pitch, pitch, rows * pitch};
-  const bool fits = plan::tensor_map_holds(
-      {is_packed, batch, rows, heads, strides.batch, strides.row, strides.head}, dtype);
+  const bool fits =
+      plan::tensor_map_holds({is_packed, batch, rows, heads, strides.batch, strides.row, strides.head}, dtype);
   if (!fits || (!is_result && dtype_bytes(dtype) * elements > kMostStoredBytes)) return at::Tensor();
   at::DimVector shape{batch, heads, rows, pitch};
   if (is_packed) shape.erase(shape.begin());

@@ -140,9 +140,7 @@ struct DiagonalParts {
   }
 
   // Of the diagonal that begins at a row of a part with a column, which may be negative.
-  FLASH_HOST_DEVICE constexpr int distance(int row_begin, int first_col) const {
-    return first_col - row_begin - shift;
-  }
+  FLASH_HOST_DEVICE constexpr int distance(int row_begin, int first_col) const { return first_col - row_begin - shift; }
   // Whether a part has a diagonal of this distance.
   FLASH_HOST_DEVICE constexpr bool has(int row_begin, int distance, int cols) const {
     const int64_t first_col = int64_t{distance} + row_begin + shift;

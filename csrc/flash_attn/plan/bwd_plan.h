@@ -106,6 +106,7 @@ inline BwdPlan plan_bwd_mma_sync(const BwdProblem& problem, const Device& device
   plan.variant = problem.accumulates_dkv                                          ? BwdVariant::kAccumulate
                  : problem.has_dropout || problem.has_origins || problem.has_bias ? BwdVariant::kDropout
                                                                                   : BwdVariant::kPlain;
+  plan.may_store_ds = problem.has_bias && !problem.has_softcap;
   plan.head_dim = plan.head_dim_v = tile.head_dim;
   plan.block_m = tile.block_m;
   plan.block_n = tile.block_n;

@@ -2,9 +2,9 @@
 // memory: dS is read once.
 #include <atomic>
 
-#include "kernels/common/launch.h"
-#include "kernels/common/score_bias.h"
+#include "core/static_switch.h"
 #include "kernels/common/element.h"
+#include "kernels/common/launch.h"
 #include "params/bias.h"
 
 namespace flash {
@@ -92,8 +92,8 @@ template <Dtype kDtype>
 cudaError_t run(const DiagonalSum& params, cudaStream_t stream) {
   static std::atomic<uint64_t> configured_devices{0};
   const DiagonalParts& parts = params.parts;
-  const cudaError_t status = launch(sum_diagonals_kernel<kDtype>, params.heads * parts.parts * parts.blocks, kThreads, 0,
-                                    params, params.device, stream, configured_devices);
+  const cudaError_t status = launch(sum_diagonals_kernel<kDtype>, params.heads * parts.parts * parts.blocks, kThreads,
+                                    0, params, params.device, stream, configured_devices);
   if (status != cudaSuccess) return status;
   const int64_t warps = params.heads * (2 * int64_t{parts.reach} + 1);
   return launch(sum_parts_kernel, (warps + kWarps - 1) / kWarps, kThreads, 0, params, params.device, stream,

@@ -49,7 +49,9 @@ struct BiasBoxes {
         rows(is_packed, bias.batch_stride != 0 ? batch : 0, q_begin, seqlen_q) {}
 
   __device__ __forceinline__ int cols() const { return kBiasBoxBytes / 2 / halves; }
-  __device__ __forceinline__ int bytes(int box_rows) const { return has_rows ? box_rows * kBiasBoxBytes : kBiasBoxBytes; }
+  __device__ __forceinline__ int bytes(int box_rows) const {
+    return has_rows ? box_rows * kBiasBoxBytes : kBiasBoxBytes;
+  }
 
   __device__ __forceinline__ void load(tma::Barrier& full, char* box, int row, int col) const {
     cute::SM90_TMA_LOAD_5D::copy(&map, &full.state, static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL), box,
@@ -58,9 +60,7 @@ struct BiasBoxes {
 };
 
 // Offset of a 16-byte vector in a box.
-__device__ __forceinline__ int box_offset(int row, int vector) {
-  return row * kBiasBoxBytes + (vector ^ row % 8) * 16;
-}
+__device__ __forceinline__ int box_offset(int row, int vector) { return row * kBiasBoxBytes + (vector ^ row % 8) * 16; }
 
 // Adds box `part` of a row of boxes of 16-bit elements. scores: a row_col_view of 16 rows for each warp, the first of
 // which is row first_row of the box; without rows all have row 0.
@@ -70,9 +70,8 @@ __device__ __forceinline__ void add_box(Scores& scores, int part, const char* bo
 #pragma unroll
   for (int i = 0; i < 4; ++i) {  // 16 columns
     uint32_t words[4];           // rows 8 apart, then columns 8 apart
-    cute::SM75_U32x4_LDSM_N::copy(
-        *reinterpret_cast<const cute::uint128_t*>(box + box_offset(row, 2 * i + lane / 16)), words[0], words[1],
-        words[2], words[3]);
+    cute::SM75_U32x4_LDSM_N::copy(*reinterpret_cast<const cute::uint128_t*>(box + box_offset(row, 2 * i + lane / 16)),
+                                  words[0], words[1], words[2], words[3]);
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       const int col = 16 * part + 4 * i + j / 2 * 2;
@@ -83,8 +82,7 @@ __device__ __forceinline__ void add_box(Scores& scores, int part, const char* bo
 
 // The same of fp32.
 template <class Scores>
-__device__ __forceinline__ void add_float_box(Scores& scores, int part, const char* box, int first_row,
-                                              bool has_rows) {
+__device__ __forceinline__ void add_float_box(Scores& scores, int part, const char* box, int first_row, bool has_rows) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int mi = 0; mi < 2; ++mi) {

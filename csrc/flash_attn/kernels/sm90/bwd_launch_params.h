@@ -14,8 +14,8 @@ struct BwdLaunch {
   BwdGrid grid;
   int* tile_count_semaphore;  // null: static scheduler
   CUtensorMap q_map, do_map, k_map, v_map, dk_map, dv_map;
-  CUtensorMap dq_map;  // for DqLocation::kShared
-  MaskParams mask;     // of kListed
+  CUtensorMap dq_map;            // for DqLocation::kShared
+  MaskParams mask;               // of kListed
   CUtensorMap bias_map, ds_map;  // of kBiased
   bool stores_ds;
 };

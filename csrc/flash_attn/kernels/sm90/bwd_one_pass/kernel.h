@@ -134,10 +134,10 @@ __device__ __forceinline__ BwdStorage<Config>& begin_kernel(const BwdLaunch& lau
 
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, 1) flash_bwd_kernel(const __grid_constant__ BwdLaunch launch) {
-  static_assert(sizeof(BwdStorage<Config>) ==
-                    plan::sm90_bwd_smem_bytes(Config::kTile, Config::kMayDrop, Config::kDqInSmem, Config::kDtype,
-                                              Config::kBiased),
-                "plan and kernel agree on the shared memory");
+  static_assert(
+      sizeof(BwdStorage<Config>) == plan::sm90_bwd_smem_bytes(Config::kTile, Config::kMayDrop, Config::kDqInSmem,
+                                                              Config::kDtype, Config::kBiased),
+      "plan and kernel agree on the shared memory");
   extern __shared__ __align__(1024) char smem[];
   BwdStorage<Config>& storage = begin_kernel<Config>(launch, smem);
   const int warp_group = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // warp-uniform, so that branches on it are

@@ -60,7 +60,7 @@ struct BwdMainloop {
   PipelineState<2> ds_state;  // of the next dS to store
   PipelineState<2> dq_state;  // of the next dS whose dQ is to be computed
   PipelineState<2> bias_state;
-  QStep last_step{};          // kBiased without a dQ warpgroup: that of dq_state
+  QStep last_step{};  // kBiased without a dQ warpgroup: that of dq_state
 
   AccDkv acc_dk, acc_dv;
 
