@@ -14,7 +14,7 @@ from reference import assert_accurate, assert_gradient_accurate, attention
 import flash_attn
 from flash_attn import flash_attn_func, flash_attn_varlen_func
 
-BATCH, HEADS, SQ, SK = 2, 6, 205, 300  # several tiles of rows and of keys, the last ones not full
+BATCH, HEADS, SQ, SK = 2, 6, 205, 304  # several tiles of rows and of keys, the last ones not full; TMA takes SK
 INF = math.inf
 # Sizes of an attn_bias, by which axes it has.
 SHAPES = {
@@ -70,6 +70,7 @@ CALLS = [
     *(Call("full", dim, causal=dim == 96) for dim in (32, 64, 96, 128, 192, 256)),
     *(Call(name) for name in SHAPES if name != "full"),
     *(Call(name, 64, wide=True, dtype=torch.float16) for name in ("full", "heads", "keys")),
+    *(Call("heads", dim, wide=True) for dim in (128, 256)),
     Call("full", 40, dtype=torch.float16, window=(90, 20)),
     Call("heads", 192, dim_v=128, sinks=True),
     Call("full", 64, softcap=2.0, alibi=True),
@@ -183,7 +184,7 @@ def test_head_dim_512(device):
 
 
 @pytest.mark.parametrize("wide", (False, True))
-@pytest.mark.parametrize("kind", ("row stride", "column stride", "offset", "transposed", "expanded"))
+@pytest.mark.parametrize("kind", ("row stride", "pairs", "column stride", "offset", "transposed", "expanded"))
 def test_strides(device, family, kind, wide):
     """No stride and no address of a bias changes a result."""
     call = Call("full", 64, wide=wide, causal=True)
@@ -196,6 +197,7 @@ def test_strides(device, family, kind, wide):
     else:
         big = {
             "row stride": lambda: plain.new_empty(BATCH, HEADS, SQ, SK + 1)[..., :SK],
+            "pairs": lambda: plain.new_empty(BATCH, HEADS, SQ, SK + 2)[..., :SK],
             "column stride": lambda: plain.new_empty(BATCH, HEADS, SQ, 2 * SK)[..., ::2],
             "offset": lambda: plain.new_empty(plain.numel() + 1)[1:].view(plain.shape),
             "transposed": lambda: plain.new_empty(BATCH, HEADS, SK, SQ).mT,
@@ -331,7 +333,7 @@ def test_a_graph_reads_the_biases_of_each_replay(device, family):
 def test_plans_of_calls_with_a_bias(device, family):
     q, k, v, bias = make(Call("heads"), device).values()
     plans = flash_attn.explain(flash_attn_func, q, k, v, attn_bias=bias)
-    variants = {"wgmma": ("biased", "listed"), "mma_sync": ("dropout", "dropout")}
+    variants = {"wgmma": ("biased", "biased"), "mma_sync": ("dropout", "dropout")}
     assert tuple(plans[name]["kernel"] for name in ("forward", "backward")) == (family, family)
     assert tuple(plans[name]["variant"] for name in ("forward", "backward")) == variants[family]
     plain = flash_attn.explain(flash_attn_func, q, k, v)

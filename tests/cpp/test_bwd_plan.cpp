@@ -345,9 +345,11 @@ void check_biases() {
         const BwdPlan plan = plan_of(problem, kH100, forced);
         const bool listed = head_dim <= 256 && forced == nullptr;
         check::that(plan.family == (listed ? Family::kWgmma : Family::kMmaSync), "family", head_dim, options);
-        check::that(plan.variant == (listed ? BwdVariant::kListed : BwdVariant::kDropout), "variant", head_dim);
-        check::that(plan.mask.matrices == listed, "lists", head_dim, plan.mask.matrices);
         const bool has_pass = listed && (problem.has_softcap || problem.deterministic || head_dim > 128);
+        const BwdVariant by_list = has_pass ? BwdVariant::kListed : BwdVariant::kBiased;
+        check::that(plan.variant == (listed ? by_list : BwdVariant::kDropout), "variant", head_dim);
+        check::that(plan.mask.matrices == listed, "lists", head_dim, plan.mask.matrices);
+        check::that(plan.may_store_ds == !problem.has_softcap, "dS", head_dim, options);
         check::that(plan.dq_pass == has_pass, "dQ", head_dim, options);
       }
       check::that(plan_of(problem, kA100).variant == BwdVariant::kDropout, "elsewhere", head_dim, options);

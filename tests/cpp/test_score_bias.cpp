@@ -11,6 +11,7 @@
 namespace {
 
 using flash::BiasTiles;
+using flash::DiagonalParts;
 using flash::ScoreBias;
 
 int ceil_divide(int a, int b) { return (a + b - 1) / b; }
@@ -119,6 +120,62 @@ void check_rel_bias(const Call& call, int reach, int chunks) {
   check::that(sums == expected, "sums by distance", call.seqlen_q, call.seqlen_k, reach);
 }
 
+// Of a stored dS: each diagonal of each part is one thread's, and one place of the partial sums holds it.
+void check_diagonals(const Call& call, int reach) {
+  DiagonalParts parts;
+  parts.set(call.batch, call.seqlen_q, call.seqlen_k, reach);
+  const auto cols = [&](int row_begin, int first_col) {  // scores of a diagonal
+    int count = 0;
+    for (int i = 0; i < DiagonalParts::kPartRows; ++i) {
+      const int col = first_col + i;
+      count += row_begin + i < call.seqlen_q && col >= 0 && col < call.seqlen_k;
+    }
+    return count;
+  };
+  std::vector<int> partial(call.heads * parts.parts * parts.strip_floats(), -1);
+  for (int64_t strip = 0; strip < call.heads * parts.parts; ++strip) {
+    const int row_begin = static_cast<int>(strip % parts.parts % parts.row_parts) * DiagonalParts::kPartRows;
+    for (int block = 0; block < parts.blocks; ++block) {
+      int ends[2] = {0, 0};
+      for (int thread = 0; thread < DiagonalParts::kBlockDiagonals; ++thread) {
+        const int first_col = block * DiagonalParts::kBlockDiagonals + thread - (DiagonalParts::kPartRows - 1);
+        const int distance = parts.distance(row_begin, first_col), sum = cols(row_begin, first_col);
+        check::that(distance == first_col - (row_begin + call.seqlen_k - call.seqlen_q), "distance", row_begin);
+        if (distance <= -reach || distance >= reach) {
+          ends[distance > -reach] += sum;
+        } else if (first_col < call.seqlen_k) {
+          int& place = partial.at(parts.near_index(strip, distance));
+          check::that(place == -1 && parts.has(row_begin, distance, call.seqlen_k), "one diagonal", distance);
+          place = sum;
+        }
+      }
+      for (int end : {0, 1}) partial.at(parts.end_index(strip, block, end)) = ends[end];
+    }
+  }
+  for (int distance = -reach; distance <= reach; ++distance) {
+    int sum = 0, expected = 0;
+    for (int64_t part = 0; part < parts.parts; ++part) {  // of the last head
+      const int64_t strip = (call.heads - 1) * parts.parts + part;
+      const int row_begin = static_cast<int>(part % parts.row_parts) * DiagonalParts::kPartRows;
+      const bool is_end = distance == -reach || distance == reach;
+      for (int block = 0; is_end && block < parts.blocks; ++block) {
+        for (int end : {0, 1}) {
+          if (distance == (end == 0 ? -reach : reach)) sum += partial.at(parts.end_index(strip, block, end));
+        }
+      }
+      if (!is_end && parts.has(row_begin, distance, call.seqlen_k))
+        sum += partial.at(parts.near_index(strip, distance));
+    }
+    for (int row = 0; row < call.seqlen_q; ++row) {
+      for (int key = 0; key < call.seqlen_k; ++key) {
+        const int own = key - (row + call.seqlen_k - call.seqlen_q);
+        expected += call.batch * (std::clamp(own, -reach, reach) == distance);
+      }
+    }
+    check::that(sum == expected, "scores of a distance", call.seqlen_q, call.seqlen_k, reach, distance);
+  }
+}
+
 void check_addresses() {
   const int64_t elements = int64_t{1} << 34;
   ScoreBias bias;
@@ -146,7 +203,7 @@ void check_addresses() {
 
 int main() {
   check_addresses();
-  const Call calls[] = {{1, 1, 1, 1}, {2, 3, 130, 70}, {3, 2, 40, 200}, {1, 2, 300, 65}};
+  const Call calls[] = {{1, 1, 1, 1}, {2, 3, 130, 70}, {3, 2, 40, 200}, {1, 2, 300, 65}, {2, 2, 257, 300}};
   for (const Call& call : calls) {
     for (const int chunks : {1, 3, 50}) {
       for (int axes = 0; axes < 16; ++axes) {
@@ -154,6 +211,7 @@ int main() {
       }
       for (const int reach : {0, 1, 5, 63, 64, 127, 128, 1000}) check_rel_bias(call, reach, chunks);
     }
+    for (const int reach : {0, 1, 5, 200, 1000}) check_diagonals(call, reach);
   }
   return check::report();
 }

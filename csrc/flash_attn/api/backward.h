@@ -358,11 +358,16 @@ inline Tensors mha_bwd(const BwdCall& call) {
     params.dq_mask = params.mask;
   }
   if (softmax_d.defined()) params.softmax_d_ptr = softmax_d.mutable_data_ptr<float>();
+  at::Tensor ds;
+  if (plan.may_store_ds && gradients.bias_grad) {
+    const bool visits_all = !params.is_varlen() && !params.window.may_mask() && !call.scores.mask.given();
+    ds = allocate_ds(params, bias, plan.dtype, visits_all, q);
+  }
   const at::Tensor varlen = launch(params, plan, q, dq_sum);
   Tensors results{dq ? finished(dq) : dq_sum, finished(dk), finished(dv), softmax_d};
   if (dsinks.defined()) results.push_back(at::sum(dsinks, at::OptionalIntArrayRef({0, 2})));
   if (bias.given() && gradients.bias_grad) {
-    for (at::Tensor& gradient : bias_gradients(bias, params, plan.dtype, q)) results.push_back(std::move(gradient));
+    for (at::Tensor& gradient : bias_gradients(bias, params, plan.dtype, q, ds)) results.push_back(std::move(gradient));
   }
   return results;
 }

@@ -2,6 +2,8 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/narrow.h>
+#include <ATen/ops/sum.h>
 
 #include <algorithm>
 #include <limits>
@@ -12,6 +14,7 @@
 #include "api/tensors.h"
 #include "params/bias.h"
 #include "plan/grid.h"
+#include "plan/problem.h"
 
 namespace flash {
 
@@ -96,6 +99,21 @@ inline bool has_scores(const Flash_fwd_params& params) {
   return params.b > 0 && params.h > 0 && params.seqlen_q > 0 && params.seqlen_k > 0;
 }
 
+// Whether a tensor map describes attn_bias: axes along which it is broadcast have length 1 there.
+inline bool loads_boxes(const ScoreBias& bias, bool is_packed) {
+  const int64_t halves = bias.element_bytes() / 2;
+  const auto length = [](int64_t stride) { return stride == 0 ? 1 : 2; };
+  const plan::MatrixShape shape{is_packed,
+                                length(bias.batch_stride),
+                                length(bias.row_stride),
+                                length(bias.head_stride),
+                                halves * bias.batch_stride,
+                                halves * bias.row_stride,
+                                halves * bias.head_stride};
+  return bias.col_stride == 1 && reinterpret_cast<uintptr_t>(bias.data) % 16 == 0 &&
+         !(is_packed && bias.row_stride == 0) && plan::tensor_map_holds(shape, Dtype::kFp16);
+}
+
 // Of calls that have scores: sizes of the tensors are then positive.
 inline ScoreBias bias_params(const BiasTensors& bias) {
   ScoreBias params;
@@ -113,6 +131,7 @@ inline ScoreBias bias_params(const BiasTensors& bias) {
     const bool even = params.batch_stride % 2 == 0 && params.head_stride % 2 == 0 && params.row_stride % 2 == 0;
     const auto address = reinterpret_cast<uintptr_t>(params.data);
     params.loads_pairs = params.col_stride == 1 && even && address % (2 * given.element_size()) == 0;
+    params.loads_boxes = loads_boxes(params, given.dim() == 3);
   }
   if (bias.rel_bias.has_value()) {
     params.table = bias.rel_bias->const_data_ptr<float>();
@@ -175,16 +194,85 @@ inline BiasTiles rel_bias_tiles(const at::Tensor& bias, const Flash_bwd_params& 
   return tiles;
 }
 
-// The gradients of those given, after the backward's launches: params has its segments and softmax_d.
+// Bytes of a dS that is stored to be summed. A larger one is computed again, tile by tile.
+constexpr int64_t kMostStoredBytes = int64_t{1} << 31;
+
+// The sums of a stored dS for a table; none where matrices have diagonals of their own, or the table is long.
+inline DiagonalParts diagonal_parts(const BiasTensors& bias, const Flash_bwd_params& call) {
+  constexpr int64_t kMostFloats = int64_t{1} << 26;
+  DiagonalParts parts;
+  if (!bias.rel_bias.has_value() || call.is_varlen() || call.origins_ptr != nullptr) return parts;
+  parts.set(call.b, call.seqlen_q, call.seqlen_k, static_cast<int>(bias.rel_bias->size(1) / 2));
+  return call.h * parts.parts * parts.strip_floats() <= kMostFloats ? parts : DiagonalParts();
+}
+
+// dS for the gradients of biases where it is stored, of rows of whole vectors: call.ds describes it. Undefined
+// otherwise. visits_all: the kernel writes all of it.
+inline at::Tensor allocate_ds(Flash_bwd_mask_params& call, const BiasTensors& bias, Dtype dtype, bool visits_all,
+                              const at::Tensor& q) {
+  const bool of_data = bias.attn_bias.has_value(), is_packed = call.is_varlen();
+  if (!has_scores(call) || (!of_data && diagonal_parts(bias, call).parts == 0)) return at::Tensor();
+  constexpr int64_t kVector = 8;
+  const int64_t batch = is_packed ? 1 : call.b, heads = call.h, rows = call.seqlen_q;
+  const int64_t cols = is_packed ? bias.attn_bias->size(2) : call.seqlen_k;
+  const int64_t pitch = (cols + kVector - 1) / kVector * kVector, elements = batch * heads * rows * pitch;
+  const bool is_result = of_data && pitch == cols && bias.attn_bias->scalar_type() == q.scalar_type() &&
+                         bias.attn_bias->numel() == elements;
+  const MatrixStrides strides{heads * rows * pitch, pitch, rows * pitch};
+  const bool fits =
+      plan::tensor_map_holds({is_packed, batch, rows, heads, strides.batch, strides.row, strides.head}, dtype);
+  if (!fits || (!is_result && dtype_bytes(dtype) * elements > kMostStoredBytes)) return at::Tensor();
+  at::DimVector shape{batch, heads, rows, pitch};
+  if (is_packed) shape.erase(shape.begin());
+  const at::Tensor ds = visits_all ? new_empty(q, shape, q.scalar_type()) : new_zeros(q, shape, q.scalar_type());
+  call.ds = {ds.mutable_data_ptr(), strides, static_cast<int>(cols)};
+  return ds;
+}
+
+// The gradient of attn_bias from a stored dS: dS itself, or summed along the axes along which the bias is broadcast.
+inline at::Tensor sum_scores(const at::Tensor& given, const at::Tensor& ds, int64_t cols) {
+  at::DimVector axes;
+  for (int64_t axis = 0; axis < given.dim(); ++axis) {
+    if (given.size(axis) != (axis + 1 < given.dim() ? ds.size(axis) : cols)) axes.push_back(axis);
+  }
+  const at::Tensor scores = ds.size(-1) == cols ? ds : at::narrow(ds, -1, 0, cols);
+  if (!axes.empty()) return at::sum(scores, axes, true, given.scalar_type());
+  return scores.to(given.scalar_type()).contiguous();
+}
+
+// That of rel_bias.
+inline void sum_diagonals(const at::Tensor& result, const DiagonalParts& parts, const Flash_bwd_mask_params& call,
+                          Dtype dtype, const at::Tensor& q) {
+  DiagonalSum sum;
+  sum.ds = call.ds;
+  sum.dtype = dtype;
+  sum.device = call.device;
+  sum.heads = call.h;
+  sum.rows = call.seqlen_q;
+  sum.parts = parts;
+  const at::Tensor partial = new_empty(q, {call.h * parts.parts * parts.strip_floats()}, at::kFloat);
+  sum.partial_ptr = partial.mutable_data_ptr<float>();
+  sum.out_ptr = result.mutable_data_ptr<float>();
+  check_launch(run_sum_diagonals(sum, c10::cuda::getCurrentCUDAStream().stream()), "sum_diagonals_kernel", q);
+}
+
+// The gradients of those given, after the backward's launches: params has its segments and softmax_d, and `ds` is
+// allocate_ds().
 inline std::vector<at::Tensor> bias_gradients(const BiasTensors& bias, const Flash_bwd_mask_params& call, Dtype dtype,
-                                              const at::Tensor& q) {
+                                              const at::Tensor& q, const at::Tensor& ds) {
   std::vector<at::Tensor> results;
   const auto add = [&](const at::Tensor& given, const auto& tiles_of) {
-    const bool is_sum = has_scores(call);
+    const bool is_sum = has_scores(call), of_table = given.dim() == 2;
+    if (ds.defined() && !of_table) {
+      results.push_back(sum_scores(given, ds, call.ds.cols));
+      return;
+    }
     at::Tensor result =
         is_sum ? new_empty(q, given.sizes(), given.scalar_type()) : new_zeros(q, given.sizes(), given.scalar_type());
     results.push_back(result);
     if (!is_sum) return;
+    const DiagonalParts parts = diagonal_parts(bias, call);
+    if (ds.defined() && parts.parts > 0) return sum_diagonals(result, parts, call, dtype, q);
     BiasGradientParams params;
     params.call = call;
     params.factors = call.mask.factors;

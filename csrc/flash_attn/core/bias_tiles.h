@@ -121,4 +121,41 @@ struct BiasTiles {
   }
 };
 
+// Sums of a stored dS along its diagonals, for the gradient of rel_bias: a part is kPartRows rows of one matrix, of
+// which each thread block has kBlockDiagonals diagonals. A strip is a part of a head.
+struct DiagonalParts {
+  static constexpr int kPartRows = 256, kBlockDiagonals = 256;
+
+  int64_t parts = 0, row_parts = 0;  // of a head; of one of its matrices
+  int blocks = 0;                    // of a part
+  int reach = 0;
+  int shift = 0;  // distance of key 0 from row 0, negated
+
+  FLASH_HOST_DEVICE constexpr void set(int64_t matrices, int rows, int seqlen_k, int table_reach) {
+    row_parts = (rows + kPartRows - 1) / kPartRows;
+    parts = matrices * row_parts;
+    blocks = (seqlen_k + kPartRows - 1 + kBlockDiagonals - 1) / kBlockDiagonals;
+    reach = table_reach;
+    shift = seqlen_k - rows;
+  }
+
+  // Of the diagonal that begins at a row of a part with a column, which may be negative.
+  FLASH_HOST_DEVICE constexpr int distance(int row_begin, int first_col) const { return first_col - row_begin - shift; }
+  // Whether a part has a diagonal of this distance.
+  FLASH_HOST_DEVICE constexpr bool has(int row_begin, int distance, int cols) const {
+    const int64_t first_col = int64_t{distance} + row_begin + shift;
+    return first_col > -kPartRows && first_col < cols;
+  }
+
+  // Partial sums: of each strip and distance within reach, then of each strip and thread block those beyond each end.
+  FLASH_HOST_DEVICE constexpr int64_t near_cols() const { return reach > 0 ? 2 * int64_t{reach} - 1 : 0; }
+  FLASH_HOST_DEVICE constexpr int64_t strip_floats() const { return near_cols() + 2 * int64_t{blocks}; }
+  FLASH_HOST_DEVICE constexpr int64_t near_index(int64_t strip, int distance) const {
+    return strip * strip_floats() + distance + reach - 1;
+  }
+  FLASH_HOST_DEVICE constexpr int64_t end_index(int64_t strip, int64_t block, int end) const {
+    return strip * strip_floats() + near_cols() + 2 * block + end;
+  }
+};
+
 }  // namespace flash

@@ -19,6 +19,7 @@ struct ScoreBias {
   int cols = 0;              // that data has: packed sequences may claim to have more keys
   bool is_float = false;     // data
   bool loads_pairs = false;  // two neighbouring columns, the first even, are one aligned load
+  bool loads_boxes = false;  // a tensor map describes data
 
   FLASH_HOST_DEVICE constexpr bool given() const { return data != nullptr || table != nullptr; }
   FLASH_HOST_DEVICE constexpr int table_cols() const { return 2 * reach + 1; }

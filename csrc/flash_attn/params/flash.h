@@ -178,9 +178,17 @@ struct Flash_bwd_params : Flash_fwd_params {
   int64_t workspace_vectors = 0;
 };
 
+// dS of all scores, of Q's dtype: (b, h, rows, cols), or packed (h, total_q, cols). Rows are whole 16-byte vectors.
+struct ScoreGradients {
+  void* __restrict__ data = nullptr;  // null: not stored
+  MatrixStrides strides;
+  int cols = 0;
+};
+
 struct Flash_bwd_mask_params : Flash_bwd_params {
   MaskParams mask;     // lists of the kernel for dK and dV
   MaskParams dq_mask;  // of a separate one for dQ
+  ScoreGradients ds;   // where the plan may store it
 };
 
 // Before every other kernel of a call with packed sequences or a tile_count_semaphore: fills segments_q, segments_k and

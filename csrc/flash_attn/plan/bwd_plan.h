@@ -13,8 +13,9 @@ namespace plan {
 // kDropout: of the mma.sync family, which has score modifiers in all of its kernels; origins and biases too. kGeneral:
 // of the wgmma family, dropout and score modifiers. kAccumulate: dK and dV are added to fp32 tensors, in the mma.sync
 // family with or without dropout, in the wgmma family by plain calls; there kGeneral adds for the others. kListed: of
-// the wgmma family, all calls with a mask or a bias as data.
-enum class BwdVariant { kPlain, kDropout, kAccumulate, kGeneral, kListed };
+// the wgmma family, all calls with a mask or a bias as data. kBiased: in its place with a bias, of one pass and without
+// dropout; it may store dS.
+enum class BwdVariant { kPlain, kDropout, kAccumulate, kGeneral, kListed, kBiased };
 
 constexpr const char* variant_name(BwdVariant variant) {
   switch (variant) {
@@ -23,6 +24,7 @@ constexpr const char* variant_name(BwdVariant variant) {
     case BwdVariant::kAccumulate: return "accumulate";
     case BwdVariant::kGeneral: return "general";
     case BwdVariant::kListed: return "listed";
+    case BwdVariant::kBiased: return "biased";
   }
   return "";
 }
@@ -42,6 +44,7 @@ struct BwdPlan {
   bool dq_in_smem = false;           // CTAs take whole heads and accumulate dQ in shared memory, not in global
   bool dq_pass = false;              // a separate kernel computes dQ, which is not accumulated
   bool deterministic = false;
+  bool may_store_ds = false;  // the kernel that computes dQ, for gradients of biases as data
   BwdStage stage = BwdStage::kAll;
 
   int block_m = 0, block_n = 0;  // rows of a step, keys of a CTA
@@ -103,6 +106,7 @@ inline BwdPlan plan_bwd_mma_sync(const BwdProblem& problem, const Device& device
   plan.variant = problem.accumulates_dkv                                          ? BwdVariant::kAccumulate
                  : problem.has_dropout || problem.has_origins || problem.has_bias ? BwdVariant::kDropout
                                                                                   : BwdVariant::kPlain;
+  plan.may_store_ds = problem.has_bias && !problem.has_softcap;
   plan.head_dim = plan.head_dim_v = tile.head_dim;
   plan.block_m = tile.block_m;
   plan.block_n = tile.block_n;
@@ -146,17 +150,20 @@ inline void set_dq_pass(BwdPlan& plan, const BwdProblem& problem, const Device& 
   if (problem.has_mask()) plan.dq_mask = plan_mask(problem, false, kSm90DqBlockM, kSm90DqBlockN);
 }
 
-constexpr BwdVariant wgmma_bwd_variant(const BwdProblem& problem) {
-  if (problem.has_mask()) return BwdVariant::kListed;
-  if (!problem.is_plain()) return BwdVariant::kGeneral;
-  return problem.accumulates_dkv ? BwdVariant::kAccumulate : BwdVariant::kPlain;
-}
-
 // Of calls with a mask or a bias. The kernels of one pass keep no scores, from which a softcap would be differentiated,
 // and read no bias twice.
 constexpr Sm90BwdTile listed_tile(const BwdProblem& problem) {
   return sm90_listed_bwd_tile(problem.max_head_dim(),
                               problem.deterministic || (problem.has_bias && problem.has_softcap));
+}
+
+constexpr BwdVariant wgmma_bwd_variant(const BwdProblem& problem) {
+  if (problem.has_mask()) {
+    const bool biased = problem.has_bias && !problem.has_dropout && !has_dq_pass(listed_tile(problem));
+    return biased ? BwdVariant::kBiased : BwdVariant::kListed;
+  }
+  if (!problem.is_plain()) return BwdVariant::kGeneral;
+  return problem.accumulates_dkv ? BwdVariant::kAccumulate : BwdVariant::kPlain;
 }
 
 inline BwdPlan plan_bwd_wgmma(const BwdProblem& problem, const Device& device) {
@@ -177,11 +184,14 @@ inline BwdPlan plan_bwd_wgmma(const BwdProblem& problem, const Device& device) {
   plan.stages = tile.stages;
   plan.threads = sm90_bwd_threads(tile);
   plan.smem_bytes = has_dq_pass(tile) ? sm90_dkv_smem_bytes(tile, has_random_bits, problem.dtype)
-                                      : sm90_bwd_smem_bytes(tile, has_random_bits, dq_in_smem, problem.dtype);
+                                      : sm90_bwd_smem_bytes(tile, has_random_bits, dq_in_smem, problem.dtype,
+                                                            plan.variant == BwdVariant::kBiased);
   if (dq_in_smem) {
     set_dq_in_smem(plan, problem, device);
     return plan;
   }
+  plan.may_store_ds =
+      problem.has_bias && (plan.variant == BwdVariant::kBiased || (has_dq_pass(tile) && !problem.has_softcap));
   const int64_t rows = problem.is_varlen && problem.batch > 0 ? problem.seqlen_q / problem.batch : problem.seqlen_q;
   if (problem.has_mask()) plan.mask = plan_mask(problem, true, tile.block_n, tile.block_m);
   const bool is_ordered = problem.deterministic && !has_dq_pass(tile);

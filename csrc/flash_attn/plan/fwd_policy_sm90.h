@@ -166,7 +166,7 @@ constexpr FwdPolicy kRows[kNumFwdVariants][kNumSm90FwdHeadDims] = {
     {
         {64, kIntFlags, 1},
         {96, 0, 0},
-        {128, kIssueNextQkEarly | kIntFlags, 1},
+        {128, kIntFlags, 1},
         {192, 0, 0},
         {256, kExpBeforePvWait | kIntFlags, 1},
     },
@@ -250,6 +250,7 @@ constexpr const char* fwd_policy_conflict(const Sm90FwdTile& tile, const FwdPoli
   }
   // A warpgroup that skips fully masked blocks still holds the previous V stage, and with kIssueNextQkEarly the last
   // one until the next Q lands.
+  if ((tile.bias_stages > 0) != (variant == FwdVariant::kBiased)) return "a bias comes through shared memory";
   if (visits_by_list(variant)) {
     if (tile.block_n % kMaskStrip != 0) return "lists have whole strips of keys";
     if (policy.has(kMaskBoundsInRegs) || policy.has(kAlignUnmasked)) return "lists have no bounds and no rotation";

@@ -42,7 +42,9 @@ constexpr int sm90_fwd_smem_bytes(const Sm90FwdTile& tile, FwdVariant variant, D
   const int fine_words = tile.block_n / 8, col_vectors = (fine_words + fine_words / 2 + 3) / 4;
   const int barriers = 4 * tile.kv_stages + 1 + 3 * tile.q_stages * groups + 2 * 3;
   SmemLayout storage;
-  storage.add(element * tile.q_stages * tile.block_m * tile.head_dim, kSwizzleBytes)
+  storage.add(kBiasBoxBytes * tile.bias_stages * tile.block_m, kSwizzleBytes)
+      .add(2 * kBarrierBytes * tile.bias_stages, kBarrierBytes)
+      .add(element * tile.q_stages * tile.block_m * tile.head_dim, kSwizzleBytes)
       .add(element * tile.kv_stages * tile.block_n * tile.head_dim, kSwizzleBytes)
       .add(element * tile.kv_stages * tile.block_n * tile.value_dim(), kSwizzleBytes)
       .add(element * groups * (tile.o_cols > 0 ? 64 * tile.o_cols : 1), tile.o_cols > 0 ? kSwizzleBytes : 8)
@@ -105,16 +107,20 @@ constexpr int sm90_dq_smem_bytes(const Sm90BwdTile& tile, bool may_drop, Dtype d
 }
 
 // sizeof(sm90::BwdStorage).
-constexpr int sm90_bwd_smem_bytes(const Sm90BwdTile& tile, bool may_drop, bool dq_in_smem, Dtype dtype) {
+constexpr int sm90_bwd_smem_bytes(const Sm90BwdTile& tile, bool may_drop, bool dq_in_smem, Dtype dtype,
+                                  bool biased = false) {
   const int element = dtype_bytes(dtype), m = tile.block_m, n = tile.block_n;
   const bool has_group = has_dq_warpgroup(tile);
   const int kv_stages = has_group && !dq_in_smem ? 2 : 1, key_parts = has_group ? 2 : 1;
   const int64_t staged_dq = int64_t{has_group ? 2 : 1} * m * tile.head_dim;
   const int64_t dq_floats = dq_in_smem ? int64_t{kSharedDqRows} * tile.head_dim : staged_dq;
-  const int64_t gradients = has_group && !dq_in_smem ? n * (tile.head_dim + tile.value_dim()) : 1;
+  const int64_t gradients = has_group && !dq_in_smem && !biased ? n * (tile.head_dim + tile.value_dim()) : 1;
   const int barriers = 3 * kv_stages * key_parts + 2 * 4 + 4 * tile.stages + 2 * 2 + 1;
+  const int bias_stages = biased ? kSm90BwdBiasStages : 0;
   SmemLayout storage;
-  storage.add(element * kv_stages * n * tile.head_dim, kSwizzleBytes)
+  storage.add(2 * kBiasBoxBytes * bias_stages * m, kSwizzleBytes)
+      .add(2 * kBarrierBytes * bias_stages, kBarrierBytes)
+      .add(element * kv_stages * n * tile.head_dim, kSwizzleBytes)
       .add(element * kv_stages * n * tile.value_dim(), kSwizzleBytes)
       .add(element * tile.stages * m * tile.head_dim, kSwizzleBytes)
       .add(element * tile.stages * m * tile.value_dim(), kSwizzleBytes)

@@ -150,6 +150,7 @@ struct Sm90FwdTile {
                         // other starts or ends
   int head_dim_v = 0;   // of V and O; 0: head_dim
   int o_cols = 0;       // columns of O staged at a time in a separate buffer; 0: O is staged in Q's buffer
+  int bias_stages = 0;  // of kBiasBoxBytes of each row of a bias
 
   constexpr int value_dim() const { return head_dim_v > 0 ? head_dim_v : head_dim; }
 };
@@ -227,11 +228,12 @@ constexpr Sm90FwdTile kSm90ListedTiles[] = {
     {256, 128, 64, 2, 1, false, 1, 0, 128},
 };
 
-// kBiased: two consumers have the registers for the elements of a bias on their way, three do not.
+// kBiased: with so many rows K, V and a bias of 16 bits are a third less bytes for each score than with 128.
+constexpr int kBiasBoxBytes = 128;
 constexpr Sm90FwdTile kSm90BiasedTiles[] = {
-    {64, 128, 128, 3, 2, true, 1},
-    {128, 128, 128, 2, 2, false, 1},
-    {256, 128, 64, 2, 1, false, 1, 0, 128},
+    {64, 192, 128, 2, 2, true, 1, 0, 0, 4},
+    {128, 192, 64, 3, 1, false, 1, 0, 64, 2},
+    {256, 128, 64, 2, 1, false, 1, 0, 64, 1},
 };
 
 // Of head dims that it has a tile for: up to kMaxWgmmaHeadDim.
@@ -388,6 +390,9 @@ constexpr int sm90_dq_value_cols(const Sm90BwdTile& tile) {
 
 // A producer warpgroup, two consumers, and the one of dQ.
 constexpr int sm90_bwd_threads(const Sm90BwdTile& tile) { return 128 * (3 + has_dq_warpgroup(tile)); }
+
+// kBiased: boxes of a bias for each consumer; they take the place of a dedicated buffer for dK and dV.
+constexpr int kSm90BwdBiasStages = 2;
 
 constexpr int kSm90DqWarps = 4;  // that compute a step's dQ unless it has a separate kernel
 

@@ -56,6 +56,18 @@ __device__ __forceinline__ float2 unpack_pair(uint32_t pair) {
           static_cast<float>(Element::bitcast(static_cast<uint16_t>(pair >> 16)))};
 }
 
+// Explicit, so that all ways of reading a bias round alike.
+__device__ __forceinline__ void add_bias(float& score, float bias) { score = __fmaf_rn(kBiasUnit, bias, score); }
+
+__device__ __forceinline__ void add_bias_pair(float& first, float& second, float2 pair) {
+  add_bias(first, pair.x);
+  add_bias(second, pair.y);
+}
+template <class Element>
+__device__ __forceinline__ void add_bias_pair(float& first, float& second, uint32_t pair) {
+  add_bias_pair(first, second, unpack_pair<Element>(pair));
+}
+
 // Lane 4 g + t gives columns {2 t, 2 t + 1} of row g of an 8 x 8 matrix and gets rows {2 t, 2 t + 1} of column g.
 __device__ __forceinline__ uint32_t transpose_pairs(uint32_t pair) {
   uint32_t result;
@@ -88,52 +100,10 @@ __device__ __forceinline__ void add_pairs(Scores& scores, const Coords& coords, 
       const int64_t at = first + (coords.col(ni) - coords.col(0)) / 2;
       const float2 pair = bias.is_float ? __ldg(static_cast<const float2*>(bias.data) + at)
                                         : unpack_pair<Element>(__ldg(static_cast<const uint32_t*>(bias.data) + at));
-      scores(mi, ni) += kBiasUnit * pair.x;
-      scores(mi, ni + 1) += kBiasUnit * pair.y;
+      add_bias_pair(scores(mi, ni), scores(mi, ni + 1), pair);
     }
   }
 }
-
-// The same of 16 bits in two steps, so that loads overlap what makes the scores. kPairs: of a row.
-template <int kRows, int kPairs>
-struct BiasPairs {
-  uint32_t words[kRows * kPairs];
-  bool loaded;  // by all lanes of the warp
-
-  template <class Coords>
-  __device__ __forceinline__ void load(const ScoreBias& bias, const BiasTile& tile, const Coords& coords) {
-    const int first = tile.key_begin + coords.col(0), last = tile.key_begin + coords.col(2 * kPairs - 1);
-    const bool all_exist = last <= bias.last_col(tile.seqlen_k);
-    loaded = bias.data != nullptr && !bias.is_float && bias.loads_pairs && __all_sync(0xffffffffu, all_exist);
-#pragma unroll
-    for (int mi = 0; mi < kRows; ++mi) {
-      const int row = min(tile.row_begin + coords.row(mi), tile.seqlen_q - 1);
-      const uint32_t* const at = static_cast<const uint32_t*>(bias.data) + ((row * bias.row_stride + first) >> 1);
-#pragma unroll
-      for (int i = 0; i < kPairs; ++i) {
-        // volatile: else it may sink below the wait for the scores. Predicated: a branch would serialise wgmmas
-        // (C7514).
-        const uint32_t* const from = at + (coords.col(2 * i) - coords.col(0)) / 2;
-        asm volatile("{.reg .pred p; setp.ne.b32 p, %2, 0; @p ld.global.nc.b32 %0, [%1];}"
-                     : "=r"(words[mi * kPairs + i])
-                     : "l"(from), "r"(static_cast<int>(loaded)));
-      }
-    }
-  }
-
-  template <class Element, class Scores>
-  __device__ __forceinline__ void add(Scores& scores) const {
-#pragma unroll
-    for (int mi = 0; mi < kRows; ++mi) {
-#pragma unroll
-      for (int i = 0; i < kPairs; ++i) {
-        const float2 pair = unpack_pair<Element>(words[mi * kPairs + i]);
-        scores(mi, 2 * i) += kBiasUnit * pair.x;
-        scores(mi, 2 * i + 1) += kBiasUnit * pair.y;
-      }
-    }
-  }
-};
 
 // attn_bias of 16 bits where a thread's rows are pairs of neighbours, and its columns are 8 apart: S^T.
 template <class Element, class Scores, class Coords>
@@ -149,8 +119,7 @@ __device__ __forceinline__ void add_transposed_pairs(Scores& scores, const Coord
     for (int ni = 0; ni < kCols; ++ni) {
       const int64_t at = (row * bias.row_stride + tile.key_begin + coords.col(ni) - row_of_lane) >> 1;
       const float2 pair = unpack_pair<Element>(transpose_pairs(__ldg(static_cast<const uint32_t*>(bias.data) + at)));
-      scores(mi, ni) += kBiasUnit * pair.x;
-      scores(mi + 1, ni) += kBiasUnit * pair.y;
+      add_bias_pair(scores(mi, ni), scores(mi + 1, ni), pair);
     }
   }
 }
@@ -177,7 +146,7 @@ __device__ __forceinline__ void add_elements(Scores& scores, const Coords& coord
 #pragma unroll
     for (int i = 0; i < kInside; ++i) {
       const int mi = kRowsInside ? i : j, ni = kRowsInside ? j : i;
-      scores(mi, ni) += kBiasUnit * bias_element<Element>(bias, inside[i] + outside);
+      add_bias(scores(mi, ni), bias_element<Element>(bias, inside[i] + outside));
     }
   }
 }
@@ -206,20 +175,27 @@ __device__ __forceinline__ void add_table(Scores& scores, const Coords& coords, 
   }
 }
 
-// Adds both biases of one sequence and head to scores: a row_col_view, or a transposed one. By all lanes of a warp.
+// attn_bias, if there is one, of one sequence and head to scores: a row_col_view, or a transposed one. By all lanes of
+// a warp.
+template <class Element, class Scores, class Coords>
+__device__ __forceinline__ void add_data(Scores& scores, const Coords& coords, const ScoreBias& bias,
+                                         const BiasTile& tile) {
+  constexpr bool kTransposed = Coords::kColsApart8 == 1;
+  if (bias.data == nullptr) return;
+  if (!loads_pairs(bias, tile, scores, coords) || (kTransposed && bias.is_float)) {
+    add_elements<Element>(scores, coords, bias, tile);
+  } else if constexpr (kTransposed) {
+    add_transposed_pairs<Element>(scores, coords, bias, tile);
+  } else {
+    add_pairs<Element>(scores, coords, bias, tile);
+  }
+}
+
+// Both biases.
 template <class Element, class Scores, class Coords>
 __device__ __forceinline__ void add_biases(Scores& scores, const Coords& coords, const ScoreBias& bias,
                                            const BiasTile& tile) {
-  constexpr bool kTransposed = Coords::kColsApart8 == 1;
-  if (bias.data != nullptr) {
-    if (!loads_pairs(bias, tile, scores, coords) || (kTransposed && bias.is_float)) {
-      add_elements<Element>(scores, coords, bias, tile);
-    } else if constexpr (kTransposed) {
-      add_transposed_pairs<Element>(scores, coords, bias, tile);
-    } else {
-      add_pairs<Element>(scores, coords, bias, tile);
-    }
-  }
+  add_data<Element>(scores, coords, bias, tile);
   if (bias.table != nullptr) add_table(scores, coords, bias, tile);
 }
 

@@ -46,6 +46,7 @@ struct BwdConfig {
   using SmemLayoutP = SwizzledTile<kBlockM, kBlockN>;    // and dS
   using SmemLayoutDq = SmemLayoutQ;
   using RowCopyT = RowCopy<Element, kThreads, kAtomCols, kHeadDim>;
+  using RowCopyDs = RowCopy<Element, kThreads, swizzle_atom_cols(kBlockN), kBlockN>;  // from shared memory
   static constexpr int kQCopyThreads =
       kBlockM < RowCopyT::kRowsPerIteration ? kBlockM * RowCopyT::kThreadsPerRow : kThreads;
   using RowCopyQ = RowCopy<Element, kQCopyThreads, kAtomCols, kHeadDim>;

@@ -28,7 +28,7 @@ template <class Config>
 cudaError_t run_flash_bwd(const Flash_bwd_mask_params& params, const plan::BwdPlan& plan, cudaStream_t stream) {
   static std::atomic<uint64_t> configured_devices{0};
   return launch(flash_bwd_kernel<Config>, plan.grid, plan.threads, plan.smem_bytes,
-                BwdLaunch{params, plan.stages, plan.order, params.mask.bias}, params.device, stream,
+                BwdLaunch{params, plan.stages, plan.order, params.mask.bias, params.ds}, params.device, stream,
                 configured_devices);
 }
 
@@ -49,7 +49,8 @@ cudaError_t run_flash_bwd_variant(const Flash_bwd_mask_params& params, const pla
     case plan::BwdVariant::kDropout: return run(std::integral_constant<BwdVariant, BwdVariant::kDropout>());
     case plan::BwdVariant::kAccumulate: return run(std::integral_constant<BwdVariant, BwdVariant::kAccumulate>());
     case plan::BwdVariant::kGeneral:
-    case plan::BwdVariant::kListed: break;
+    case plan::BwdVariant::kListed:
+    case plan::BwdVariant::kBiased: break;
   }
   return cudaErrorInvalidValue;  // a variant of the wgmma family
 }

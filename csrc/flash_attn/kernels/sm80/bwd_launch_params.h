@@ -16,6 +16,7 @@ struct BwdLaunch {
   int stages;      // buffers of Q and of dO
   BwdGrid grid;    // of the main kernel
   ScoreBias bias;  // of kDropout
+  ScoreGradients ds;
 };
 
 }  // namespace sm80

@@ -48,6 +48,7 @@ struct BwdMainloop {
 
   const Flash_bwd_params& params;
   const ScoreBias& bias;
+  const ScoreGradients& ds;
   const BwdWorkTile& tile;
   const MaskOf<Config> visibility;
   const int first_row;  // rows before it are fully masked and are cleared in shared memory
@@ -68,6 +69,7 @@ struct BwdMainloop {
   __device__ __forceinline__ BwdMainloop(const BwdLaunch& launch, const BwdWorkTile& tile_, Element* smem_)
       : params(launch.params),
         bias(launch.bias),
+        ds(launch.ds),
         tile(tile_),
         visibility(mask_of<Config>(launch.params, tile_)),
         first_row(first_visible_row(visibility)),
@@ -292,8 +294,21 @@ struct BwdMainloop {
     reduce_dq_tile(at, peeked, acc_dq);
   }
 
+  // For the gradients of biases. Whole vectors: rows of dS are padded.
+  __device__ __forceinline__ void store_ds(const QStep& at) const {
+    if constexpr (Config::kMayBias) {
+      if (ds.data == nullptr) return;
+      const int row = at.m_block * Config::kBlockM, key = tile.n_block * Config::kBlockN;
+      Element* const base = static_cast<Element*>(ds.data) +
+                            matrix_offset(ds.strides, is_varlen(), tile.batch, tile.q_begin + row, at.head) + key;
+      store_rows<typename Config::RowCopyDs>(smem_ds(), base, ds.strides.row, min(tile.seqlen_q - row, Config::kBlockM),
+                                             ds.cols - key);
+    }
+  }
+
   __device__ __forceinline__ void step(const QStep& at, int stage) {
     make_p_ds(at, stage);
+    store_ds(at);
     add_dv(stage);
     add_dq(at);
     add_dk(stage);
@@ -302,6 +317,7 @@ struct BwdMainloop {
   // The same with one buffer: the next dO and Q overwrite this step's as soon as nobody reads these any more.
   __device__ __forceinline__ void step_of_one_buffer(const QStep& at, const Cursor& next, bool has_next) {
     make_p_ds(at, 0);
+    store_ds(at);
     add_dv(0);
     __syncthreads();
     if (has_next) load_do(next, 0);

@@ -14,8 +14,10 @@ struct BwdLaunch {
   BwdGrid grid;
   int* tile_count_semaphore;  // null: static scheduler
   CUtensorMap q_map, do_map, k_map, v_map, dk_map, dv_map;
-  CUtensorMap dq_map;  // for DqLocation::kShared
-  MaskParams mask;     // of kListed
+  CUtensorMap dq_map;            // for DqLocation::kShared
+  MaskParams mask;               // of kListed
+  CUtensorMap bias_map, ds_map;  // of kBiased
+  bool stores_ds;
 };
 
 // For either kernel of the two-pass backward.
@@ -25,7 +27,8 @@ struct BwdTwoPassLaunch {
   int num_tiles;              // work tiles of the kernel
   int* tile_count_semaphore;  // null: static scheduler
   CUtensorMap q_map, do_map, k_map, v_map;
-  MaskParams mask;  // of kListed
+  MaskParams mask;    // of kListed
+  ScoreGradients ds;  // likewise, of the dQ kernel
 };
 
 }  // namespace sm90

@@ -8,7 +8,8 @@ namespace sm90 {
 // run-time flags. kAccumulate: kPlain, but dK and dV are added to fp32 matrices; as a flag of kPlain it would change
 // how ptxas schedules the loop.
 // kListed: m_blocks by list, of a mask as data (core/block_list.h), with all of kGeneral as run-time flags.
-enum class BwdVariant { kPlain, kGeneral, kAccumulate, kListed };
+// kBiased: the same with biases as data, without softcap and dropout, which may store dS. In one pass.
+enum class BwdVariant { kPlain, kGeneral, kAccumulate, kListed, kBiased };
 
 // Where dQ is accumulated. kGlobal: in fp32 tiles in global memory, into which every n_block reduces. kShared: in
 // shared memory, by a thread block that computes all n_blocks of a head.

@@ -175,6 +175,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1) flash_fwd_kernel(const __
     if (warp == kSchedulerWarp) typename Roles::Scheduler{launch, storage, consumer_group}.run();
     // Separate tests, each with a load of is_paged(): nested ones, or one load, change how ptxas orders the loops.
     if (Config::kPackedDropout && warp == 2) typename Roles::ColumnBits{launch, storage}.run();
+    if (Config::kBiased && warp == 2) typename Roles::Bias{launch, storage}.run();
     if (Config::kHasStoreWarp && !launch.params.is_paged() && warp == 3) typename Roles::Store{launch, storage}.run();
     if (Config::kHasPages && launch.params.is_paged() && warp == 2) typename Roles::PagedK{launch, storage}.run();
     if (Config::kHasPages && launch.params.is_paged() && warp == 3) typename Roles::PagedV{launch, storage}.run();

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "kernels/common/launch.h"
+#include "kernels/sm90/bias_map.h"
 #include "kernels/sm90/fwd_launch_params.h"
 #include "kernels/tma/tensor_map.h"
 #include "plan/fwd_plan.h"
@@ -96,7 +97,10 @@ cudaError_t run_flash_fwd(const Flash_fwd_split_params& params, const plan::FwdP
   static std::atomic<uint64_t> configured_devices{0};
   constexpr plan::FwdPolicy kPolicy = plan::sm90_fwd_policy(kHeadDim, kHeadDimV, kVariant);
   FwdLaunch launch = fwd_launch(params, plan);
-  const cudaError_t status = make_tensor_maps(launch, plan, kPolicy.has(plan::fwd_feature::kHasStoreWarp) ? 64 : 16);
+  cudaError_t status = make_tensor_maps(launch, plan, kPolicy.has(plan::fwd_feature::kHasStoreWarp) ? 64 : 16);
+  if constexpr (kVariant == FwdVariant::kBiased) {
+    if (status == cudaSuccess) status = make_bias_map(launch.bias_map, params, params.mask.bias, plan.block_m);
+  }
   if (status != cudaSuccess) return status;
   using Config = FwdConfig<kDtype, kHeadDim, kVariant, kHeadDimV>;
   void (*kernel)(FwdLaunch);

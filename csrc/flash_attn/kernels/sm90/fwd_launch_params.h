@@ -26,7 +26,8 @@ struct FwdLaunch {
   KvSplits splits;            // of each work tile; each split is a separate tile
   Flash_fwd_params params;
   CUtensorMap q_map, k_map, v_map, o_map;
-  MaskParams mask;  // of kListed
+  MaskParams mask;       // of kListed
+  CUtensorMap bias_map;  // of kBiased
 };
 
 // Whether a work tile is one of several splits.

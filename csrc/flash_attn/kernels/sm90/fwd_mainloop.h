@@ -57,7 +57,7 @@ struct FwdMainloop {
   ShortSoftcapSeries short_series;  // of the softcap
   BlockEntry entry;                 // kListed: of the block that is masked
   bool clears_next = true;          // kListed: the next P V is the tile's first
-  BiasPairs<kRows, Config::kBlockN / 8> bias_pairs;  // kBiased: of the next scores
+  PipelineState<Config::kBiased ? Config::kTile.bias_stages : 1> bias_state;
 
   __device__ __forceinline__ FwdMainloop(const FwdLaunch& launch, Storage& storage_, int group_)
       : params(launch.params), mask(launch.mask), storage(storage_), group(group_), coords(threadIdx.x % 128) {}
@@ -120,8 +120,8 @@ struct FwdMainloop {
   }
 
   // This warp has read the stage. kEveryLane: each lane arrives, for racecheck, if lanes read what one warp overwrites.
-  template <bool kEveryLane = false>
-  __device__ __forceinline__ static void release(Barrier* empty, KvState& state) {
+  template <bool kEveryLane = false, class State>
+  __device__ __forceinline__ static void release(Barrier* empty, State& state) {
     if (kEveryLane || threadIdx.x % 32 == 0) empty[state.stage].arrive();
     state.advance();
   }
@@ -209,19 +209,42 @@ struct FwdMainloop {
   __device__ __forceinline__ BiasTile bias_tile(const Work& work, int key, int diagonal) const {
     return {row_begin(work), key, work.tile.seqlen_q, work.tile.seqlen_k, diagonal};
   }
-  // Starts loads that do not wait for S.
-  __device__ __forceinline__ void load_bias_pairs(const Work& work, int key) {
-    if constexpr (Config::kBiased) bias_pairs.load(bias_of(work.tile), bias_tile(work, key, 0), coords);
-  }
   template <class Scores>
-  __device__ __forceinline__ void add_biases_to(Scores& scores, const Work& work, int key, int diagonal) const {
-    const ScoreBias bias = bias_of(work.tile);
-    const BiasTile tile = bias_tile(work, key, diagonal);
-    if (bias_pairs.loaded) {
-      bias_pairs.template add<Element>(scores);
-      if (bias.table != nullptr) add_table(scores, coords, bias, tile);
+  __device__ __forceinline__ void add_biases_to(Scores& scores, const Work& work, int key, int diagonal) {
+    if (mask.bias.loads_boxes) {
+      mask.bias.is_float ? add_boxes<true>(scores) : add_boxes<false>(scores);
     } else {
-      add_biases<Element>(scores, coords, bias, tile);
+      add_data<Element>(scores, coords, bias_of(work.tile), bias_tile(work, key, diagonal));
+    }
+    if (mask.bias.table != nullptr) add_table(scores, coords, bias_of(work.tile), bias_tile(work, key, diagonal));
+  }
+  template <bool kFloat, class Scores>
+  __device__ __forceinline__ void add_boxes(Scores& scores) {
+    constexpr int kBoxes = Config::kBlockN * (kFloat ? 4 : 2) / kBiasBoxBytes;
+    const int first_row = 64 * group + threadIdx.x % 128 / 32 * 16;
+    const bool has_rows = mask.bias.row_stride != 0;
+#pragma unroll
+    for (int i = 0; i < kBoxes; ++i) {
+      storage.bias_full[bias_state.stage].wait(bias_state.phase);
+      const char* const box = storage.bias[bias_state.stage];
+      if constexpr (kFloat) {
+        add_float_box(scores, i, box, first_row, has_rows);
+      } else {
+        add_box<Element>(scores, i, box, first_row, has_rows);
+      }
+      __syncwarp();  // all lanes have read
+      release(storage.bias_empty, bias_state);
+    }
+  }
+  // The boxes of a block that this warpgroup skips.
+  __device__ __forceinline__ void skip_boxes() {
+    if constexpr (Config::kBiased) {
+      if (!mask.bias.loads_boxes) return;
+      const int boxes = Config::kBlockN * static_cast<int>(mask.bias.element_bytes()) / kBiasBoxBytes;
+      for (int i = 0; i < boxes; ++i) {
+        storage.bias_full[bias_state.stage].wait(bias_state.phase);
+        release(storage.bias_empty, bias_state);
+      }
     }
   }
 
@@ -243,7 +266,6 @@ struct FwdMainloop {
       slope_log2 = ScoreMod::head_slope_log2(params, work.tile.batch, work.tile.head);
       alibi_row = alibi_diagonal(params, work.tile.batch, mask_of<Config>(params, work.tile), row_begin(work));
     }
-    if constexpr (Config::kBiased) bias_pairs.loaded = false;  // nothing to overlap
     auto scores = row_col_view(acc_s);
     if (!kMaskFirstOnDemand || n_block != Work::TripCount::kNoBlock) modify_scores<true>(*this, scores, work, key);
     if constexpr (Config::kHasScoreMod) {
@@ -279,7 +301,6 @@ struct FwdMainloop {
     } else {
       key = (Config::kMaskBoundsInRegs ? n_block : work.order.block(i)) * Config::kBlockN;
     }
-    load_bias_pairs(work, key);
     wait_for<Config::kExpAfterPvWait && !kMasked ? 0 : 1>(acc_s);
     if constexpr (!Config::kRandomBitsInPv) dropout.read_col_bits(storage, k_state.stage);
     if constexpr (!SoftmaxStep::kMayRecomputeS) release_k();
@@ -369,6 +390,7 @@ struct FwdMainloop {
       entry = entry_at(work, i);
       if (num_skipped < Config::kMostListedSkips && entry.strip(group) == BlockClass::kHidden) {
         skip_k(1);
+        skip_boxes();
         ++num_skipped;
         continue;
       }

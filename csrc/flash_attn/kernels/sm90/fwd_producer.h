@@ -195,6 +195,36 @@ struct ColumnBitsWarp {
   }
 };
 
+// Bias warp: the boxes of attn_bias of each block in the order of their columns. Without boxes consumers read it.
+template <class Config>
+struct BiasWarp {
+  const FwdLaunch& launch;
+  FwdStorage<Config>& storage;
+
+  __device__ __forceinline__ void run() const {
+    const ScoreBias& bias = launch.mask.bias;
+    WorkPipeline<Config> pipeline(storage);
+    PipelineState<Config::kTile.bias_stages> state;
+    for (FwdWork<Config> work = pipeline.wait_and_release(); work.exists(); work = pipeline.wait_and_release()) {
+      if (!bias.loads_boxes) continue;
+      const WorkTile& tile = work.tile;
+      const BiasBoxes boxes(launch.bias_map, bias, launch.params.is_varlen(), tile.batch, tile.q_begin, tile.seqlen_q,
+                            tile.head);
+      for (int i = 0; i < work.order.count(); ++i) {
+        const int key = block_to_load<Config>(work.order, i) * Config::kBlockN;
+        for (int col = key; col < key + Config::kBlockN; col += boxes.cols()) {
+          storage.bias_empty[state.stage].wait(state.phase ^ 1);
+          if (threadIdx.x % 32 == 0) {
+            storage.bias_full[state.stage].arrive_and_expect(boxes.bytes(Config::kBlockM));
+            boxes.load(storage.bias_full[state.stage], storage.bias[state.stage], tile.row_begin, col);
+          }
+          state.advance();
+        }
+      }
+    }
+  }
+};
+
 // Epilogue warp. Waits for the next tile before it waits for this one's O, so that the scheduler never stalls on the
 // epilogue.
 template <class Config>

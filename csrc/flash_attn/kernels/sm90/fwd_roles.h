@@ -16,8 +16,8 @@ struct NoRole {
   __device__ __forceinline__ void run() const {}
 };
 
-// The producer warps of a consumer group: 0 Load, 1 Scheduler, 2 ColumnBits or PagedK, 3 PagedV with pages and Store
-// without. Two consumer groups have warps 0 and 1 each.
+// The producer warps of a consumer group: 0 Load, 1 Scheduler, 2 ColumnBits, Bias or PagedK, 3 PagedV with pages and
+// Store without. Two consumer groups have warps 0 and 1 each.
 template <class Config>
 struct FwdRoles {
   static constexpr int kWarps = 4 / Config::kConsumerGroups;
@@ -27,6 +27,7 @@ struct FwdRoles {
   using Load = FwdProducer<Config>;
   using Scheduler = SchedulerWarp<Config>;
   using ColumnBits = If<Config::kPackedDropout, ColumnBitsWarp<Config>>;
+  using Bias = If<(Config::kTile.bias_stages > 0), BiasWarp<Config>>;
   using Store = If<Config::kHasStoreWarp, StoreWarp<Config>>;
   using PagedK = If<Config::kHasPages, PagedLoader<Config, kK>>;
   using PagedV = If<Config::kHasPages, PagedLoader<Config, kV>>;

@@ -20,7 +20,7 @@ namespace sm90 {
 
 // From raw scores to the softmax's: softcap, ALiBi, biases, mask.
 template <bool kMasked, class Config, class Mainloop, class Scores>
-__device__ __forceinline__ void modify_scores(const Mainloop& m, Scores& scores, const FwdWork<Config>& work, int key) {
+__device__ __forceinline__ void modify_scores(Mainloop& m, Scores& scores, const FwdWork<Config>& work, int key) {
   const MaskOf<Config> visibility = mask_of<Config>(m.params, work.tile);
   const int first_row = m.row_begin(work);
   if constexpr (Config::kHasScoreMod) {

@@ -7,6 +7,7 @@
 #include "core/trip_count.h"
 #include "kernels/common/mask.h"
 #include "kernels/common/sequence.h"
+#include "kernels/sm90/bias_boxes.h"
 #include "kernels/sm90/fwd_config.h"
 #include "kernels/tma/mbarrier.h"
 #include "kernels/tma/pipeline_state.h"
@@ -44,7 +45,7 @@ struct alignas(16) Slot {
 static_assert(sizeof(WorkTile) == plan::kWorkTileBytes, "plan and kernels agree");
 
 template <class Config>
-struct FwdStorage {
+struct FwdStorage : BiasRing<Config::kTile.bias_stages, Config::kBlockM> {
   using Element = typename Config::Element;
   using OutElement = typename Config::OutElement;
   using TripCount = typename Config::TripCount;
@@ -83,8 +84,10 @@ struct FwdStorage {
   // Called by one thread, before Barrier::fence_init(). A lane for each barrier would take longer: their addresses
   // would not be uniform, and ptxas makes that a loop over the lanes with a fence in every iteration.
   __device__ __forceinline__ void init_barriers(bool is_paged) {
-    const int loading_warps = is_paged ? 3 : 1 + Config::kPackedDropout + Config::kHasStoreWarp;
+    constexpr bool kHasBiasWarp = Config::kTile.bias_stages > 0;
+    const int loading_warps = is_paged ? 3 : 1 + Config::kPackedDropout + Config::kHasStoreWarp + kHasBiasWarp;
     init_tile_barriers(is_paged);
+    this->init_bias_barriers(Config::kConsumerWarps);
 #pragma unroll
     for (int stage = 0; stage < Config::kQStages; ++stage) {
 #pragma unroll

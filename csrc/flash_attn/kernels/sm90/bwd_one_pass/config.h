@@ -18,9 +18,10 @@ template <Dtype kDtype_, int kHeadDim_, BwdVariant kVariant_, DqLocation kDqLoca
 struct BwdOnePassConfig {
   static constexpr Dtype kDtype = kDtype_;
   using Element = ElementOf<kDtype>;
-  static constexpr bool kListed = kVariant_ == BwdVariant::kListed;
+  static constexpr bool kBiased = kVariant_ == BwdVariant::kBiased;
+  static constexpr bool kListed = kVariant_ == BwdVariant::kListed || kBiased;
   static constexpr bool kIsGeneral = kVariant_ == BwdVariant::kGeneral;  // P is made after dP
-  static constexpr bool kMayDrop = kIsGeneral || kListed;
+  static constexpr bool kMayDrop = kIsGeneral || kVariant_ == BwdVariant::kListed;
   static constexpr bool kMayAccumulate = kVariant_ != BwdVariant::kPlain && !kListed;
   static constexpr bool kDqInSmem = kDqLocation == DqLocation::kShared;
   static constexpr plan::Sm90BwdTile kTile =
@@ -76,7 +77,8 @@ struct BwdOnePassConfig {
   static constexpr int kSmemQ = kBlockM * kHeadDim;  // elements; of dO too
   static constexpr int kSmemK = kBlockN * kHeadDim;  // and of V
   static constexpr int kSmemDs = kBlockM * kBlockN;
-  static constexpr int kKvStages = kHasDqWarpgroup && !kDqInSmem ? 2 : 1;  // buffers of K and V
+  static constexpr int kKvStages = kHasDqWarpgroup && !kDqInSmem ? 2 : 1;     // buffers of K and V
+  static constexpr int kBiasStages = kBiased ? plan::kSm90BwdBiasStages : 0;  // boxes for each consumer
   static constexpr int kKvParts =
       plan::sm90_bwd_kv_parts(kHeadDim);  // row ranges of a K/V tile, each with separate barriers
   static_assert(kKvParts == (kHasDqWarpgroup ? kWarpGroups : 1));
@@ -88,7 +90,7 @@ struct BwdOnePassConfig {
   static constexpr int kSmemDq = kDqInSmem ? plan::kSharedDqRows * kHeadDim : kDqBuffers * kDqTile;  // floats
   // dK and dV are staged for their TMA store in dedicated buffers or in those of dS and dQ, so that the next K and V
   // may be loaded meanwhile.
-  static constexpr bool kSeparateDkvSmem = kHasDqWarpgroup && !kDqInSmem;
+  static constexpr bool kSeparateDkvSmem = kHasDqWarpgroup && !kDqInSmem && !kBiased;
   static constexpr bool kDsHoldsDkv = kSmemDs >= kSmemK;
   static_assert(kDsHoldsDkv || (2 * kSmemDs >= kSmemK && 2 * kSmemDq >= kSmemK),
                 "dV fits into both dS buffers, dK into that of dQ");

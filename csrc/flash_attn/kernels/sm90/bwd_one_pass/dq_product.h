@@ -7,14 +7,42 @@
 #include "kernels/common/dq_tile.h"
 #include "kernels/sm90/bwd_one_pass/storage.h"
 #include "kernels/sm90/gemm.h"
+#include "kernels/tma/tile_copy.h"
 
 namespace flash {
 namespace sm90 {
 
+// kBiased: the store of a step's dS, from which the gradient of attn_bias is made, by one thread. The bulk copy starts
+// behind that thread's fence_buffer().
+template <class Config>
+struct DsStore {
+  const BwdLaunch& launch;
+  const BwdWorkTile& tile;
+  const QStep& at;
+
+  __device__ __forceinline__ void start(const typename Config::Element* ds, int thread) const {
+    if constexpr (Config::kBiased) {
+      if (thread == 0 && launch.stores_ds) {
+        const TmaRows rows(launch.params.is_varlen(), tile.batch, tile.q_begin, tile.seqlen_q);
+        store_tile<Config::kBlockN / Config::kAtomCols, Config::kAtomCols, Config::kBlockM>(
+            launch.ds_map, ds, rows, at.m_block * Config::kBlockM, at.head, tile.n_block * Config::kBlockN);
+      }
+      __syncwarp();
+    }
+  }
+  // The copy has read shared memory.
+  __device__ __forceinline__ void wait(int thread) const {
+    if constexpr (Config::kBiased) {
+      if (thread == 0) cute::tma_store_wait<0>();
+      __syncwarp();
+    }
+  }
+};
+
 // dQ = dS K. Waits for ds_full[stage] (arrived on by both consumers), arrives on ds_empty[stage].
 template <class Config, class Accumulator>
 __device__ __forceinline__ void compute_dq(BwdStorage<Config>& storage, const PipelineState<2>& state, int kv_stage,
-                                           int thread, Accumulator& acc_dq) {
+                                           int thread, const DsStore<Config>& ds_store, Accumulator& acc_dq) {
   using namespace cute;
   typename Config::MmaDq mma;
   const auto thread_mma = mma.get_slice(thread);
@@ -22,8 +50,10 @@ __device__ __forceinline__ void compute_dq(BwdStorage<Config>& storage, const Pi
   const auto k = make_tensor(make_smem_ptr(storage.k[kv_stage]), typename Config::SmemLayoutKt{});       // (D, N)
   storage.ds_full[state.stage].wait(state.phase);
   fence_buffer();  // orders the consumers' generic-proxy stores of dS before the wgmma
+  ds_store.start(storage.ds[state.stage], thread);
   start_gemm(mma, thread_mma.partition_fragment_A(ds), thread_mma.partition_fragment_B(k), acc_dq, true);
   wait_for<0>(acc_dq);
+  ds_store.wait(thread);
   storage.ds_empty[state.stage].arrive();
 }
 

@@ -56,7 +56,7 @@ struct DqWarpgroup {
 
   __device__ __forceinline__ void step(const BwdWorkTile& tile, const QStep& at) {
     AccDq acc_dq;
-    compute_dq<Config>(storage, state, kv_state.stage, thread, acc_dq);
+    compute_dq<Config>(storage, state, kv_state.stage, thread, {launch, tile, at}, acc_dq);
     if constexpr (Config::kDqInSmem) {
       accumulate_dq(tile, at, acc_dq);
     } else {

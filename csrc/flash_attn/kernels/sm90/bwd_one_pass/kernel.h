@@ -79,7 +79,7 @@ struct BwdConsumer {
   const int group;
   PipelineState<Config::kStages> state;
   PipelineState<Config::kKvStages> kv_state;
-  PipelineState<2> ds_state;
+  PipelineState<2> ds_state, bias_state;
 
   __device__ __forceinline__ BwdConsumer(const BwdLaunch& launch_, BwdStorage<Config>& storage_, int group_)
       : launch(launch_), storage(storage_), group(group_) {
@@ -91,6 +91,7 @@ struct BwdConsumer {
   // dK and dV of one n_block, and its contribution to dQ.
   __device__ __forceinline__ void compute_dk_dv_1colblock(const BwdWorkTile& tile) {
     BwdMainloop<Config> mainloop(launch, storage, tile, group, state, kv_state, ds_state);
+    mainloop.bias_state = bias_state;
     mainloop.run();
     const bool has_rows = mainloop.order.count() > 0;
     if (!has_rows || Config::kSeparateDkvSmem) mainloop.wait_for_tma_stores();  // else the first step has waited
@@ -103,6 +104,7 @@ struct BwdConsumer {
     __syncwarp();
     state = mainloop.state;
     ds_state = mainloop.ds_state;
+    bias_state = mainloop.bias_state;
     if (has_rows) kv_state.advance();
   }
 
@@ -132,9 +134,10 @@ __device__ __forceinline__ BwdStorage<Config>& begin_kernel(const BwdLaunch& lau
 
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, 1) flash_bwd_kernel(const __grid_constant__ BwdLaunch launch) {
-  static_assert(sizeof(BwdStorage<Config>) ==
-                    plan::sm90_bwd_smem_bytes(Config::kTile, Config::kMayDrop, Config::kDqInSmem, Config::kDtype),
-                "plan and kernel agree on the shared memory");
+  static_assert(
+      sizeof(BwdStorage<Config>) == plan::sm90_bwd_smem_bytes(Config::kTile, Config::kMayDrop, Config::kDqInSmem,
+                                                              Config::kDtype, Config::kBiased),
+      "plan and kernel agree on the shared memory");
   extern __shared__ __align__(1024) char smem[];
   BwdStorage<Config>& storage = begin_kernel<Config>(launch, smem);
   const int warp_group = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // warp-uniform, so that branches on it are

@@ -4,6 +4,7 @@
 #include <type_traits>
 
 #include "kernels/common/launch.h"
+#include "kernels/sm90/bias_map.h"
 #include "kernels/sm90/bwd_launch_params.h"
 #include "kernels/sm90/bwd_variant.h"
 #include "kernels/tma/tensor_map.h"
@@ -61,6 +62,16 @@ inline cudaError_t make_tensor_maps(BwdLaunch& launch, const plan::BwdPlan& plan
                               plan.dtype, {plan.head_dim, kStoredRows});
 }
 
+inline cudaError_t make_bias_maps(BwdLaunch& launch, const Flash_bwd_mask_params& params, const plan::BwdPlan& plan) {
+  const cudaError_t status = make_bias_map(launch.bias_map, params, params.mask.bias, plan.block_m);
+  launch.stores_ds = params.ds.data != nullptr;
+  if (status != cudaSuccess || !launch.stores_ds) return status;
+  constexpr int kAtomCols = 64;
+  return tma::make_tensor_map(launch.ds_map,
+                              tma::tensor_map_source(params, params.ds.data, params.ds.strides, true, params.ds.cols),
+                              plan.dtype, {kAtomCols, plan.block_m});
+}
+
 // Only softmax_d_kernel() may precede a dependent launch: the kernel counts on what that one has waited for.
 template <class Config>
 cudaError_t launch_kernel(void (*kernel)(BwdLaunch), const BwdLaunch& launch, const plan::BwdPlan& plan,
@@ -93,6 +104,9 @@ cudaError_t run_flash_bwd(const Flash_bwd_mask_params& params, const plan::BwdPl
   launch.tile_count_semaphore = plan.is_dynamic ? params.tile_count_semaphore : nullptr;
   cudaError_t status = cudaSuccess;
   if (plan.runs(plan::BwdStage::kAdd)) status = make_tensor_maps(launch, plan);
+  if constexpr (kVariant == BwdVariant::kBiased) {
+    if (status == cudaSuccess) status = make_bias_maps(launch, params, plan);
+  }
   if (status == cudaSuccess && plan.runs(plan::BwdStage::kBegin)) status = run_softmax_d(params, kDtype, stream);
   if (status != cudaSuccess) return status;
   if constexpr (kDqLocation == DqLocation::kShared) {
@@ -120,6 +134,7 @@ cudaError_t run_mha_bwd_one_pass(const Flash_bwd_mask_params& params, const plan
     case plan::BwdVariant::kGeneral: return run(std::integral_constant<BwdVariant, BwdVariant::kGeneral>());
     case plan::BwdVariant::kAccumulate: return run(std::integral_constant<BwdVariant, BwdVariant::kAccumulate>());
     case plan::BwdVariant::kListed: return run(std::integral_constant<BwdVariant, BwdVariant::kListed>());
+    case plan::BwdVariant::kBiased: return run(std::integral_constant<BwdVariant, BwdVariant::kBiased>());
     case plan::BwdVariant::kDropout: break;
   }
   return cudaErrorInvalidValue;  // a variant of the mma.sync family

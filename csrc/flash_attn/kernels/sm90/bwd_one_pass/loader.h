@@ -29,6 +29,7 @@ struct BwdLoader {
   const bool is_elected;  // this lane
   PipelineState<Config::kStages> state;
   PipelineState<Config::kKvStages> kv_state;
+  PipelineState<2> bias_state;
   bool is_first = true;
   uint32_t pre_clear_phase = 0;
 
@@ -126,6 +127,26 @@ struct BwdLoader {
     }
   }
 
+  // attn_bias of a step, a box for each consumer: of its keys, or fp32 of half of them.
+  __device__ __forceinline__ void load_bias(const BwdWorkTile& tile, const QStep& at) {
+    const ScoreBias& bias = launch.mask.bias;
+    if (!bias.loads_boxes) return;
+    const BiasBoxes boxes(launch.bias_map, bias, launch.params.is_varlen(), tile.batch, tile.q_begin, tile.seqlen_q,
+                          at.head);
+    for (int col = 0; col < 64; col += boxes.cols()) {
+      Barrier& full = storage.bias_full[bias_state.stage];
+      storage.bias_empty[bias_state.stage].wait(bias_state.phase ^ 1);
+      if (is_elected) {
+        full.arrive_and_expect(2 * boxes.bytes(Config::kBlockM));
+        for (int group = 0; group < 2; ++group) {
+          boxes.load(full, storage.bias[bias_state.stage] + group * Config::kBlockM * kBiasBoxBytes,
+                     at.m_block * Config::kBlockM, tile.n_block * Config::kBlockN + 64 * group + col);
+        }
+      }
+      bias_state.advance();
+    }
+  }
+
   __device__ __forceinline__ void run(const BwdWorkTile& tile) {
     using cute::TMA::CacheHintSm90;
     const Flash_bwd_params& params = launch.params;
@@ -151,6 +172,7 @@ struct BwdLoader {
       load<Config::kBlockM, Config::kHeadDim>(launch.do_map, storage.do_full[stage], storage.dout[stage], q_rows, row,
                                               masked_queries, at.head, CacheHintSm90::EVICT_LAST);
       if (i == 0) load_kv(k_rows, tile, order, key, first_visible_key(visibility), tile.head_k);
+      if constexpr (Config::kBiased) load_bias(tile, at);
       state.advance();
       order.advance(at);
     }

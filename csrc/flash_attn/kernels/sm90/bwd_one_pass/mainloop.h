@@ -42,7 +42,7 @@ struct BwdMainloop {
   using Coords = TransposedCoords<AccumulatorCoords<4>>;
 
   using RowValues = SmemRowValues<Coords>;
-  static constexpr bool kRowValuesInRegs = !Config::kIsGeneral && !Config::kHasDqWarpgroup;
+  static constexpr bool kRowValuesInRegs = !Config::kIsGeneral && !Config::kHasDqWarpgroup && !Config::kBiased;
   using EarlyRowValues =
       std::conditional_t<kRowValuesInRegs, RegisterRowValues<Coords, Config::kBlockM / 4>, RowValues>;
 
@@ -59,6 +59,8 @@ struct BwdMainloop {
   PipelineState<Config::kKvStages> kv_state;
   PipelineState<2> ds_state;  // of the next dS to store
   PipelineState<2> dq_state;  // of the next dS whose dQ is to be computed
+  PipelineState<2> bias_state;
+  QStep last_step{};  // kBiased without a dQ warpgroup: that of dq_state
 
   AccDkv acc_dk, acc_dv;
 
@@ -149,6 +151,7 @@ struct BwdMainloop {
     wait_for<1>(acc_s);
     differentiate<true>(at, Config::kListed && is_whole(at), lse_log2, acc_s, acc_dp);
     compute_dk_alternate_dq(acc_dp, i);
+    if constexpr (Config::kBiased) last_step = at;
   }
 
   // kListed: whether every query of the step sees all keys of this consumer.
@@ -180,11 +183,19 @@ struct BwdMainloop {
     const RowValues softmax_d{storage.softmax_d[stage], coords};
     const SmemRandomBits<Coords> bits{storage.dropout_row_bits[stage], storage.dropout_col_bits[stage] + 32 * group,
                                       coords};
-    if constexpr (Config::kListed) {
+    if constexpr (Config::kBiased) {
+      add_biases_of(at, tile_coords, scores);
+      if (!is_unmasked) mask_scores<Config::kBlockM, 64>(scores, coords, mask_at(at), tile_coords);
+      exponentiate_scores(scores, params.softmax_scale_log2, lse_log2);
+      const EarlyRowValues softmax_d_of_rows(softmax_d);
+      if constexpr (kStartsDv) start_dkv(convert<Element>(acc_s), storage.dout[stage], acc_dv);
+      wait_for<kStartsDv>(acc_dp);
+      differentiate_scores(scores, dp, softmax_d_of_rows);
+    } else if constexpr (Config::kListed) {
       const int diagonal = alibi_diagonal(params, tile.batch, visibility, tile_coords.row_begin);
       if (params.has_score_mod) {
         ScoreMod(params, tile.batch, at.head).apply(scores, coords, diagonal, tile_coords.key_begin);
-        add_biases_of(mask_at(at), tile_coords, diagonal, coords, scores);
+        flash::add_biases_of(mask_at(at), tile_coords, diagonal, coords, scores);
       }
       if (!is_unmasked) mask_scores<Config::kBlockM, 64>(scores, coords, mask_at(at), tile_coords);
       exponentiate_scores(scores, params.softmax_scale_log2, lse_log2);
@@ -209,9 +220,45 @@ struct BwdMainloop {
     }
   }
 
+  // kBiased: raw scores of a step become those of the softmax, but for the mask.
+  template <class Scores>
+  __device__ __forceinline__ void add_biases_of(const BwdStep<Config>& at, const TileCoords& tile_coords,
+                                                Scores& scores) {
+    const ScoreBias& bias = launch.mask.bias;
+    const int diagonal = alibi_diagonal(params, tile.batch, visibility, tile_coords.row_begin);
+    const ScoreMod score_mod(params, tile.batch, at.head);
+#pragma unroll
+    for (int i = 0; i < cute::size(scores); ++i) scores(i) *= score_mod.scale_log2;
+    score_mod.add_bias(scores, coords, diagonal, tile_coords.key_begin);
+    const BiasTile bias_tile{tile_coords.row_begin, tile_coords.key_begin, tile.seqlen_q, tile.seqlen_k, diagonal};
+    if (bias.loads_boxes) {
+      bias.is_float ? add_boxes<true>(scores) : add_boxes<false>(scores);
+    } else {
+      add_data<Element>(scores, coords, bias.of(tile.batch, at.head, tile.q_begin), bias_tile);
+    }
+    if (bias.table != nullptr) add_table(scores, coords, bias.of(tile.batch, at.head, tile.q_begin), bias_tile);
+  }
+  template <bool kFloat, class Scores>
+  __device__ __forceinline__ void add_boxes(Scores& scores) {
+    const bool has_rows = launch.mask.bias.row_stride != 0;
+    const int warp = thread / 32;
+#pragma unroll
+    for (int i = 0; i < (kFloat ? 2 : 1); ++i) {
+      storage.bias_full[bias_state.stage].wait(bias_state.phase);
+      const char* const box = storage.bias[bias_state.stage] + group * Config::kBlockM * kBiasBoxBytes;
+      if constexpr (!kFloat) {
+        add_transposed_box<Element>(scores, box, 16 * warp, has_rows);
+      } else if (warp / 2 == i) {  // half of the keys
+        add_transposed_float_box(scores, box, 16 * (warp % 2), has_rows);
+      }
+      storage.bias_empty[bias_state.stage].arrive();
+      bias_state.advance();
+    }
+  }
+
   // P as the operand of dV: without dropped elements.
   __device__ __forceinline__ static auto convert_p(const AccSdP& acc_p) {
-    if constexpr (Config::kListed) {
+    if constexpr (Config::kListed && Config::kMayDrop) {
       return convert_relu<Element>(acc_p);
     } else {
       return convert<Element>(acc_p);
@@ -233,7 +280,7 @@ struct BwdMainloop {
   __device__ __forceinline__ void compute_own_dq() {
     if (dq_state.stage == group) {
       AccDq acc_dq;
-      compute_dq<Config>(storage, dq_state, 0, thread, acc_dq);
+      compute_dq<Config>(storage, dq_state, 0, thread, {launch, tile, last_step}, acc_dq);
       stage_dq_tile<Config>(storage, dq_state, acc_dq, thread);
       __syncwarp();  // wgmma needs converged warps
     }

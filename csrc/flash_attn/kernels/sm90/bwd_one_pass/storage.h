@@ -3,6 +3,7 @@
 
 #include "core/dropout_mask.h"
 #include "kernels/common/sequence.h"
+#include "kernels/sm90/bias_boxes.h"
 #include "kernels/sm90/bwd_launch_params.h"
 #include "kernels/sm90/bwd_one_pass/config.h"
 #include "kernels/tma/mbarrier.h"
@@ -15,7 +16,7 @@ namespace sm90 {
 using namespace tma;
 
 template <class Config>
-struct BwdStorage {
+struct BwdStorage : BiasRing<Config::kBiasStages, Config::kWarpGroups * Config::kBlockM> {
   using Element = typename Config::Element;
 
   alignas(1024) Element k[Config::kKvStages][Config::kSmemK];
@@ -84,6 +85,7 @@ struct BwdStorage {
       do_empty[i].init(Config::kConsumers);
     }
     pre_clear_full.init(1);
+    this->init_bias_barriers(Config::kConsumers);
     for (int i = 0; i < 2; ++i) {
       work_full[i].init(1);
       work_empty[i].init(Config::kConsumers + kDqWarpgroup + 32 * 3);

@@ -213,6 +213,7 @@ struct DqConsumer {
       const TileCoords tile_coords{tile.batch, tile.head, row_begin, n_block_of(n_block) * Config::kDqBlockN};
       differentiate(tile, rows, tile_coords, acc_s, acc_dp, [] {});
       if (is_last) storage.do_empty[group].arrive();
+      if constexpr (Config::kListed) store_ds(tile, rows, tile_coords, acc_dp);
       const auto ds = convert<Element>(acc_dp);
       const int stage = k_state.stage;
       start_gradient<Config, Config::kHeadDim>(thread, ds, storage.k[stage], acc_dq);
@@ -227,6 +228,26 @@ struct DqConsumer {
         storage.k_empty[stage].arrive();
       }
     }
+  }
+
+  // For the gradients of biases. Whole vectors: rows of dS are padded. Fully masked rows get 0 as in store().
+  __device__ __forceinline__ void store_ds(const WorkTile& tile, const DqRows& rows, const TileCoords& at,
+                                           Scores& acc_ds) const {
+    const ScoreGradients& ds = launch.ds;
+    if (ds.data == nullptr) return;
+    auto values = row_col_view(acc_ds);
+#pragma unroll
+    for (int mi = 0; mi < 2; ++mi) {
+#pragma unroll
+      for (int ni = 0; ni < cute::size<1>(values); ++ni) {
+        if (rows.lse_log2[mi] == INFINITY) values(mi, ni) = 0.0f;
+      }
+    }
+    Element* const base =
+        static_cast<Element*>(ds.data) +
+        matrix_offset(ds.strides, params.is_varlen(), tile.batch, tile.q_begin + at.row_begin, tile.head) +
+        at.key_begin;
+    store_accumulator(acc_ds, thread, base, ds.strides.row, tile.row_end - at.row_begin, ds.cols - at.key_begin);
   }
 
   __device__ __forceinline__ void start_s(Scores& acc_s) const {

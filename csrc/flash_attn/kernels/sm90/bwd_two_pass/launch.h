@@ -90,6 +90,7 @@ cudaError_t run_flash_bwd_two_pass(const Flash_bwd_mask_params& params, const pl
   if (status == cudaSuccess) status = run_softmax_d(params, plan.dtype, stream);
   if (status == cudaSuccess) status = run_flash_bwd_dkv<Config>(launch, plan, stream);
   launch.mask = params.dq_mask;
+  launch.ds = params.ds;
   return status == cudaSuccess ? run_flash_bwd_dq<DqConfig>(launch, plan, stream) : status;
 }
 
@@ -107,6 +108,7 @@ cudaError_t run_mha_bwd_two_pass(const Flash_bwd_mask_params& params, const plan
     case plan::BwdVariant::kGeneral: return run_flash_bwd_two_pass<General, General>(params, plan, stream);
     case plan::BwdVariant::kAccumulate: return run_flash_bwd_two_pass<Accumulate, Plain>(params, plan, stream);
     case plan::BwdVariant::kListed:
+    case plan::BwdVariant::kBiased:
     case plan::BwdVariant::kDropout: break;
   }
   return cudaErrorInvalidValue;  // a variant of the mma.sync family, or of another head dim

@@ -1,0 +1,135 @@
+// attn_bias in shared memory: boxes of kBiasBoxBytes of each row, written by TMA with its 128-byte swizzle.
+#pragma once
+
+#include <cute/arch/copy_sm75.hpp>
+#include <cute/arch/copy_sm90_tma.hpp>
+
+#include "kernels/common/score_bias.h"
+#include "kernels/tma/mbarrier.h"
+#include "kernels/tma/tensor_map.h"
+#include "plan/tiles.h"
+
+namespace flash {
+namespace sm90 {
+
+constexpr int kBiasBoxBytes = plan::kBiasBoxBytes;
+
+// A ring of boxes of kRows rows. full: the loading lane (1, plus the TMA bytes) -> consumers.
+template <int kStages, int kRows>
+struct BiasRing {
+  alignas(1024) char bias[kStages][kRows * kBiasBoxBytes];
+  tma::Barrier bias_full[kStages], bias_empty[kStages];
+
+  __device__ __forceinline__ void init_bias_barriers(int readers) {
+    for (int stage = 0; stage < kStages; ++stage) {
+      bias_full[stage].init(1);
+      bias_empty[stage].init(readers);
+    }
+  }
+};
+template <int kRows>
+struct BiasRing<0, kRows> {
+  __device__ __forceinline__ void init_bias_barriers(int) {}
+};
+
+// The bias of a sequence and head for the lane that loads it.
+struct BiasBoxes {
+  const CUtensorMap& map;
+  const bool has_rows;
+  const int halves;  // of an element
+  const int head;
+  const tma::TmaRows rows;
+
+  __device__ __forceinline__ BiasBoxes(const CUtensorMap& map_, const ScoreBias& bias, bool is_packed, int batch,
+                                       int q_begin, int seqlen_q, int head_)
+      : map(map_),
+        has_rows(bias.row_stride != 0),
+        halves(bias.is_float ? 2 : 1),
+        head(bias.head_stride != 0 ? head_ : 0),
+        rows(is_packed, bias.batch_stride != 0 ? batch : 0, q_begin, seqlen_q) {}
+
+  __device__ __forceinline__ int cols() const { return kBiasBoxBytes / 2 / halves; }
+  __device__ __forceinline__ int bytes(int box_rows) const {
+    return has_rows ? box_rows * kBiasBoxBytes : kBiasBoxBytes;
+  }
+
+  __device__ __forceinline__ void load(tma::Barrier& full, char* box, int row, int col) const {
+    cute::SM90_TMA_LOAD_5D::copy(&map, &full.state, static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL), box,
+                                 halves * col, has_rows ? row + rows.shift : 0, head, rows.outer, rows.origin);
+  }
+};
+
+// Offset of a 16-byte vector in a box.
+__device__ __forceinline__ int box_offset(int row, int vector) { return row * kBiasBoxBytes + (vector ^ row % 8) * 16; }
+
+// Adds box `part` of a row of boxes of 16-bit elements. scores: a row_col_view of 16 rows for each warp, the first of
+// which is row first_row of the box; without rows all have row 0.
+template <class Element, class Scores>
+__device__ __forceinline__ void add_box(Scores& scores, int part, const char* box, int first_row, bool has_rows) {
+  const int lane = threadIdx.x % 32, row = has_rows ? first_row + lane % 16 : 0;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {  // 16 columns
+    uint32_t words[4];           // rows 8 apart, then columns 8 apart
+    cute::SM75_U32x4_LDSM_N::copy(*reinterpret_cast<const cute::uint128_t*>(box + box_offset(row, 2 * i + lane / 16)),
+                                  words[0], words[1], words[2], words[3]);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const int col = 16 * part + 4 * i + j / 2 * 2;
+      add_bias_pair<Element>(scores(j % 2, col), scores(j % 2, col + 1), words[j]);
+    }
+  }
+}
+
+// The same of fp32.
+template <class Scores>
+__device__ __forceinline__ void add_float_box(Scores& scores, int part, const char* box, int first_row, bool has_rows) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int mi = 0; mi < 2; ++mi) {
+    const int row = has_rows ? first_row + lane / 4 + 8 * mi : 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {  // 8 columns
+      const char* const at = box + box_offset(row, 2 * i + lane % 4 / 2) + lane % 2 * 8;
+      const int col = 8 * part + 2 * i;
+      add_bias_pair(scores(mi, col), scores(mi, col + 1), *reinterpret_cast<const float2*>(at));
+    }
+  }
+}
+
+// scores: a transposed view, of 16 keys for each warp and any number of rows, from key first_key of the box on.
+template <class Element, class Scores>
+__device__ __forceinline__ void add_transposed_box(Scores& scores, const char* box, int first_key, bool has_rows) {
+  constexpr int kRows = decltype(cute::size<0>(scores))::value;
+  const int lane = threadIdx.x % 32, row_of_lane = lane / 16 * 8 + lane % 8;
+#pragma unroll
+  for (int i = 0; i < kRows / 4; ++i) {  // 16 rows
+    const int row = has_rows ? 16 * i + row_of_lane : 0;
+    uint32_t words[4];  // keys 8 apart, then rows 8 apart
+    cute::SM75_U16x8_LDSM_T::copy(
+        *reinterpret_cast<const cute::uint128_t*>(box + box_offset(row, first_key / 8 + lane / 8 % 2)), words[0],
+        words[1], words[2], words[3]);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const int mi = 4 * i + j / 2 * 2;
+      add_bias_pair<Element>(scores(mi, j % 2), scores(mi + 1, j % 2), words[j]);
+    }
+  }
+}
+
+template <class Scores>
+__device__ __forceinline__ void add_transposed_float_box(Scores& scores, const char* box, int first_key,
+                                                         bool has_rows) {
+  constexpr int kRows = decltype(cute::size<0>(scores))::value;
+  const int lane = threadIdx.x % 32, key = first_key + lane / 4;
+#pragma unroll
+  for (int mi = 0; mi < kRows; ++mi) {
+    const int row = has_rows ? mi / 2 * 8 + lane % 4 * 2 + mi % 2 : 0;
+#pragma unroll
+    for (int ni = 0; ni < 2; ++ni) {
+      add_bias(scores(mi, ni), *reinterpret_cast<const float*>(box + box_offset(row, key / 4 + 2 * ni) + key % 4 * 4));
+    }
+  }
+}
+
+}  // namespace sm90
+}  // namespace flash
