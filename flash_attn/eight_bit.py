@@ -7,7 +7,7 @@ float32, rounded to nearest even, so that CPU, GPU and a kernel give the same bi
     stored  = rne(clamp(x * fl(1 / descale), -448, 448))                 rne: to e4m3 or to an integer
 
 x is float32 (float64 is rounded to it, half precision is exact in it). Infinities saturate. NaN is 0x7F in
-e4m3. int8 has no NaN: there it is 0, and where the descale is computed NaN makes the descale NaN.
+e4m3. int8 has no NaN: it is stored as 0, and a descale that is computed from it is NaN.
 
 With a descale rounded up to a power of two, e4m3 may hold the power beyond all finite values of x's dtype, 2^16 for
 float16. `largest_stored` excludes it.
@@ -28,7 +28,8 @@ _WIDE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _HALF = (torch.float16, torch.bfloat16)
 _LARGEST_FLOAT32 = torch.finfo(torch.float32).max
 SMALLEST_DESCALE = 2.0**-126
-# The least n with a stored 2^n if the descale, amax / LARGEST, was rounded up to a power of two; the value before it.
+# (n, m): for amax just below 2^e and a descale rounded up to a power of two, 2^e would be stored as 2^n; m is the
+# largest 8-bit value below 2^n.
 _LAST_POWER = {E4M3: (8, 240.0), INT8: (6, 63.0)}
 _RECIPROCAL = {
     dtype: torch.tensor(1 / largest, dtype=torch.float32, device="cpu").item() for dtype, largest in LARGEST.items()
@@ -57,8 +58,8 @@ def descale_of(x: Tensor, axes: tuple[int, ...], dtype: torch.dtype, power_of_tw
 def largest_stored(descale: Tensor, dtype: torch.dtype, x_dtype: torch.dtype) -> Tensor:
     """The largest 8-bit values, like descale, that a tensor of x_dtype can hold once scaled.
 
-    descale: powers of two, of finite x. The values of x_dtype end before a power of two, to which x may be rounded only
-    by the largest descale.
+    descale: powers of two, of finite x. The largest value of x_dtype lies just below a power of two. Only with the
+    largest descale can x be rounded up to it.
     """
     exponent = math.frexp(min(torch.finfo(x_dtype).max, _LARGEST_FLOAT32))[1]
     power, before = _LAST_POWER[dtype]

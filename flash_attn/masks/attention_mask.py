@@ -23,8 +23,8 @@ MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 class AttentionMask:
-    """Which keys each query sees. All constructors below are complete: no further `causal=True` is needed where they
-    say so, and causal and window of a call only hide more.
+    """Which keys each query sees. Constructors marked "complete" need no `causal=True` in the call. Causal and window
+    of a call only hide more.
 
     Constructors do not wait for the GPU, unless they say so, and do not read values that lie on one: those outside of a
     sequence mean nothing, inverted ranges are empty. They keep what they are given where they need no copy. The tensors
@@ -263,7 +263,7 @@ class AttentionMask:
     @staticmethod
     def from_block_mask(block_mask: BlockMask) -> AttentionMask:
         """A BlockMask of torch.nn.attention.flex_attention. Its mask_mod is evaluated by torch once, in partial blocks,
-        which are known after a wait for the GPU; a noop_mask is not.
+        which are known after a wait for the GPU; with a noop_mask nothing is evaluated.
         """
         from torch.nn.attention import flex_attention
 

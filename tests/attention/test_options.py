@@ -335,7 +335,7 @@ def outcome(device, kind, names):
         return False
     keep = None
     if "dropout_p" in names:
-        if dmask is None:  # the mask is not known: other rows, and not those without dropout
+        if dmask is None:  # the mask is unknown: only check that dropout changes the result
             return relative_rmse(result, expected(call)[0]) > 0.05
         keep = dmask >= 0
     reference, logits = expected(call, keep)
@@ -358,7 +358,7 @@ def fit(names, name):
 
 
 def covering(taken, size=6):
-    """Lists of at most `size` options in which every pair of arguments occurs."""
+    """Yields lists of at most `size` options; every pair that a call can have occurs in one of them."""
     pairs = {x for x in itertools.combinations(taken, 2) if fit(x[:1], x[1])}
     while pairs:
         names = list(min(pairs))

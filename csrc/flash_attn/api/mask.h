@@ -136,7 +136,7 @@ inline MaskMatrices mask_matrices(const at::Tensor& tensor, int heads) {
   return matrices;
 }
 
-// Those that tell apart whatever some factor does.
+// Mask matrices of all factors together: heads or batch entries share one only if they do so in every factor.
 inline MaskMatrices mask_matrices(const MaskTensors& mask, int heads) {
   MaskMatrices all;
   for (const auto& [name, tensor] : mask.named()) {

@@ -2,8 +2,10 @@
 // Results are in units of log2(e), so that the softmax scale is 1. One run-time branch around each loop.
 //
 // apply() modifies scores, in the forwards; grad() also turns dS into the gradient of raw scores, in the backwards.
-// Each kernel family calls them in one place and passes the coordinates of the tile of scores, so that a modifier is
-// written here only. apply<Modifiers>() and kernels/sm90/fwd_softmax_step.h have faster forms.
+// Callers pass the coordinates of their tile of scores, so that the arithmetic of a modifier is here only:
+// kernels/sm80/fwd_mainloop.h, kernels/sm90/fwd_softmax_step.h (faster by apply<Modifiers>()), bwd_one_pass/mainloop.h,
+// kernels/common/differentiate.h, auxiliary/dropout_probs.cu, sm80/bias_gradient.cu. kernels/decode/packed_rows.h has a
+// loop for rows of several heads.
 #pragma once
 
 #include <cute/tensor_impl.hpp>
