@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 
+import kernel_tables
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -202,9 +203,9 @@ def test_the_default_architectures_are_the_tuned_ones():
 def test_the_tree_has_every_instantiation():
     files = kernel_manifest.kernel_files(ROOT / "csrc" / "flash_attn")
     assert {(f.function, f.head_dim) for f in files if f.dtypes == ("e4m3", "int8")} == {
-        ("run_mha_fwd_split_", d) for d in (64, 128, 256)
+        ("run_mha_fwd_split_", d) for d in kernel_tables.head_dims("kKv8Tiles", "kv_tiles.h")
     }
-    assert {f.head_dim for f in files if f.dtypes == ("fp16", "bf16")} == {32, 64, 96, 128, 192, 256, 512}
+    assert {f.head_dim for f in files if f.dtypes == ("fp16", "bf16")} == set(kernel_tables.MMA_SYNC)
     assert {(f.function, *f.arguments) for f in files if f.head_dims != str(f.head_dim)} == {
         (f"run_mha_{direction}_wgmma_", f"Dtype::kFp16, {d}, {d_v}", f"Dtype::kBf16, {d}, {d_v}")
         for direction, d, d_v in (("fwd", 192, 128), ("bwd", 192, 128), ("mla", 64, 512))
@@ -225,11 +226,11 @@ def test_the_wgmma_family_is_compiled_for_its_architecture_only():
     assert {(f.function, f.head_dims) for f in hopper if "," not in f.head_dims} == {
         (f"run_mha_{direction}_wgmma_", str(d))
         for direction, head_dims in (
-            ("fwd", (64, 96, 128, 192, 256, 512)),
-            ("fwd_modified", (64, 96, 128, 192, 256)),
-            ("fwd_fp8", (64, 128, 256)),
-            ("fwd_jvp", (64, 128)),
-            ("bwd", (64, 128, 192, 256)),
+            ("fwd", (*kernel_tables.WGMMA, 512)),
+            ("fwd_modified", kernel_tables.WGMMA),
+            ("fwd_fp8", kernel_tables.head_dims("kSm90Fp8FwdTiles", "fp8_fwd_plan.h")),
+            ("fwd_jvp", kernel_tables.head_dims("kSm90JvpFwdTiles", "jvp_fwd_plan.h")),
+            ("bwd", kernel_tables.head_dims("kSm90BwdTiles")),
         )
         for d in head_dims
     }

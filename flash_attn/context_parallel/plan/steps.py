@@ -15,7 +15,8 @@ from flash_attn.context_parallel.plan import layouts
 from flash_attn.context_parallel.plan.layouts import Layout, Segment, Span, Spans, Window
 from flash_attn.dropout import MASK_COLUMNS
 
-METHODS = ("all_gather", "ring", "ulysses")
+KEY_METHODS = ("all_gather", "ring")  # move keys, of a mesh of two dimensions along the first
+METHODS = (*KEY_METHODS, "ulysses")
 _ROWS = 128  # a segment is divided at a multiple of it
 _LEAST_WORK = 1 / 16  # a separate call during the transfer of keys has at least this part of a rank's work
 _WORTH_COMBINING = 0.5  # split own keys off if remote tokens exceed this fraction of local ones
