@@ -23,6 +23,8 @@ from torch import Tensor
 
 E4M3, INT8 = torch.float8_e4m3fn, torch.int8
 EIGHT_BIT = (E4M3, INT8)
+OF_QUERIES = (E4M3,)  # q may have them, with k of the same
+FLOAT8 = tuple(dtype for dtype in EIGHT_BIT if dtype.is_floating_point)  # torch 2.4 cannot index them
 LARGEST = {E4M3: 448.0, INT8: 127.0}
 _WIDE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _HALF = (torch.float16, torch.bfloat16)
@@ -199,6 +201,12 @@ def named(dtype: torch.dtype | None) -> str:
     return str(dtype).replace("torch.", "")
 
 
+def one_of(*dtypes: torch.dtype) -> str:
+    """ "float16, bfloat16 or int8" """
+    *first, last = map(named, dtypes)
+    return f"{', '.join(first)} or {last}" if first else last
+
+
 def _require(condition: bool, name: str, expected: str, got: object) -> None:
     if not condition:
         raise RuntimeError(f"{name}: expected {expected}, got {got}")
@@ -214,14 +222,13 @@ def check_dtypes(
 ) -> None:
     """The dtypes of a call of which something has 8 bits, or that names a descale or out_dtype."""
     k_name, v_name = names
-    _require(q.dtype in (*_WIDE, E4M3), "q", "dtype float16, bfloat16 or float8_e4m3fn", named(q.dtype))
-    if q.dtype is E4M3:
-        _require(k.dtype is E4M3, k_name, "the dtype of q (float8_e4m3fn)", named(k.dtype))
-        expected = "dtype float8_e4m3fn, float16 or bfloat16"
-        _require(v.dtype in (E4M3, *_HALF), v_name, expected, named(v.dtype))
+    _require(q.dtype in (*_WIDE, *OF_QUERIES), "q", f"dtype {one_of(*_HALF, *OF_QUERIES)}", named(q.dtype))
+    if q.dtype in OF_QUERIES:
+        _require(k.dtype is q.dtype, k_name, f"the dtype of q ({named(q.dtype)})", named(k.dtype))
+        _require(v.dtype in (q.dtype, *_HALF), v_name, f"dtype {one_of(q.dtype, *_HALF)}", named(v.dtype))
         _require(out_dtype in (None, *_HALF), "out_dtype", "float16 or bfloat16", named(out_dtype))
     else:
-        expected = f"the dtype of q ({named(q.dtype)}), float8_e4m3fn or int8"
+        expected = f"the dtype of q ({named(q.dtype)}), {one_of(*EIGHT_BIT)}"
         _require(k.dtype in (q.dtype, *EIGHT_BIT), k_name, expected, named(k.dtype))
         _require(v.dtype == k.dtype, v_name, f"the dtype of {k_name} ({named(k.dtype)})", named(v.dtype))
         expected = f"None or the dtype of q ({named(q.dtype)})"

@@ -89,6 +89,8 @@ def test_archs(text):
 
 def test_archs_sort_by_number():
     assert kernel_manifest.parse_archs("120;90;100") == ["90", "100", "120"]
+    default, requested = kernel_manifest.DEFAULT_ARCHS, kernel_manifest.REQUESTED_ARCHS
+    assert kernel_manifest.parse_archs("default requested") == sorted({*default, *requested}, key=int)
 
 
 @pytest.mark.parametrize("text", ["75", "hopper", ";", "9"])
@@ -182,7 +184,7 @@ def test_spill_budget():
     assert line == "flash_fwd_hdim64_sm80: _Z1kIfEvPT_ (sm_80) spills 96 bytes, budget 0 bytes"
 
 
-@pytest.mark.parametrize("arch", ["sm_86", "sm_89", "sm_100", "sm_120"])
+@pytest.mark.parametrize("arch", ["sm_86", "sm_89", *map("sm_{}".format, kernel_manifest.REQUESTED_ARCHS)])
 def test_a_spill_stops_no_install_on_an_architecture_that_kernels_are_not_tuned_for(arch):
     """An install compiles for the GPU that it sees. Rules for one architecture say nothing of another."""
     budget = resources.load_budget(ROOT / "tools" / "resource_budget.json")

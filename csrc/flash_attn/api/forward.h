@@ -298,7 +298,7 @@ inline FwdLaunch make_launch(const FwdCall& call, const plan::FwdProblem& proble
                              const at::Tensor& v, const at::Tensor& out) {
   FwdLaunch launch{problem, plan, q, k, v, out, call.quant};
   static_cast<Flash_fwd_params&>(launch.params) = params;
-  if (call.has_8bit_q() && !plan.is_fp8) launch.e4m3_q = call.q;
+  if (call.has_8bit_q() && !plan.is_fp8) launch.eight_bit_q = call.q;
   if (problem.has_mask() || problem.has_bias) {
     launch.params.mask = mask_params(call.scores.mask, params.h);
     launch.params.mask.bias = bias_params(readable(call.scores.bias));
