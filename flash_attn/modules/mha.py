@@ -202,7 +202,7 @@ class MHA(nn.Module):
             group: a ProcessGroup or a rank of a LocalGroup; None: attention over x alone again.
             layout: "zigzag", "contiguous" or "balanced", of the plan: what tokens x has to hold, `plan.shard(x, 1)`;
                 with "zigzag" of 2R equal chunks the r-th and the r-th from the end.
-            method: how K and V, or heads, move, as in `CpPlan`.
+            method: "all_gather", "ring", "ulysses" or "auto": how K and V, or heads, move.
 
         Raises RuntimeError with cross_attn, without use_flash_attn, and for a group without this rank.
         """

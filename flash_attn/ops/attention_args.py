@@ -145,6 +145,10 @@ class AttentionArgs(NamedTuple):
             return None
         return MaskFactors(ranges, hidden, bits, blocks, (self.mask_block_q, self.mask_block_k))
 
+    def further_results(self) -> dict[str, bool]:
+        """Results besides those of FlashAttention-2, and whether they are wanted: not all kernels have them."""
+        return {"max_logit": self.return_max_logit}
+
     def differentiable(self) -> tuple[Optional[Tensor], ...]:
         """The values of ATTENTION_INPUTS."""
         return self.q, self.k, self.v, self.sinks, *self.biases()

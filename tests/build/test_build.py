@@ -204,10 +204,10 @@ def test_the_default_architectures_are_the_tuned_ones():
 
 def test_the_tree_has_every_instantiation():
     files = kernel_manifest.kernel_files(ROOT / "csrc" / "flash_attn")
-    assert {(f.function, f.head_dim) for f in files if f.dtypes == ("e4m3", "int8")} == {
+    assert {(f.function, f.head_dim) for f in files if f.dtypes == tuple(kernel_manifest.CACHE_DTYPES)} == {
         ("run_mha_fwd_split_", d) for d in kernel_tables.head_dims("kKv8Tiles", "kv_tiles.h")
     }
-    assert {f.head_dim for f in files if f.dtypes == ("fp16", "bf16")} == set(kernel_tables.MMA_SYNC)
+    assert {f.head_dim for f in files if f.dtypes == tuple(kernel_manifest.DTYPES)} == set(kernel_tables.MMA_SYNC)
     assert {(f.function, *f.arguments) for f in files if f.head_dims != str(f.head_dim)} == {
         (f"run_mha_{direction}_wgmma_", f"Dtype::kFp16, {d}, {d_v}", f"Dtype::kBf16, {d}, {d_v}")
         for direction, d, d_v in (("fwd", 192, 128), ("bwd", 192, 128), ("mla", 64, 512))

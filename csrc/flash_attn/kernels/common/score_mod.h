@@ -2,10 +2,10 @@
 // Results are in units of log2(e), so that the softmax scale is 1. One run-time branch around each loop.
 //
 // apply() modifies scores, in the forwards; grad() also turns dS into the gradient of raw scores, in the backwards.
-// Callers pass the coordinates of their tile of scores, so that the arithmetic of a modifier is here only:
-// kernels/sm80/fwd_mainloop.h, kernels/sm90/fwd_softmax_step.h (faster by apply<Modifiers>()), bwd_one_pass/mainloop.h,
-// kernels/common/differentiate.h, auxiliary/dropout_probs.cu, sm80/bias_gradient.cu. kernels/decode/packed_rows.h has a
-// loop for rows of several heads.
+// Callers pass the coordinates of their tile of scores, so that a modifier's arithmetic is here alone. Of kernels/
+// these are sm80/fwd_mainloop.h, sm80/bias_gradient.cu, sm90/fwd_softmax_step.h (by the faster apply<Modifiers>(), with
+// a slope from sm90/fwd_mainloop.h), sm90/bwd_one_pass/mainloop.h, common/differentiate.h, auxiliary/dropout_probs.cu
+// and, with a loop for rows of several heads, decode/packed_rows.h.
 #pragma once
 
 #include <cute/tensor_impl.hpp>
