@@ -258,13 +258,13 @@ def test_the_wgmma_family_is_stubbed_where_its_architecture_is_not_built():
 def test_a_subset_of_dtypes_leaves_out_halves_of_files():
     files = kernel_manifest.kernel_files(ROOT / "csrc" / "flash_attn")
     selected = kernel_manifest.select(files, ["64"], ["bf16", "int8"])
-    assert {(f.dtypes, *f.defines) for f in selected} == {
-        (("bf16",), "-DFLASH_WITHOUT_FP16"),
-        (("int8",), "-DFLASH_WITHOUT_E4M3"),
-    }
+    others = {"bf16": set(kernel_manifest.DTYPES) - {"bf16"}, "int8": set(kernel_manifest.CACHE_DTYPES) - {"int8"}}
+    for dtype, rest in others.items():
+        defines = {f"-DFLASH_WITHOUT_{name.upper()}" for name in rest}
+        assert {frozenset(f.defines) for f in selected if f.dtypes == (dtype,)} == {frozenset(defines)}
     missing = {(f.head_dim, dtype) for f in kernel_manifest.left_out(files, selected) for dtype in f.dtypes}
     assert {d for d, _ in missing} == {f.head_dim for f in files}
-    assert {dtype for d, dtype in missing if d == 64} == {"fp16", "e4m3"}
+    assert {dtype for d, dtype in missing if d == 64} == set.union(*others.values())
     assert not any(f.defines for f in kernel_manifest.select(files, None, None))
 
 

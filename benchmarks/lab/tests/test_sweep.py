@@ -34,7 +34,7 @@ HEAD_DIMS = {"fwd_mma_sync": kernel_tables.NARROW, "fwd_wgmma": kernel_tables.WG
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_tiles_fit_and_the_first_of_a_group_is_in_use(kernel):
     groups = tile_designs.groups([kernel])
-    assert {group.head_dim for group in groups} == set(HEAD_DIMS[kernel])
+    assert {group.head_dim for group in groups} <= set(HEAD_DIMS[kernel])
     assert {group.head_dim for group in groups if group.dtype == "fp16"} == {tile_designs.FP16_HEAD_DIM}
     for group, entries in groups.items():
         assert {entry.label: entry.design.problems() for entry in entries if entry.design.problems()} == {}
