@@ -36,6 +36,7 @@ from torch.multiprocessing import get_context
 
 from flash_attn import flash_attn_func, flash_attn_varlen_func
 from flash_attn.context_parallel import CpPlan, flash_attn_cp_func
+from flash_attn.context_parallel.plan import steps
 
 SIZES = tuple(1 << n for n in range(13, 19))  # 8k to 256k tokens over all ranks
 TOY_SIZES = (64, 160)
@@ -43,7 +44,7 @@ WINDOW, TOY_WINDOW = 4096, 16
 PACKED_PER_RANK, TOY_PACKED_PER_RANK = 65536, 96
 HEADS, HEADS_K, HEAD_DIM = 32, 8, 128
 TOY_SHAPE = (4, 2, 16)
-METHODS = ("all_gather", "all_gather_copies", "ring", "ulysses")  # _copies: CpPlan(copies=True), where there is NCCL
+METHODS = (*steps.METHODS, "all_gather_copies")  # _copies: CpPlan(copies=True), where there is NCCL
 BANDWIDTH_BYTES = 1 << 30  # milliseconds, so that starting one takes no part
 MOST_SECONDS = 6.0  # of a row's rounds
 LEAST_SECONDS, MOST_CALLS = 0.03, 16  # of a round's calls that follow each other

@@ -11,7 +11,7 @@ GROUPS = (
     "cells", "dims", "gqa", "window", "varlen", "varlen_equal", "features", "value_dim", "deterministic",
     "invariant", "invariant_small", "small", "one_wave", "small_eager",
 )  # fmt: skip
-GRIDS = ("cells", "b4h8")  # the same cells, of one number of tokens and of one batch size
+GRIDS = ("cells", "b4h8")  # cells: equal tokens in every row; b4h8: equal batch size
 BACKWARD_GROUPS, FORWARD_GROUPS = ("deterministic",), ("fp8",)
 GRAPH_GROUPS = ("invariant_small", "small", "one_wave", "fp8")  # timed without the host
 # How the rows over a KV cache are timed; they are measured only on request.
@@ -112,7 +112,7 @@ class Row:
 
     @property
     def bytes(self):
-        """Keys, values and descales by token that a call over a cache has to read; None where arithmetic counts."""
+        """Keys, values and descales by token that a call over a cache has to read; None for rows rated by TFLOPS."""
         case = self.case
         if not self.over_cache or self.group == "prefill_cache":
             return None
@@ -198,6 +198,6 @@ def select(groups, quick, device_type, dtype):
     if device_type == "cpu":
         full_size = ("small_eager",)
         shorter = 64 if quick else 16
-        rows = [row for row in rows if row.timing != "graph" or row.group in FORWARD_GROUPS]  # others occur ungraphed
+        rows = [row for row in rows if row.timing != "graph" or row.group in FORWARD_GROUPS]  # others need CUDA graphs
         rows = [row if row.group in full_size else scale_down(row, shorter) for row in rows]
     return [dataclasses.replace(row, case=dataclasses.replace(row.case, dtype=dtype)) for row in rows]

@@ -12,7 +12,7 @@ import torch
 
 L2_FLUSH_BYTES = 256 * 2**20
 MAX_ROUNDS = 1000
-FEWEST_ROUNDS = 3  # of the slowest, and where the time runs out
+FEWEST_ROUNDS = 3  # lower bound, for slow implementations and when max_ms is used up
 COMPARABLE = 4.0  # an implementation slower than this many times the fastest gets fewer rounds
 CALLS_PER_GRAPH = 20
 EAGER_CALLS = 50
@@ -22,8 +22,8 @@ SLEEP_CYCLES_PER_MS = 2_000_000  # at the fastest clock of these GPUs: a sleep i
 
 @dataclass(frozen=True)
 class Budget:
-    """How long one row is measured: at least `min_rounds` rounds and `min_ms` milliseconds per implementation that is
-    comparable with the fastest, as far as `max_ms`, for all of them together, allows."""
+    """How long one row is measured: implementations within COMPARABLE times the fastest get at least `min_rounds`
+    rounds and `min_ms` milliseconds; all get fewer in proportion if their sum would exceed `max_ms`."""
 
     min_rounds: int = 20
     min_ms: float = 60.0
@@ -173,7 +173,7 @@ def captured(call, context, calls=CALLS_PER_GRAPH):
             for _ in range(calls):
                 call()
 
-    def replay(_keeps=call):  # its tensors: the graph reads and writes them, and holds none
+    def replay(_keeps=call):  # the tensors alive: the graph holds no reference to them
         graph.replay()
 
     return replay

@@ -26,6 +26,7 @@ import train_char_lm as lm
 from torch import nn
 
 from flash_attn.context_parallel import CpPlan, flash_attn_cp_func
+from flash_attn.context_parallel.plan.steps import METHODS
 
 ALLOWED = {"cpu": 1e-9, "cuda": 0.05}
 
@@ -102,7 +103,7 @@ def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--method", choices=("auto", "all_gather", "ring", "ulysses"), default="auto")
+    parser.add_argument("--method", choices=("auto", *METHODS), default="auto")
     parser.add_argument("--layout", choices=("zigzag", "contiguous", "balanced"), default="zigzag")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--context", type=int, default=131)

@@ -7,7 +7,7 @@ float32, rounded to nearest even, so that CPU, GPU and a kernel give the same bi
     stored  = rne(clamp(x * fl(1 / descale), -448, 448))                 rne: to e4m3 or to an integer
 
 x is float32 (float64 is rounded to it, half precision is exact in it). Infinities saturate. NaN is 0x7F in
-e4m3. int8 has no NaN: there it is 0, and where the descale is computed NaN makes the descale NaN.
+e4m3. int8 has no NaN: it is stored as 0, and a descale that is computed from it is NaN.
 
 With a descale rounded up to a power of two, e4m3 may hold the power beyond all finite values of x's dtype, 2^16 for
 float16. `largest_stored` excludes it.
@@ -23,12 +23,15 @@ from torch import Tensor
 
 E4M3, INT8 = torch.float8_e4m3fn, torch.int8
 EIGHT_BIT = (E4M3, INT8)
+OF_QUERIES = (E4M3,)  # q may have them, with k of the same
+FLOAT8 = tuple(dtype for dtype in EIGHT_BIT if dtype.is_floating_point)  # torch 2.4 cannot index them
 LARGEST = {E4M3: 448.0, INT8: 127.0}
 _WIDE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _HALF = (torch.float16, torch.bfloat16)
 _LARGEST_FLOAT32 = torch.finfo(torch.float32).max
 SMALLEST_DESCALE = 2.0**-126
-# The least n with a stored 2^n if the descale, amax / LARGEST, was rounded up to a power of two; the value before it.
+# (n, m): for amax just below 2^e and a descale rounded up to a power of two, 2^e would be stored as 2^n; m is the
+# largest 8-bit value below 2^n.
 _LAST_POWER = {E4M3: (8, 240.0), INT8: (6, 63.0)}
 _RECIPROCAL = {
     dtype: torch.tensor(1 / largest, dtype=torch.float32, device="cpu").item() for dtype, largest in LARGEST.items()
@@ -57,8 +60,8 @@ def descale_of(x: Tensor, axes: tuple[int, ...], dtype: torch.dtype, power_of_tw
 def largest_stored(descale: Tensor, dtype: torch.dtype, x_dtype: torch.dtype) -> Tensor:
     """The largest 8-bit values, like descale, that a tensor of x_dtype can hold once scaled.
 
-    descale: powers of two, of finite x. The values of x_dtype end before a power of two, to which x may be rounded only
-    by the largest descale.
+    descale: powers of two, of finite x. The largest value of x_dtype lies just below a power of two. Only with the
+    largest descale can x be rounded up to it.
     """
     exponent = math.frexp(min(torch.finfo(x_dtype).max, _LARGEST_FLOAT32))[1]
     power, before = _LAST_POWER[dtype]
@@ -198,6 +201,12 @@ def named(dtype: torch.dtype | None) -> str:
     return str(dtype).replace("torch.", "")
 
 
+def one_of(*dtypes: torch.dtype) -> str:
+    """ "float16, bfloat16 or int8" """
+    *first, last = map(named, dtypes)
+    return f"{', '.join(first)} or {last}" if first else last
+
+
 def _require(condition: bool, name: str, expected: str, got: object) -> None:
     if not condition:
         raise RuntimeError(f"{name}: expected {expected}, got {got}")
@@ -213,14 +222,13 @@ def check_dtypes(
 ) -> None:
     """The dtypes of a call of which something has 8 bits, or that names a descale or out_dtype."""
     k_name, v_name = names
-    _require(q.dtype in (*_WIDE, E4M3), "q", "dtype float16, bfloat16 or float8_e4m3fn", named(q.dtype))
-    if q.dtype is E4M3:
-        _require(k.dtype is E4M3, k_name, "the dtype of q (float8_e4m3fn)", named(k.dtype))
-        expected = "dtype float8_e4m3fn, float16 or bfloat16"
-        _require(v.dtype in (E4M3, *_HALF), v_name, expected, named(v.dtype))
+    _require(q.dtype in (*_WIDE, *OF_QUERIES), "q", f"dtype {one_of(*_HALF, *OF_QUERIES)}", named(q.dtype))
+    if q.dtype in OF_QUERIES:
+        _require(k.dtype is q.dtype, k_name, f"the dtype of q ({named(q.dtype)})", named(k.dtype))
+        _require(v.dtype in (q.dtype, *_HALF), v_name, f"dtype {one_of(q.dtype, *_HALF)}", named(v.dtype))
         _require(out_dtype in (None, *_HALF), "out_dtype", "float16 or bfloat16", named(out_dtype))
     else:
-        expected = f"the dtype of q ({named(q.dtype)}), float8_e4m3fn or int8"
+        expected = f"the dtype of q ({named(q.dtype)}), {one_of(*EIGHT_BIT)}"
         _require(k.dtype in (q.dtype, *EIGHT_BIT), k_name, expected, named(k.dtype))
         _require(v.dtype == k.dtype, v_name, f"the dtype of {k_name} ({named(k.dtype)})", named(v.dtype))
         expected = f"None or the dtype of q ({named(q.dtype)})"

@@ -45,7 +45,16 @@ from flash_attn.batch_invariance import is_batch_invariant
 from flash_attn.inference import flash_attn_combine, flash_attn_with_kvcache  # noqa: F401
 from flash_attn.masks import AttentionMask
 from flash_attn.ops import arguments, calls, context, eager, library, normalize, outputs
-from flash_attn.ops.attention_args import ATTENTION_INPUTS, DENSE, PLAIN, AttentionArgs, Options, Sequences, replaced
+from flash_attn.ops.attention_args import (
+    ATTENTION_INPUTS,
+    BIASES,
+    DENSE,
+    PLAIN,
+    AttentionArgs,
+    Options,
+    Sequences,
+    replaced,
+)
 from flash_attn.ops.lse import check_convention, converted
 from flash_attn.ops.public import (
     _flash_attn_backward,
@@ -94,8 +103,8 @@ class _Attention(torch.autograd.Function):
                 return cls.forward(None, *args)
             records = records or sinks.requires_grad
         biases: tuple[Any, ...] = ()
-        if options is not PLAIN and not (options.attn_bias is options.rel_bias is None):
-            biases = options.attn_bias, options.rel_bias
+        if options is not PLAIN and any(x is not None for x in options.biases()):
+            biases = options.biases()
             for x in biases:
                 if x is not None and type(x) is not Tensor and type(x) is not Parameter:
                     return cls.forward(None, *args)
@@ -139,14 +148,16 @@ class _Attention(torch.autograd.Function):
         if ctx.head_dims is not None and dout is not None:
             dout = normalize.pad(dout, ctx.surplus_columns)
         needed = ctx.needs_input_grad
-        wants_biases = ctx.has_biases and (needed[-2] or needed[-1])
+        num_biases = len(BIASES)
+        wants_biases = ctx.has_biases and any(needed[-num_biases:])
         dlse = others[0] if ctx.returns_lse else None
-        *grads, dsinks, dattn_bias, drel_bias = library.input_gradients(ctx, dout, dlse, wants_biases)
+        every = library.input_gradients(ctx, dout, dlse, wants_biases)
+        grads, dsinks, dbiases = every[: -num_biases - 1], every[-num_biases - 1], every[-num_biases:]
         if ctx.head_dims is not None:
             grads = [None if x is None else x[..., :size] for x, size in zip(grads, ctx.head_dims)]
         rest = [None] * (len(needed) - ctx.num_inputs)
         if ctx.has_biases:
-            rest[-4], rest[-2], rest[-1] = dsinks, dattn_bias, drel_bias
+            rest[-num_biases - 2], rest[-num_biases:] = dsinks, dbiases
         elif dsinks is not None:
             rest[-2] = dsinks
         return (*grads[: ctx.num_inputs], *rest)
@@ -347,9 +358,9 @@ def _recorded(args: AttentionArgs, inputs: Any) -> Any:
                 "q, k, v: expected different tensors in compiled FlashAttnFunc.apply, got one twice, whose gradients "
                 "torch does not add: compiled flash_attn_func takes it"
             )
-        if not (args.attn_bias is args.rel_bias is None):
+        if any(x is not None for x in args.biases()):
             raise NotImplementedError(
-                "attn_bias, rel_bias: expected None in compiled FlashAttnFunc.apply, got one, whose gradient torch "
+                f"{', '.join(BIASES)}: expected None in compiled FlashAttnFunc.apply, got one, whose gradient torch "
                 "drops: compiled flash_attn_func takes it"
             )
         return library.attention(args)

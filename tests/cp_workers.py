@@ -15,6 +15,7 @@ from torch.multiprocessing import get_context, start_processes
 
 from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
 from flash_attn.context_parallel import CpCache, CpPlan, flash_attn_cp_func, flash_attn_cp_kvcache
+from flash_attn.context_parallel.plan.steps import KEY_METHODS, METHODS
 
 SECONDS = 120  # for all processes of one test
 
@@ -87,7 +88,7 @@ def attention(device: str, seed: int) -> None:
     torch.manual_seed(seed)
     layouts = ("zigzag", "contiguous", "balanced")
     for index, case in enumerate(cases):
-        for shift, method in enumerate(("all_gather", "ring", "ulysses")):
+        for shift, method in enumerate(METHODS):
             if device == "cuda" and case.alibi != "none" and method == "ring":
                 continue
             problem, weights = self_attention(case, device)
@@ -101,7 +102,7 @@ def equal_bits(device: str) -> None:
     """Two runs have bitwise equal results and gradients, although messages may arrive in different orders."""
     torch.manual_seed(0)
     problem, weights = self_attention(Case(2, 130, 130, 4, 2, 32, "bfloat16", causal=True), device)
-    for method in ("all_gather", "ring", "ulysses"):
+    for method in METHODS:
         first, second = (run_rank(problem, weights, None, deterministic=True, method=method) for _ in range(2))
         for a, b in zip((first.out, first.lse, *first.grads), (second.out, second.lse, *second.grads)):
             assert torch.equal(a, b), method
@@ -116,7 +117,7 @@ def compiled(device: str) -> None:
         return flash_attn_cp_func(q * 2, k, v, plan=plan, causal=True, deterministic=True)
 
     traced = torch.compile(layer, backend="aot_eager", fullgraph=True, dynamic=True)
-    for method in ("all_gather", "ring", "ulysses"):
+    for method in METHODS:
         for bounds in ([0, 40, 64], [0, 11, 50]):
             plan = CpPlan.varlen(bounds, method=method)
             tensors = [torch.randn(bounds[-1], heads, 16, device=device, dtype=dtype) for heads in (4, 2, 2, 4)]
@@ -133,7 +134,7 @@ def compiled(device: str) -> None:
 def graphs(device: str) -> None:
     """A captured forward and backward, replayed with other contents."""
     torch.manual_seed(3)
-    for method in ("all_gather", "ring", "ulysses"):
+    for method in METHODS:
         plan = CpPlan.dense(512, method=method, check="plan")
         inputs = [torch.randn(1, plan.num_tokens, h, 64, device=device, dtype=torch.bfloat16) for h in (4, 2, 2)]
         leaves, dout = [x.requires_grad_() for x in inputs], torch.randn_like(inputs[0])
@@ -191,7 +192,7 @@ def rows_and_columns(device: str) -> None:
     ]
     for seed, case in enumerate(cases):
         torch.manual_seed(seed)
-        for method in ("all_gather", "ring"):
+        for method in KEY_METHODS:
             problem, weights = self_attention(case, device)
             result = run_rank(problem, weights, mesh, method=method)
             for dsinks in result.grads[3:]:
@@ -303,7 +304,7 @@ def random_plans(device: str, seed: int, count: int) -> None:
         case = Case(5, 0, 0, 2, 1, 8, "float64" if device == "cpu" else "bfloat16", causal=True, kind="packed")
         torch.manual_seed(index)
         problem, _ = self_attention(case, device, lengths)
-        method, layout = ("all_gather", "ring", "ulysses")[index % 3], ("zigzag", "balanced")[index % 2]
+        method, layout = METHODS[index % len(METHODS)], ("zigzag", "balanced")[index % 2]
         plan = make_plan(problem, None, method=method, layout=layout)
         own = [plan.shard(x, 0) for x in (problem.q, problem.k, problem.v)]
         out = plan.unshard(flash_attn_cp_func(*own, plan=plan, causal=True), 0)

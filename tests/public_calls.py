@@ -15,6 +15,7 @@ import torch.nn.functional as F
 import flash_attn
 from flash_attn import _self_check, bert_padding, fp8, sdpa
 from flash_attn.context_parallel import CpCache, CpPlan, LocalGroup, flash_attn_cp_func, flash_attn_cp_kvcache
+from flash_attn.context_parallel.plan.steps import METHODS
 from flash_attn.integrations import sglang, transformers, transformers_cp, vllm
 from flash_attn.layers import rotary
 from flash_attn.losses.cross_entropy import CrossEntropyLoss
@@ -437,7 +438,7 @@ def context_parallel(x):
         indices = plan.token_indices(x.device)
         return plan.unshard(out.detach(), 0), lse.detach(), grads, plan.positions(x.device), indices, seed
 
-    return [_on_ranks(x, lambda rank, m=method: run(rank, m)) for method in ("ring", "all_gather", "ulysses")]
+    return [_on_ranks(x, lambda rank, m=method: run(rank, m)) for method in METHODS]
 
 
 @_call

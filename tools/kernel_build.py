@@ -23,7 +23,6 @@ from build_log import duration, say, show
 from errors import BuildError
 from kernel_manifest import (
     DEFAULT_ARCHS,
-    SUPPORTED_ARCHS,
     auxiliary_files,
     build_info,
     interface_digest,
@@ -76,7 +75,7 @@ class KernelBuild:
 
 def usable_gpu_archs() -> list[str]:
     """Architectures of the visible GPUs that kernels can be compiled for."""
-    return [arch for arch in visible_gpu_archs() if int(arch) >= int(SUPPORTED_ARCHS[0])]
+    return [arch for arch in visible_gpu_archs() if int(arch) >= int(DEFAULT_ARCHS[0])]
 
 
 def default_archs() -> list[str]:
@@ -243,10 +242,10 @@ def build_from_environment(site_dirs: list[str], toolkit: CudaToolkit, archs: li
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--archs", help="like 80,90; default: of the visible GPUs, else 80,90")
+    parser.add_argument("--archs", help="like 80,90, or default or requested; of the visible GPUs, else default")
     parser.add_argument("--head-dims", default="", help="development subset, like 64,128; default: all")
     parser.add_argument("--dtypes", default="", help="development subset of fp16,bf16; default: all")
-    parser.add_argument("--out", type=Path, required=True, help="folder of objects and archive")
+    parser.add_argument("--out", type=Path, help="folder of objects and archive; default: that of an install")
     parser.add_argument("--jobs", type=int, help="compilers at a time; default: what cores and memory carry")
     parser.add_argument("--source", type=Path, default=ROOT / "csrc" / "flash_attn")
     arguments = parser.parse_args()
@@ -254,10 +253,11 @@ def main() -> None:
         toolkit = find_toolkit(sys.path)
         if toolkit is None:
             raise BuildError(f"nvcc: not found; set CUDA_HOME, put it on PATH, or {nvcc_install('13.0')}")
+        archs = parse_archs(arguments.archs) if arguments.archs else default_archs()
         build = KernelBuild(
             source_dir=arguments.source,
-            out_dir=arguments.out,
-            archs=parse_archs(arguments.archs) if arguments.archs else default_archs(),
+            out_dir=arguments.out or out_dir_for(archs),
+            archs=archs,
             head_dims=words(arguments.head_dims) or None,
             dtypes=words(arguments.dtypes) or None,
             jobs=arguments.jobs or parallel_jobs(),

@@ -10,8 +10,9 @@ from pathlib import Path
 
 from errors import BuildError
 
-SUPPORTED_ARCHS = ("80", "90", "100", "120")
-DEFAULT_ARCHS = ("80", "90")  # of a build that asks for none; the others are built on request
+DEFAULT_ARCHS = ("80", "90")  # of a build that asks for none, and of releases
+REQUESTED_ARCHS = ("100", "120")  # built on request; .ci/run compiles a head dim for them
+NAMED_ARCHS = {"default": DEFAULT_ARCHS, "requested": REQUESTED_ARCHS}
 DTYPES = {"fp16": "kFp16", "bf16": "kBf16"}
 CACHE_DTYPES = {"e4m3": "kE4m3", "int8": "kInt8"}  # of a KV cache alone
 ALL_DTYPES = {**DTYPES, **CACHE_DTYPES}
@@ -53,9 +54,9 @@ def words(text: str) -> list[str]:
 
 
 def parse_archs(text: str) -> list[str]:
-    """ "80;9.0, sm_100" -> ["80", "90", "100"], sorted, without duplicates."""
+    """ "80;9.0, sm_100" -> ["80", "90", "100"], sorted, without duplicates; also names of NAMED_ARCHS."""
     archs = set()
-    for word in words(text):
+    for word in (arch for name in words(text) for arch in NAMED_ARCHS.get(name, (name,))):
         arch = word.lower().removeprefix("sm_").replace(".", "")
         if not re.fullmatch(r"\d{2,3}", arch) or int(arch) < 80:
             raise BuildError(f"FLASH_ATTN_CUDA_ARCHS: expected architectures of at least 80, like 80;90, got {word!r}")

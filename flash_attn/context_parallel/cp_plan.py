@@ -21,7 +21,7 @@ from flash_attn.context_parallel.exchange.consistency import Comparison, checked
 from flash_attn.context_parallel.exchange.groups import MeshCommunicator
 from flash_attn.context_parallel.plan import layouts
 from flash_attn.context_parallel.plan.layouts import LAYOUTS, Layout, Span, Spans, Window
-from flash_attn.context_parallel.plan.steps import METHODS, Kind, make_steps
+from flash_attn.context_parallel.plan.steps import KEY_METHODS, METHODS, Kind, make_steps
 from flash_attn.dropout import MASK_COLUMNS
 from flash_attn.ops import arguments
 
@@ -147,7 +147,7 @@ class CpPlan:
         return cls(cu_seqlens, True, mesh, group, layout, method, causal, window_size, tile, check, copies)
 
     def _make(self, cu_seqlens: Any, layout: Any, causal: bool, window_size: WindowSize, tile: int) -> None:
-        methods = ("auto", *(name for name in METHODS if name != "ulysses" or not self.has_two_dimensions))
+        methods = ("auto", *(KEY_METHODS if self.has_two_dimensions else METHODS))
         for name, value, known in (("layout", layout, LAYOUTS), ("method", self.method, methods)):
             if value not in known and (name == "method" or isinstance(value, str)):
                 raise RuntimeError(f"{name}: expected one of {', '.join(known)}, got {arguments.shown(value)}")

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..eight_bit import OF_QUERIES, named
 from .scores import ScoreRule
 from .tiles import head_ranges, tile_shape
 from .torch_flash import keeps_scores
@@ -64,7 +65,7 @@ _DTYPE_NAMES = {
     torch.bfloat16: "bf16",
     torch.float32: "fp32",
     torch.float64: "fp64",
-    torch.float8_e4m3fn: "e4m3",
+    **{dtype: named(dtype).removeprefix("float8_").removesuffix("fn") for dtype in OF_QUERIES},
 }
 _NOTHING = _Schedule("none", 0, 0, 0)
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..eight_bit import EIGHT_BIT, Descales
+from ..eight_bit import EIGHT_BIT, FLOAT8, Descales
 from . import checks
 from .entry import entry_point
 from .explain import Problem, explain_attention
@@ -107,7 +107,7 @@ class Cache(NamedTuple):
         """Write the new rows (rows, h_k, d) after the cached ones."""
         row_indices = self.row_indices(entry.row, entry.cached, entry.total)
         for cache, rows in ((self.k, k), (self.v, v)):
-            if cache.dtype == torch.float8_e4m3fn:  # torch 2.4 cannot index it
+            if cache.dtype in FLOAT8:
                 cache, rows = cache.view(torch.uint8), rows.view(torch.uint8)
             cache[row_indices // cache.shape[1], row_indices % cache.shape[1]] = rows
 

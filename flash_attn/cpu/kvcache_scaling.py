@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from .. import eight_bit
-from ..eight_bit import E4M3, EIGHT_BIT, Descales
+from ..eight_bit import EIGHT_BIT, OF_QUERIES, Descales
 from . import checks
 from .overlap import same_view
 
@@ -82,7 +82,7 @@ def check_new_dtypes(
 ) -> None:
     """New rows have the cache's dtype or q's, any wider one if q has 8 bits."""
     if k.dtype != kcache.dtype:
-        wide = checks.DTYPES if q.dtype is E4M3 else (q.dtype,)
+        wide = checks.DTYPES if q.dtype in OF_QUERIES else (q.dtype,)
         checks.check_dtype("k", k, *wide, kcache.dtype)
     checks.check_dtype("v", v, k.dtype if vcache.dtype in EIGHT_BIT else vcache.dtype)
     for name, x in (("q", q), ("k", k)):

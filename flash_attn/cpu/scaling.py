@@ -51,7 +51,7 @@ def check_operands(
         for name, x in zip(("q", *names), (q, k, v)):
             checks.check_on_cpu(name, x)
         eight_bit.check_dtypes(q, k, v, call.out_dtype, p_dropout, names)
-        dtypes, further = (k.dtype, v.dtype), (eight_bit.E4M3,)
+        dtypes, further = (k.dtype, v.dtype), eight_bit.OF_QUERIES
     checks.check_query(q, axes, *further, least_dim=0 if has_qv else 1)
     checks.check_key_value(q, k, v, kv_axes, q.shape[0] if same_batch else None, names, dtypes)
 

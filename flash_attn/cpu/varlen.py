@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Optional, TypeVar
 
 import torch
 
-from ..eight_bit import EIGHT_BIT, INT8, Descales
+from ..eight_bit import FLOAT8, INT8, Descales
 from . import checks
 from .backward import Sums, attend_backward, row_deltas, sink_gradient
 from .dq_stage import DqStage
@@ -99,7 +99,7 @@ def gather_pages(cache: torch.Tensor, block_table: torch.Tensor, row: int, start
     page_size = cache.shape[1]
     if start >= stop:
         return cache.new_empty(0, *cache.shape[2:])
-    if cache.dtype in EIGHT_BIT and cache.dtype is not INT8:  # no assignment by a mask
+    if cache.dtype in FLOAT8:
         return gather_pages(cache.view(INT8), block_table, row, start, stop).view(cache.dtype)
     first = start // page_size
     pages = block_table[row, first : -(-stop // page_size)].long()

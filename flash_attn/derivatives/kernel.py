@@ -51,7 +51,7 @@ def _is_plain(args: AttentionArgs) -> bool:
         and args.named().keys() <= {"sm_margin"}
         and args.forward_only() is None
         and not args.is_scaled()
-        and not args.return_max_logit
+        and not any(args.further_results().values())
     )
 
 

@@ -37,7 +37,8 @@ def quantize(
     if not isinstance(granularity, str) or granularity not in _GRANULARITIES:
         raise RuntimeError(f"granularity: expected one of {', '.join(_GRANULARITIES)}, got {granularity!r}")
     if not isinstance(dtype, torch.dtype) or dtype not in eight_bit.EIGHT_BIT:
-        raise RuntimeError(f"dtype: expected torch.float8_e4m3fn or torch.int8, got {dtype}")
+        expected = " or ".join(map(str, eight_bit.EIGHT_BIT))
+        raise RuntimeError(f"dtype: expected {expected}, got {dtype}")
     rows = 1 if x.dim() == 4 else 0
     axes = {"tensor": tuple(range(x.dim())), "head": (rows, -1), "token": (-1,), "channel": (rows,)}[granularity]
     power_of_two = arguments.flag("power_of_two", power_of_two)

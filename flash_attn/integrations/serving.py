@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flash_attn.batch_invariance import is_batch_invariant
-from flash_attn.eight_bit import E4M3, EIGHT_BIT, named
+from flash_attn.eight_bit import EIGHT_BIT, OF_QUERIES, named, one_of
 from flash_attn.integrations.token_layout import as_pages
 from flash_attn.ops import arguments, calls, context, latent
 from flash_attn.ops.rows import RowsInUse, equal_steps
@@ -40,9 +40,10 @@ def check_8_bit(names: tuple[str, str, str], q: Tensor, k: Tensor, v: Tensor) ->
         return False
     q_name, k_name, v_name = names
     if q.element_size() == 1:
-        _require(q.dtype is E4M3, q_name, "float16, bfloat16 or float8_e4m3fn", named(q.dtype))
-        _require(k.dtype is E4M3, k_name, "the dtype of q (float8_e4m3fn)", named(k.dtype))
-    _require(k.dtype in EIGHT_BIT, k_name, "float8_e4m3fn or int8", named(k.dtype))
+        wide = torch.float16, torch.bfloat16
+        _require(q.dtype in OF_QUERIES, q_name, one_of(*wide, *OF_QUERIES), named(q.dtype))
+        _require(k.dtype is q.dtype, k_name, f"the dtype of q ({named(q.dtype)})", named(k.dtype))
+    _require(k.dtype in EIGHT_BIT, k_name, one_of(*EIGHT_BIT), named(k.dtype))
     _require(v.dtype is k.dtype, v_name, f"the dtype of {k_name} ({named(k.dtype)})", named(v.dtype))
     if k.dim() == 4:
         _require(v.shape[-1] == q.shape[-1], v_name, f"the head dim of q ({q.shape[-1]}) in 8 bits", v.shape[-1])

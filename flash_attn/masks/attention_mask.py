@@ -23,8 +23,8 @@ MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 class AttentionMask:
-    """Which keys each query sees. All constructors below are complete: no further `causal=True` is needed where they
-    say so, and causal and window of a call only hide more.
+    """Which keys each query sees. Constructors marked "complete" need no `causal=True` in the call. Causal and window
+    of a call only hide more.
 
     Constructors do not wait for the GPU, unless they say so, and do not read values that lie on one: those outside of a
     sequence mean nothing, inverted ranges are empty. They keep what they are given where they need no copy. The tensors
@@ -40,7 +40,7 @@ class AttentionMask:
     def __init__(self, factors: MaskFactors, seqlen_q: int | None = None, seqlen_k: int | None = None) -> None:
         if not isinstance(factors, MaskFactors):
             raise TypeError(f"factors: expected MaskFactors, got {type(factors).__name__}")
-        require(any(x is not None for x in factors[:4]), "factors", "at least one tensor", "none")
+        require(bool(factors.tensors()), "factors", "at least one tensor", "none")
         self.factors, self.seqlen_q, self.seqlen_k = factors, seqlen_q, seqlen_k
 
     # ---- ranges of keys for each query ----
@@ -263,7 +263,7 @@ class AttentionMask:
     @staticmethod
     def from_block_mask(block_mask: BlockMask) -> AttentionMask:
         """A BlockMask of torch.nn.attention.flex_attention. Its mask_mod is evaluated by torch once, in partial blocks,
-        which are known after a wait for the GPU; a noop_mask is not.
+        which are known after a wait for the GPU; with a noop_mask nothing is evaluated.
         """
         from torch.nn.attention import flex_attention
 

@@ -16,6 +16,7 @@ from flash_attn.ops import context
 WORD_BITS = 32
 INT_MAX = 2**31 - 1
 STRIP_ELEMENTS = 1 << 22  # scores that are evaluated at a time
+OF_QUERIES = ("query_ranges", "bits")  # packed: rows are queries; of other factors keys
 WHOLE = 2  # class of a block that bits do not hide
 _GATHER_BITS = 0x0102040810204080  # moves bit 8 i to bit 56 + i, for i from 0 to 7
 
@@ -43,7 +44,8 @@ class MaskFactors(NamedTuple):
 
     def tensors(self) -> dict[str, Tensor]:
         """The factors that there are, by name."""
-        return {name: x for name, x in zip(self._fields, self[:4]) if x is not None}
+        given: dict[str, Any] = dict(zip(self._fields, self))
+        return {name: x for name, x in given.items() if name != "block_size" and x is not None}
 
     @property
     def is_packed(self) -> bool:
@@ -55,8 +57,10 @@ class MaskFactors(NamedTuple):
 
     def sequence(self, q0: int, q1: int, k0: int, k1: int) -> MaskFactors:
         """The mask of one packed sequence, query rows [q0, q1) and key rows [k0, k1), as that of a batch of one."""
-        parts = {"query_ranges": slice(q0, q1), "key_hidden": slice(k0, k1), "bits": slice(q0, q1)}
-        changed: dict[str, Any] = {name: x[None, :, parts[name]] for name, x in self.tensors().items()}
+        rows, keys = slice(q0, q1), slice(k0, k1)
+        changed: dict[str, Any] = {
+            name: x[None, :, rows if name in OF_QUERIES else keys] for name, x in self.tensors().items()
+        }
         return self._replace(**changed)
 
     def _of_each(self, function: Callable[[Tensor], Tensor]) -> MaskFactors:

@@ -50,6 +50,10 @@ class Options(NamedTuple):
     attn_bias: Optional[Tensor] = None
     rel_bias: Optional[Tensor] = None
 
+    def biases(self) -> tuple[Optional[Tensor], ...]:
+        """The values of BIASES."""
+        return self.attn_bias, self.rel_bias
+
 
 PLAIN = Options()
 
@@ -141,9 +145,17 @@ class AttentionArgs(NamedTuple):
             return None
         return MaskFactors(ranges, hidden, bits, blocks, (self.mask_block_q, self.mask_block_k))
 
+    def further_results(self) -> dict[str, bool]:
+        """Results besides those of FlashAttention-2, and whether they are wanted: not all kernels have them."""
+        return {"max_logit": self.return_max_logit}
+
     def differentiable(self) -> tuple[Optional[Tensor], ...]:
         """The values of ATTENTION_INPUTS."""
-        return self.q, self.k, self.v, self.sinks, self.attn_bias, self.rel_bias
+        return self.q, self.k, self.v, self.sinks, *self.biases()
+
+    def biases(self) -> tuple[Optional[Tensor], ...]:
+        """The values of BIASES."""
+        return self.attn_bias, self.rel_bias
 
     def forward_only(self) -> Optional[str]:
         """The first argument given that has no backward, by name; k where it has 8 bits."""
@@ -191,7 +203,8 @@ NAMED_OPTIONS = ("sinks", "rel_bias")
 MASK_TENSORS = ("mask_query_ranges", "mask_key_hidden", "mask_bits", "mask_block_map")
 # The arguments of calls with 8-bit tensors alone, also taken by name.
 SCALING = ("q_descale", "k_descale", "v_descale", "v_per_channel", "out_dtype")
-ATTENTION_INPUTS = ("q", "k", "v", "sinks", "attn_bias", "rel_bias")  # the fields that have gradients
+BIASES = ("attn_bias", "rel_bias")  # learned tensors of scores
+ATTENTION_INPUTS = ("q", "k", "v", "sinks", *BIASES)  # the fields that have gradients
 FORWARD_ONLY = ("seqused_k", "leftpad_k", "block_table", "qv")
 
 
@@ -233,17 +246,18 @@ class AttentionBackwardArgs(NamedTuple):
 
     # mypy knows no assignment in a NamedTuple
     has_score_tensors = AttentionArgs.has_score_tensors  # type: ignore[misc]
+    biases = AttentionArgs.biases  # type: ignore[misc]
     mask = AttentionArgs.mask  # type: ignore[misc]
     named = AttentionArgs.named  # type: ignore[misc]
 
     def learned(self) -> tuple[Optional[Tensor], ...]:
         """The inputs that get a gradient, in the order of ATTENTION_INPUTS."""
         inputs = self.q, self.k, self.v, self.sinks
-        return (*inputs, self.attn_bias, self.rel_bias) if self.bias_grad else (*inputs, None, None)
+        return (*inputs, *(self.biases() if self.bias_grad else (None,) * len(BIASES)))
 
     def differentiable(self) -> tuple[Optional[Tensor], ...]:
         """The values of BACKWARD_INPUTS."""
-        return self.dout, self.dlse, self.q, self.k, self.v, self.sinks, self.attn_bias, self.rel_bias
+        return self.dout, self.dlse, self.q, self.k, self.v, self.sinks, *self.biases()
 
     def forward_args(self) -> AttentionArgs:
         """Those of the forward, which returned out and lse."""
@@ -348,7 +362,7 @@ def backward_args(
 BACKWARD_OPTIONS = AttentionBackwardArgs._fields[
     AttentionBackwardArgs._fields.index("max_seqlen_q") : AttentionBackwardArgs._fields.index("sm_margin") + 1
 ]
-_SCORE_TENSORS = (*MASK_TENSORS, "attn_bias", "rel_bias")
+_SCORE_TENSORS = (*MASK_TENSORS, *BIASES)
 _BLOCK_SIZE = ("mask_block_q", "mask_block_k")
 _NO_SCORES = defaults_after(AttentionBackwardArgs, "sm_margin")
 

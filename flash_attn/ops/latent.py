@@ -25,7 +25,7 @@ def check_packed(args: AttentionArgs) -> None:
     """Raise NotImplementedError for a call of packed queries with a qv that no kernel computes."""
     if args.cu_seqlens_q is None:
         raise RuntimeError("qv: expected None without cu_seqlens_q, got a tensor")
-    more = {"dropout_p": args.dropout_p > 0, "max_logit": args.return_max_logit, "mask": args.has_score_tensors()}
+    more = {"dropout_p": args.dropout_p > 0, "mask": args.has_score_tensors(), **args.further_results()}
     _check(args, args.k, args.v, more)
 
 

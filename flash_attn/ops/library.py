@@ -18,6 +18,7 @@ from flash_attn.ops import calls, context, outputs
 from flash_attn.ops.attention_args import (
     ATTENTION_INPUTS,
     BACKWARD_INPUTS,
+    BIASES,
     KVCACHE_INPUTS,
     TANGENT_INPUTS,
     AttentionArgs,
@@ -119,7 +120,7 @@ def input_gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None, bias_gra
     args = backward_args(dout, dlse, ctx.saved_tensors, ctx.options)
     if dout is None:
         args = args._replace(dout=torch.zeros_like(args.out))
-    if not (bias_grad or args.attn_bias is args.rel_bias is None):
+    if not bias_grad and any(x is not None for x in args.biases()):
         args = args._replace(bias_grad=False)
     return by_input(args, attention_backward(args))
 
@@ -152,7 +153,7 @@ def _setup_context(ctx: Any, inputs: Any, output: Any) -> Any:
 
 def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: Any) -> Any:
     wanted = dict(zip(AttentionArgs._fields, ctx.needs_input_grad))  # without trailing arguments that have defaults
-    bias_grad = any(wanted.get(name) for name in ("attn_bias", "rel_bias"))
+    bias_grad = any(wanted.get(name) for name in BIASES)
     return attention_gradients(input_gradients(ctx, dout, dlse, bias_grad))
 
 

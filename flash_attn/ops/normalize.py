@@ -16,6 +16,7 @@ from flash_attn.limits import MAX_HEAD_DIM
 from flash_attn.masks import AttentionMask
 from flash_attn.masks.arguments import DEVICES, check_bias, mask_factors, with_all_axes
 from flash_attn.masks.checks import require
+from flash_attn.masks.factors import OF_QUERIES
 from flash_attn.ops import arguments, latent
 from flash_attn.ops.attention_args import (
     DENSE,
@@ -208,7 +209,7 @@ def score_rows(rows: RowsInUse, options: Options, q: Tensor) -> dict[str, Any]:
     if mask is not None:
         moved: dict[str, Any] = {}
         for name, x in mask.tensors().items():
-            if name in ("query_ranges", "bits"):
+            if name in OF_QUERIES:
                 _check_rows(f"mask.{name}", x, total)
                 moved[name] = rows.gather(x, 1)
         found["mask"] = AttentionMask(replaced(mask, **moved))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flash_attn._types import Descale
-from flash_attn.eight_bit import E4M3, EIGHT_BIT
+from flash_attn.eight_bit import EIGHT_BIT, OF_QUERIES
 from flash_attn.ops import arguments
 
 
@@ -46,7 +46,7 @@ class QuantArgs(NamedTuple):
         """Whether a call allows approximate exponentials, which only kernels of 8 bits have."""
         if not isinstance(self.exp, str) or self.exp not in ("exact", "fast"):
             raise RuntimeError(f"exp: expected 'exact' or 'fast', got {arguments.shown(self.exp)}")
-        return self.exp == "fast" and q.dtype is E4M3
+        return self.exp == "fast" and q.dtype in OF_QUERIES
 
     def cache_fields(self, q: Tensor, caches: tuple[Tensor, Tensor], new: Tensor | None) -> dict[str, Any]:
         """`fields` of a call over the caches (k, v), to which `new` is appended: with descales of each row, which the

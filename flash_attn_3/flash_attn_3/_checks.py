@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_attn.eight_bit import E4M3, EIGHT_BIT, named
+from flash_attn.eight_bit import EIGHT_BIT, OF_QUERIES, named
 from flash_attn.ops import arguments
 from flash_attn.ops.quant_args import NO_QUANT, QuantArgs
 
@@ -74,7 +74,7 @@ def quant_args(
 def _out_dtype(out: Tensor, q: Tensor) -> torch.dtype:
     """The dtype of the result, which out decides where q has 8 bits."""
     arguments.check_tensors(("out",), (out,))
-    if q.dtype is E4M3 and out.dtype not in _HALF:
+    if q.dtype in OF_QUERIES and out.dtype not in _HALF:
         raise RuntimeError(f"out: expected dtype float16 or bfloat16, got {named(out.dtype)}")
     if q.dtype not in EIGHT_BIT and out.dtype != q.dtype:
         raise RuntimeError(f"out: expected the dtype of q ({named(q.dtype)}), got {named(out.dtype)}")

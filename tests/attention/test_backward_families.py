@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import kernel_tables
 import pytest
 import torch
 from cases import Case
@@ -45,7 +46,7 @@ def test_the_two_families_are_two(hopper, monkeypatch):
 
 
 @pytest.mark.parametrize("features", FEATURES.values(), ids=FEATURES)
-@pytest.mark.parametrize("head_dim", (40, 64, 96, 128, 160, 192, 256))
+@pytest.mark.parametrize("head_dim", (40, 160, *kernel_tables.WGMMA))
 def test_dense(hopper, monkeypatch, head_dim, features):
     check_both(Case(2, 333, 401, 4, 2, head_dim, DTYPE, **features), hopper, monkeypatch)
 

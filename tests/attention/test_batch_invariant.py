@@ -11,6 +11,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import fresh_process
+import kernel_tables
 import pytest
 import torch
 import torch.utils.checkpoint
@@ -33,7 +34,7 @@ from flash_attn import (
 LENGTHS = ((1, 1), (17, 17), (128, 128), (129, 129), (500, 500), (1, 600), (33, 700), (200, 73))
 LONG_LENGTHS = ((1024, 1024), (2048, 2048), (1, 5000), (64, 4096), (700, 3000))
 FEATURES = {
-    "head_dim": (32, 64, 96, 128, 192, 256, 40),
+    "head_dim": (*kernel_tables.NARROW, 40),
     "lengths": LENGTHS,
     "heads": ((2, 2), (4, 2), (8, 1)),
     "batch": (1, 3, 6),
@@ -240,7 +241,7 @@ def test_the_batch_does_not_matter(device, heads, lengths, options):
 @pytest.mark.devices("cuda")
 @pytest.mark.parametrize("options", INVARIANT_OPTIONS.values(), ids=INVARIANT_OPTIONS)
 @pytest.mark.parametrize("lengths", ((1, 4000), (500, 500), (2048, 2048), (300, 3000)), ids=str)
-@pytest.mark.parametrize("head_dim", (32, 64, 96, 128, 192, 256))
+@pytest.mark.parametrize("head_dim", kernel_tables.NARROW)
 def test_the_batch_does_not_matter_at_length(device, head_dim, lengths, options):
     """From a part of one wave of row blocks to many of them."""
     check_sequence(Sequence(device, lengths, (8, 4), head_dim, options, torch.float16), ((2, 1), (40, 39)))

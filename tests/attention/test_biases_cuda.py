@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields
 
+import kernel_tables
 import pytest
 import torch
 from harness import captured, exact_keep_scale
@@ -67,7 +68,7 @@ class Call:
 
 
 CALLS = [
-    *(Call("full", dim, causal=dim == 96) for dim in (32, 64, 96, 128, 192, 256)),
+    *(Call("full", dim, causal=dim == 96) for dim in kernel_tables.NARROW),
     *(Call(name) for name in SHAPES if name != "full"),
     *(Call(name, 64, wide=True, dtype=torch.float16) for name in ("full", "heads", "keys")),
     *(Call("heads", dim, wide=True) for dim in (128, 256)),

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 
+import kernel_tables
 import pytest
 import torch
 from cases import Case
 from harness import check_gradients, make_problem, run
 
 DTYPE = "bfloat16"
-TILE_HEAD_DIMS = (32, 64, 96, 128, 192, 256, 512)
 # Each with more thread blocks than a head has key blocks, and with row blocks to which many of them add.
 SHAPES = {
     "full": Case(2, 700, 1100, 6, 6, 0, DTYPE),
@@ -34,7 +34,7 @@ def disturb(stream):
 
 @pytest.mark.devices("cuda")
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda name: name.replace(" ", "-"))
-@pytest.mark.parametrize("head_dim", TILE_HEAD_DIMS)
+@pytest.mark.parametrize("head_dim", kernel_tables.MMA_SYNC)
 def test_gradients_repeat_bitwise(device, head_dim, shape):
     problem = make_problem(dataclasses.replace(SHAPES[shape], head_dim=head_dim), device)
     leaves = [x.detach().clone().requires_grad_() for x in (problem.q, problem.k, problem.v)]

@@ -10,6 +10,7 @@ import itertools
 import os
 import threading
 
+import kernel_tables
 import pytest
 import torch
 from cases import Case
@@ -116,7 +117,7 @@ def test_whole_waves(hopper, shape):
 
 
 @pytest.mark.parametrize("family", FORCED)
-@pytest.mark.parametrize("head_dim", (64, 96, 128, 192, 256))
+@pytest.mark.parametrize("head_dim", kernel_tables.WGMMA)
 def test_calls_wait_for_what_they_read(hopper, run_family, head_dim, family):
     """A call may start before the previous one has ended, whose output it reads, in memory that older calls read."""
     problem = make_problem(Case(1, 1200, 1200, 4, 4, head_dim, DTYPE, causal=True), hopper)
@@ -158,20 +159,20 @@ def test_calls_wait_for_their_lengths(hopper, run_family, family):
 
 
 @pytest.mark.parametrize("features", FEATURES.values(), ids=FEATURES)
-@pytest.mark.parametrize("head_dim", (8, 32, 40, 64, 96, 128, 160, 192, 256))
+@pytest.mark.parametrize("head_dim", (8, 40, 160, *kernel_tables.NARROW))
 def test_dense(hopper, run_family, head_dim, features):
     check_families(make_problem(Case(2, 333, 401, 4, 2, head_dim, DTYPE, **features), hopper), run_family)
 
 
-@pytest.mark.parametrize("head_dim", (32, 64, 96, 128, 192, 256))
+@pytest.mark.parametrize("head_dim", kernel_tables.NARROW)
 def test_float16(hopper, run_family, head_dim):
     check_families(make_problem(Case(1, 300, 300, 6, 2, head_dim, "float16", causal=True), hopper), run_family)
 
 
-RISING_CASES = [(d, 0, features) for d in (64, 96, 128, 192, 256) for features in ({}, {"causal": True})]
+RISING_CASES = [(d, 0, features) for d in kernel_tables.WGMMA for features in ({}, {"causal": True})]
 RISING_CASES += [(192, 128, {}), (128, 0, {"alibi": "batch", "causal": True})]
 RISING_CASES += [(d, 0, {"alibi": "heads"}) for d in (64, 96, 192, 256)]
-RISING_CASES += [(d, 0, {"softcap": 100.0}) for d in (64, 96, 128, 192, 256)]
+RISING_CASES += [(d, 0, {"softcap": 100.0}) for d in kernel_tables.WGMMA]
 RISING_CASES += [(128, 0, {"softcap": 300.0})]  # too flat for a polynomial
 RISING_CASES += [(128, 0, {"dropout": 0.1}), (128, 0, {"softcap": 100.0, "alibi": "heads"})]
 RISING_CASES += [(128, 0, {"window": window}) for window in ((900, 40), (100, 30), (20, 0))]
@@ -226,7 +227,7 @@ MODIFIERS = {
 
 @pytest.mark.parametrize("mask", ({}, {"causal": True}, {"window": (400, 90)}, {"window": (-1, 500)}), ids=str)
 @pytest.mark.parametrize("modifiers", MODIFIERS)
-@pytest.mark.parametrize("head_dim", (64, 96, 128, 192, 256))
+@pytest.mark.parametrize("head_dim", kernel_tables.WGMMA)
 def test_score_modifiers(hopper, run_family, head_dim, modifiers, mask):
     """Slopes of both signs, rows whose scores are within the reach of the polynomial and rows beyond it."""
     for kind, seqlen_q, seqlen_k in (("dense", 900, 1300), ("dense", 1000, 300), ("leftpad", 600, 1100)):
@@ -241,7 +242,7 @@ def test_score_modifiers(hopper, run_family, head_dim, modifiers, mask):
 
 @pytest.mark.parametrize("page_size", (1, 8, 16, 48, 256))
 @pytest.mark.parametrize("kind", ("packed", "seqused", "leftpad"))
-@pytest.mark.parametrize("head_dim", (24, 40, 64, 96, 128, 192, 256))
+@pytest.mark.parametrize("head_dim", (24, 40, *kernel_tables.WGMMA))
 def test_pages(hopper, run_family, head_dim, kind, page_size):
     """Every key block ends in the middle of a page, or a page in the middle of it. What no key uses is NaN."""
     features = FEATURES["everything"] if page_size == 48 else {"causal": page_size == 16}

@@ -1,12 +1,15 @@
 """Every option on every kind of call: it changes the result as the float64 reference says, or is refused by name.
 
-Options come alone and in pairs. An option that a kind of call drops silently fails here.
+Options come alone and in pairs. A call that silently ignores an option of OPTIONS fails, and so does an argument of a
+public function that is neither in OPTIONS nor in ELSEWHERE.
 """
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import flash_attn_3_harness
 import pytest
@@ -185,6 +188,25 @@ OPTIONS = {
     "v_descale of rows": scale_of("v", B, SK, HK),
     "v_descale_axis": channel_scale,
 }
+FUNCTIONS = (
+    flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache, flash_attn_cp_func,
+    fa3.flash_attn_func, fa3.flash_attn_varlen_func, fa3.flash_attn_with_kvcache,
+)  # fmt: skip
+# The other arguments: the tensors that are attended, and options with tests of their own, by file.
+INPUTS = {"q", "k", "v", "k_cache", "v_cache", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k",
+          "block_table", "rotary_sin", "rotary_interleaved"}  # fmt: skip
+ELSEWHERE = {
+    "attention/test_sink_names.py": {"s_aux", "learnable_sink"},
+    "attention/test_seqused_q.py": {"seqused_q"},
+    "attention/test_lse_convention.py": {"lse_convention"},
+    "attention/test_interface.py": {"return_attn_probs"},
+    "attention/test_flash_attn_3.py": {"cu_seqlens_k_new", "rotary_seqlens", "scheduler_metadata"},
+    "attention/test_flash_attn_3_cache.py": {"page_table", "return_softmax_lse"},
+    "attention/test_flash_attn_3_errors.py": {"attention_chunk", "pack_gqa"},
+    "decode/test_latent.py": {"qv", "q_v"},
+    "decode/test_fp8_cache.py": {"k_descale_axis"},
+    "decode/test_kvcache_plan.py": {"plan"},
+}  # fmt: skip
 KINDS = ("dense", "packed", "paged", "cached", "eight_bit", "fp8", "context_parallel")
 
 
@@ -335,7 +357,7 @@ def outcome(device, kind, names):
         return False
     keep = None
     if "dropout_p" in names:
-        if dmask is None:  # the mask is not known: other rows, and not those without dropout
+        if dmask is None:  # the mask is unknown: only check that dropout changes the result
             return relative_rmse(result, expected(call)[0]) > 0.05
         keep = dmask >= 0
     reference, logits = expected(call, keep)
@@ -358,7 +380,7 @@ def fit(names, name):
 
 
 def covering(taken, size=6):
-    """Lists of at most `size` options in which every pair of arguments occurs."""
+    """Yields lists of at most `size` options; every pair that a call can have occurs in one of them."""
     pairs = {x for x in itertools.combinations(taken, 2) if fit(x[:1], x[1])}
     while pairs:
         names = list(min(pairs))
@@ -368,6 +390,14 @@ def covering(taken, size=6):
                 names.append(name)
         pairs -= {(x, y) for x, y in itertools.permutations(names, 2)}
         yield names
+
+
+def test_every_argument_is_an_option_here_or_elsewhere():
+    tested = {argument(name) for name in OPTIONS}.union(INPUTS, *ELSEWHERE.values())
+    assert {name for function in FUNCTIONS for name in inspect.signature(function).parameters} == tested
+    for file, names in ELSEWHERE.items():
+        text = (Path(__file__).resolve().parents[1] / file).read_text(encoding="utf-8")
+        assert {name for name in names if name not in text} == set()
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -12,6 +12,7 @@ from harness import make_problem
 import flash_attn
 from flash_attn import KvCachePlan, backends, cpu
 from flash_attn.context_parallel import CpPlan, LocalGroup, flash_attn_cp_func
+from flash_attn.context_parallel.plan.steps import METHODS
 from flash_attn.fp8 import quantize_qkv
 from flash_attn.integrations import sglang
 from flash_attn.ops.attention_args import AttentionArgs, KvCacheArgs, saved_for_backward
@@ -265,7 +266,7 @@ def cp_step(rank, margin, device="cpu"):
     flash_attn_cp_func(q, q, q, plan=plan, causal=True, sm_margin=margin).sum().backward()
 
 
-@pytest.mark.parametrize("method", ["all_gather", "ring", "ulysses"])
+@pytest.mark.parametrize("method", METHODS)
 def test_context_parallel(device, method):
     *whole, dout = (random(device, 1, 300, 4, 64) for _ in range(4))
 

@@ -6,6 +6,7 @@ stages.
 
 from __future__ import annotations
 
+import kernel_tables
 import pytest
 import torch
 from cases import Case
@@ -20,7 +21,8 @@ pytestmark = pytest.mark.devices("cuda")
 
 DTYPE = "bfloat16"
 LIMIT = 99 * 1024
-HEAD_DIMS = (32, 136, 160, 192, 224, 256, 512)
+SMALL_TILES = kernel_tables.head_dims("kSmallBwdTiles")
+HEAD_DIMS = (136, 160, 224, *SMALL_TILES)
 
 
 @pytest.fixture(autouse=True)
@@ -40,20 +42,20 @@ def test_dense(device, monkeypatch, head_dim, features):
     check(Case(2, 333, 401, 4, 2, head_dim, DTYPE, **features), device, monkeypatch)
 
 
-@pytest.mark.parametrize("head_dim", (32, 192, 256, 512))
+@pytest.mark.parametrize("head_dim", SMALL_TILES)
 def test_float16(device, monkeypatch, head_dim):
     check(Case(1, 300, 300, 6, 2, head_dim, "float16", causal=True), device, monkeypatch)
 
 
 @pytest.mark.parametrize("kind", ("packed", "padded"))
 @pytest.mark.parametrize("features", ("full", "causal", "window", "everything"))
-@pytest.mark.parametrize("head_dim", (32, 192, 256, 512))
+@pytest.mark.parametrize("head_dim", SMALL_TILES)
 def test_packed(device, monkeypatch, head_dim, features, kind):
     options = dict(FEATURES[features], alibi="batch") if features == "everything" else FEATURES[features]
     check(Case(7, 200, 350, 4, 2, head_dim, DTYPE, kind=kind, **options), device, monkeypatch)
 
 
-@pytest.mark.parametrize("head_dim", (32, 192, 256, 512))
+@pytest.mark.parametrize("head_dim", SMALL_TILES)
 @pytest.mark.parametrize(
     "seqlen_q, seqlen_k", [(1, 1), (1, 1500), (64, 129), (65, 127), (129, 64), (193, 20), (500, 0), (63, 33)]
 )
@@ -63,7 +65,7 @@ def test_lengths(device, monkeypatch, head_dim, seqlen_q, seqlen_k, causal):
 
 
 @pytest.mark.parametrize("dropout", (0.0, 0.2))
-@pytest.mark.parametrize("head_dim", (32, 192, 256, 512))
+@pytest.mark.parametrize("head_dim", SMALL_TILES)
 def test_deterministic_twice(device, monkeypatch, head_dim, dropout):
     problem = make_problem(Case(2, 700, 1100, 8, 4, head_dim, DTYPE, causal=True, dropout=dropout), device)
     first, dout, dlse, kept = gradients(problem, monkeypatch, "mma_sync", deterministic=True)
@@ -74,7 +76,7 @@ def test_deterministic_twice(device, monkeypatch, head_dim, dropout):
 
 @pytest.mark.parametrize("is_packed", (False, True), ids=("dense", "packed"))
 @pytest.mark.parametrize("slopes, dropout, window", [(False, 0.0, (-1, 0)), (True, P, (-1, -1))])
-@pytest.mark.parametrize("head_dim", (32, 160, 192, 256, 512))
+@pytest.mark.parametrize("head_dim", (160, *SMALL_TILES))
 def test_origins_and_sums_in_float32(device, monkeypatch, head_dim, slopes, dropout, window, is_packed):
     monkeypatch.setenv("FLASH_ATTN_FAMILY", "mma_sync")
     call = Call(device, is_packed, (4, 2), (head_dim, head_dim))

@@ -4,6 +4,7 @@ shares of the keys in the wgmma family: FLASH_ATTN_FAMILY=wgmma:3 forces three o
 
 from __future__ import annotations
 
+import kernel_tables
 import pytest
 import torch
 from cases import Case
@@ -39,7 +40,7 @@ def run_family(monkeypatch):
 
 
 @pytest.mark.parametrize("features", FEATURES.values(), ids=FEATURES)
-@pytest.mark.parametrize("head_dim", (24, 64, 96, 128, 192, 256))
+@pytest.mark.parametrize("head_dim", (24, *kernel_tables.WGMMA))
 @pytest.mark.parametrize("lengths", ((1, 1500), (16, 1000), (70, 300), (129, 700), (65, 33)), ids=str)
 def test_accuracy(device, run_family, head_dim, lengths, features):
     """One tile of packed rows, several, and more queries than keys."""
@@ -188,7 +189,7 @@ SHARED_FEATURES = {
 
 
 @pytest.mark.parametrize("features", SHARED_FEATURES.values(), ids=SHARED_FEATURES)
-@pytest.mark.parametrize("head_dim", (24, 64, 96, 128, 192, 256))
+@pytest.mark.parametrize("head_dim", (24, *kernel_tables.WGMMA))
 @pytest.mark.parametrize("lengths", ((1, 1500), (129, 1000), (300, 700), (65, 33)), ids=str)
 def test_shares(hopper, run_family, head_dim, lengths, features):
     """Whole blocks and parts of them, more shares than blocks, rows that see no key of a share."""

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 
+import kernel_tables
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -88,6 +89,8 @@ def test_archs(text):
 
 def test_archs_sort_by_number():
     assert kernel_manifest.parse_archs("120;90;100") == ["90", "100", "120"]
+    default, requested = kernel_manifest.DEFAULT_ARCHS, kernel_manifest.REQUESTED_ARCHS
+    assert kernel_manifest.parse_archs("default requested") == sorted({*default, *requested}, key=int)
 
 
 @pytest.mark.parametrize("text", ["75", "hopper", ";", "9"])
@@ -181,7 +184,7 @@ def test_spill_budget():
     assert line == "flash_fwd_hdim64_sm80: _Z1kIfEvPT_ (sm_80) spills 96 bytes, budget 0 bytes"
 
 
-@pytest.mark.parametrize("arch", ["sm_86", "sm_89", "sm_100", "sm_120"])
+@pytest.mark.parametrize("arch", ["sm_86", "sm_89", *map("sm_{}".format, kernel_manifest.REQUESTED_ARCHS)])
 def test_a_spill_stops_no_install_on_an_architecture_that_kernels_are_not_tuned_for(arch):
     """An install compiles for the GPU that it sees. Rules for one architecture say nothing of another."""
     budget = resources.load_budget(ROOT / "tools" / "resource_budget.json")
@@ -201,10 +204,10 @@ def test_the_default_architectures_are_the_tuned_ones():
 
 def test_the_tree_has_every_instantiation():
     files = kernel_manifest.kernel_files(ROOT / "csrc" / "flash_attn")
-    assert {(f.function, f.head_dim) for f in files if f.dtypes == ("e4m3", "int8")} == {
-        ("run_mha_fwd_split_", d) for d in (64, 128, 256)
+    assert {(f.function, f.head_dim) for f in files if f.dtypes == tuple(kernel_manifest.CACHE_DTYPES)} == {
+        ("run_mha_fwd_split_", d) for d in kernel_tables.head_dims("kKv8Tiles", "kv_tiles.h")
     }
-    assert {f.head_dim for f in files if f.dtypes == ("fp16", "bf16")} == {32, 64, 96, 128, 192, 256, 512}
+    assert {f.head_dim for f in files if f.dtypes == tuple(kernel_manifest.DTYPES)} == set(kernel_tables.MMA_SYNC)
     assert {(f.function, *f.arguments) for f in files if f.head_dims != str(f.head_dim)} == {
         (f"run_mha_{direction}_wgmma_", f"Dtype::kFp16, {d}, {d_v}", f"Dtype::kBf16, {d}, {d_v}")
         for direction, d, d_v in (("fwd", 192, 128), ("bwd", 192, 128), ("mla", 64, 512))
@@ -225,11 +228,11 @@ def test_the_wgmma_family_is_compiled_for_its_architecture_only():
     assert {(f.function, f.head_dims) for f in hopper if "," not in f.head_dims} == {
         (f"run_mha_{direction}_wgmma_", str(d))
         for direction, head_dims in (
-            ("fwd", (64, 96, 128, 192, 256, 512)),
-            ("fwd_modified", (64, 96, 128, 192, 256)),
-            ("fwd_fp8", (64, 128, 256)),
-            ("fwd_jvp", (64, 128)),
-            ("bwd", (64, 128, 192, 256)),
+            ("fwd", (*kernel_tables.WGMMA, 512)),
+            ("fwd_modified", kernel_tables.WGMMA),
+            ("fwd_fp8", kernel_tables.head_dims("kSm90Fp8FwdTiles", "fp8_fwd_plan.h")),
+            ("fwd_jvp", kernel_tables.head_dims("kSm90JvpFwdTiles", "jvp_fwd_plan.h")),
+            ("bwd", kernel_tables.head_dims("kSm90BwdTiles")),
         )
         for d in head_dims
     }
@@ -255,13 +258,13 @@ def test_the_wgmma_family_is_stubbed_where_its_architecture_is_not_built():
 def test_a_subset_of_dtypes_leaves_out_halves_of_files():
     files = kernel_manifest.kernel_files(ROOT / "csrc" / "flash_attn")
     selected = kernel_manifest.select(files, ["64"], ["bf16", "int8"])
-    assert {(f.dtypes, *f.defines) for f in selected} == {
-        (("bf16",), "-DFLASH_WITHOUT_FP16"),
-        (("int8",), "-DFLASH_WITHOUT_E4M3"),
-    }
+    others = {"bf16": set(kernel_manifest.DTYPES) - {"bf16"}, "int8": set(kernel_manifest.CACHE_DTYPES) - {"int8"}}
+    for dtype, rest in others.items():
+        defines = {f"-DFLASH_WITHOUT_{name.upper()}" for name in rest}
+        assert {frozenset(f.defines) for f in selected if f.dtypes == (dtype,)} == {frozenset(defines)}
     missing = {(f.head_dim, dtype) for f in kernel_manifest.left_out(files, selected) for dtype in f.dtypes}
     assert {d for d, _ in missing} == {f.head_dim for f in files}
-    assert {dtype for d, dtype in missing if d == 64} == {"fp16", "e4m3"}
+    assert {dtype for d, dtype in missing if d == 64} == set.union(*others.values())
     assert not any(f.defines for f in kernel_manifest.select(files, None, None))
 
 

@@ -120,20 +120,13 @@ def test_collective_builder_is_never_included():
     assert [p for p in SOURCES if any("collective_builder" in name for name in includes(p))] == []
 
 
-def test_each_family_applies_score_modifiers_at_one_place():
-    """ScoreMod::apply() in the forwards and bias gradients, grad() in both backwards, modified() for S_dmask."""
-    calls = {
-        "kernels/sm80": r"\bScoreMod\(.*\)\s*\.apply\(",
-        "kernels/sm90": r"\bScoreMod::apply<",
-        "kernels/decode": r"(?<!void )\bmodify_packed_scores\(|(?<!Packed)ScoreMod.*\.apply\(",
-        "kernels/common": r"\.grad\(",
-        "kernels/auxiliary": r"\.modified\(",
-    }
-    for layer, call in calls.items():
-        texts = [p.read_text(encoding="utf-8") for p in SOURCES if layer_of(p.relative_to(CSRC).as_posix()) == layer]
-        assert sum(len(re.findall(call, text)) for text in texts) == (2 if layer == "kernels/sm80" else 1), layer
-    others = [p for p in SOURCES if CSRC / "kernels" / "common" not in p.parents and ".grad(" in p.read_text("utf-8")]
-    assert others == []
+def test_score_modifiers_are_applied_where_their_header_says():
+    kernels, header = CSRC / "kernels", "common/score_mod.h"
+    texts = {p.relative_to(kernels).as_posix(): p.read_text("utf-8") for p in SOURCES if kernels in p.parents}
+    users = {name for name, text in texts.items() if re.search(r"\bScoreMod(\(| \w+\(|::\w)", text)} - {header}
+    lse_only = {name for name in users if set(re.findall(r"\bScoreMod\W+\w+", texts[name])) == {"ScoreMod::kLog2e"}}
+    named = set(re.findall(r"\w[\w/]+\.(?:h|cu)\b", texts[header].partition("#pragma")[0]))
+    assert users - lse_only == named
 
 
 def test_environment_is_read_under_the_gil():

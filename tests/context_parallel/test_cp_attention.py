@@ -11,7 +11,7 @@ from cp_harness import call_options, check_gradients_of_some_ranks, check_result
 from flash_attn import flash_attn_func
 from flash_attn.context_parallel import CpPlan, LocalGroup, attention_call, flash_attn_cp_func, operators
 from flash_attn.context_parallel.compute import kernel_calls
-from flash_attn.context_parallel.plan.steps import METHODS
+from flash_attn.context_parallel.plan.steps import KEY_METHODS, METHODS
 
 FEATURES = {
     "method": METHODS,
@@ -58,7 +58,7 @@ def test_errors_do_not_grow_with_the_number_of_ranks(device, method):
 
 @pytest.mark.devices("cpu")
 @pytest.mark.parametrize("sinks", [False, True])
-@pytest.mark.parametrize("method", ["all_gather", "ring"])
+@pytest.mark.parametrize("method", KEY_METHODS)
 def test_errors_of_parts_that_are_rounded_once(device, method, sinks, monkeypatch):
     """As CUDA kernels round them: each part to q's dtype, their sums to float32."""
     monkeypatch.setattr(kernel_calls, "part_dtype", lambda x: x.dtype)

@@ -11,7 +11,7 @@ from dq_stage_harness import FEATURES, Chunks
 from flash_attn import backends
 from flash_attn.context_parallel import CpPlan, LocalGroup, flash_attn_cp_func
 from flash_attn.context_parallel.compute import kernel_calls, sums
-from flash_attn.context_parallel.plan.steps import Kind
+from flash_attn.context_parallel.plan.steps import KEY_METHODS, Kind
 
 
 @pytest.fixture(params=("wgmma", "mma_sync"))
@@ -122,7 +122,7 @@ def sequences(call):
 
 @pytest.mark.parametrize("lengths", [(4096,), (1000,), (1500, 3, 0, 700, 1893), (128, 640, 1280)], ids=str)
 @pytest.mark.parametrize("window", [(None, 0), (600, 0), (300, 200)], ids=str)
-@pytest.mark.parametrize("method", ["ring", "all_gather"])
+@pytest.mark.parametrize("method", KEY_METHODS)
 @pytest.mark.parametrize("exact", [False, True], ids=["any", "exact"])
 def test_calls_over_all_rows_have_the_same_pairs(lengths, window, method, exact):
     """Kernels find a sequence's dq and softmax_d by its number and first row, so these are equal in all calls."""

@@ -12,6 +12,7 @@ from cp_harness import call_options, check_gradients_of_some_ranks, check_result
 from flash_attn.context_parallel import CpPlan, LocalGroup, attention_call, flash_attn_cp_func, operators
 from flash_attn.context_parallel.compute.kernel_calls import Options
 from flash_attn.context_parallel.plan.layouts import LAYOUTS, imbalance, layout_spans
+from flash_attn.context_parallel.plan.steps import KEY_METHODS
 
 SHAPES = [(2, 2), (2, 3), (3, 2)]
 CASES = [
@@ -30,7 +31,7 @@ def of_device(case, device):
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("method", ["all_gather", "ring"])
+@pytest.mark.parametrize("method", KEY_METHODS)
 @pytest.mark.parametrize("index", range(len(CASES)), ids=[case.id for case in CASES])
 def test_results_equal_those_of_one_gpu(device, index, method, shape):
     problem, weights = self_attention(of_device(CASES[index], device), device)
@@ -57,7 +58,7 @@ def test_gradients_of_shared_heads_are_rounded_once(device, dtype):
         check_result(problem, weights, run_local(problem, weights, shape))
 
 
-@pytest.mark.parametrize("method", ["all_gather", "ring"])
+@pytest.mark.parametrize("method", KEY_METHODS)
 def test_equal_bits_in_each_run(device, method):
     problem, weights = self_attention(Case(2, 130, 130, 3, 1, 32, "bfloat16", causal=True), device)
     first, second = (run_local(problem, weights, (2, 2), method=method, deterministic=True) for _ in range(2))
@@ -76,12 +77,12 @@ def test_the_dropout_mask_is_that_of_one_rank(device):
         return plan.unshard(flash_attn_cp_func(*own, plan=plan, **call_options(problem)), 1)
 
     (expected,) = LocalGroup(1).run(lambda rank: seeded(rank, "all_gather"))
-    for method in ("all_gather", "ring"):
+    for method in KEY_METHODS:
         for out in LocalGroup(6).run(lambda rank, method=method: seeded(rank.mesh(2, 3), method)):
             torch.testing.assert_close(out, expected, atol=limit, rtol=0)
 
 
-@pytest.mark.parametrize("method", ["all_gather", "ring"])
+@pytest.mark.parametrize("method", KEY_METHODS)
 def test_operators(device, method):
     """Their backward exchanges heads once more, which eager code saves."""
     dtype = torch.float64 if device == "cpu" else torch.bfloat16
@@ -167,7 +168,7 @@ def test_bad_plans_and_calls_raise_on_all_ranks():
         mesh, is_bad = rank.mesh(2, 2), rank.rank == 2
         told = r"expected valid arguments on every rank, got errors on ranks \[2\] \(rank 2: RuntimeError: "
         with pytest.raises(
-            RuntimeError, match="method: expected one of auto, all_gather, ring, got" if is_bad else told
+            RuntimeError, match=f"method: expected one of {', '.join(('auto', *KEY_METHODS))}, got" if is_bad else told
         ):
             CpPlan.dense(9, mesh=mesh, method="ulysses" if is_bad else "ring")
         with pytest.raises(RuntimeError, match=r"CpPlan: expected the same on every rank, got others on ranks \[2\]"):

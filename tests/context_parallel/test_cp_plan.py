@@ -169,7 +169,7 @@ def rows_of(transfers, peer):
     return [row for start, count in dict(transfers).get(peer, ()) for row in range(start, start + count)]
 
 
-@pytest.mark.parametrize("method", ["all_gather", "ring"])
+@pytest.mark.parametrize("method", steps.KEY_METHODS)
 @pytest.mark.parametrize("exact_positions", [False, True])
 @pytest.mark.parametrize("backward, batch", [(False, 1), (True, 1), (False, 2), (True, 2)])
 def test_each_visible_pair_is_computed_once(method, exact_positions, backward, batch, monkeypatch):
@@ -207,7 +207,7 @@ def test_each_visible_pair_is_computed_once(method, exact_positions, backward, b
             assert all(any(token < other < token + MASK_COLUMNS for other in others | set(own)) for token in unseen)
 
 
-@pytest.mark.parametrize("method", ["all_gather", "ring"])
+@pytest.mark.parametrize("method", steps.KEY_METHODS)
 @pytest.mark.parametrize("backward", [False, True])
 def test_keys_begin_at_mask_columns(method, backward):
     """With exact positions: all_gather always, ring if the ranks' chunks begin there."""
@@ -222,7 +222,7 @@ def test_keys_begin_at_mask_columns(method, backward):
     assert checked > 0
 
 
-@pytest.mark.parametrize("method", ["all_gather", "ring"])
+@pytest.mark.parametrize("method", steps.KEY_METHODS)
 def test_gradients_go_where_keys_came_from(method):
     for layout, window in random_problems(60):
         kind = Kind(method, window)
@@ -249,7 +249,7 @@ def test_groups_have_ascending_rows():
                             assert a.q1 <= b.q0 and (a.k1 <= b.k0 or not ascending)
 
 
-@pytest.mark.parametrize("method", ["all_gather", "ring"])
+@pytest.mark.parametrize("method", steps.KEY_METHODS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_thousand_ranks(method, layout):
     """Steps of some ranks: they have all visible pairs, and receive what the others send."""
@@ -392,7 +392,7 @@ def test_cu_seqlens_may_be_a_tensor():
         ({"cu_seqlens": [1, 5]}, "cu_seqlens: expected ascending ints"),
         ({"cu_seqlens": torch.tensor([0.0, 5.0])}, "cu_seqlens: expected ascending ints"),
         ({"layout": "stripe"}, "layout: expected one of zigzag, contiguous, balanced"),
-        ({"method": "p2p"}, "method: expected one of auto, all_gather, ring, ulysses"),
+        ({"method": "p2p"}, f"method: expected one of auto, {', '.join(steps.METHODS)}"),
         ({"check": "often"}, "check: expected one of calls, plan, none"),
         ({"tile": 0}, "tile: expected a value >= 1"),
         ({"window_size": 3}, "window_size: expected a pair"),

@@ -30,6 +30,7 @@ sys.path[:0] = [str(HERE.parent), str(HERE)]
 
 import cp_kernel_harness
 import dq_stage_harness
+import kernel_tables
 import sanitize_8_bit
 import sanitize_cp
 import sanitize_kvcache
@@ -82,7 +83,7 @@ CASES = (
     Case(4, 210, 150, 50, 50, 128, "float16", window=(70, 40)),
     Case(5, 200, 200, 50, 50, 96, "bfloat16", causal=True, kind="packed", sinks=True),
 )
-HEAD_DIMS = ((32, 0), (64, 0), (96, 0), (128, 0), (192, 0), (192, 128), (256, 0), (512, 0))  # of q and k, of v
+HEAD_DIMS = tuple(sorted([(192, 128), *((d, 0) for d in kernel_tables.MMA_SYNC)]))  # of q and k, of v
 # By a family that is forced, with its backward; fp16 and bf16, causal and full, deterministic and not alternate.
 FAMILY_CASES = tuple(
     (family, Case(2, 130, 200, 2, 1, d, dtype, causal, head_dim_v=d_v))

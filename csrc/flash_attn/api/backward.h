@@ -140,7 +140,6 @@ inline void check_gradients(const BwdCall& call, at::IntArrayRef lse_shape) {
 
 inline void check_written(const BwdCall& call) {
   const Gradients& gradients = call.gradients;
-  const ScoreOptions& scores = call.scores;
   const overlap::Operands read = {{"dout", gradients.dout},
                                   {"q", call.q},
                                   {"k", call.k},
@@ -148,18 +147,11 @@ inline void check_written(const BwdCall& call) {
                                   {"out", call.out},
                                   {"softmax_lse", call.lse},
                                   {"dlse", gradients.dlse},
-                                  {"alibi_slopes", scores.alibi_slopes},
-                                  {"sinks", scores.sinks},
-                                  {"origins", scores.origins},
-                                  {"attn_bias", scores.bias.attn_bias},
-                                  {"rel_bias", scores.bias.rel_bias},
-                                  {"mask.query_ranges", scores.mask.query_ranges},
-                                  {"mask.key_hidden", scores.mask.key_hidden},
-                                  {"mask.bits", scores.mask.bits},
-                                  {"mask.block_map", scores.mask.block_map},
                                   {"softmax_d", gradients.kept.softmax_d}};
-  overlap::check({{"dq", gradients.dq}, {"dk", gradients.dk}, {"dv", gradients.dv}, {"dq_sum", gradients.kept.dq_sum}},
-                 read);
+  const overlap::Operands written = {
+      {"dq", gradients.dq}, {"dk", gradients.dk}, {"dv", gradients.dv}, {"dq_sum", gradients.kept.dq_sum}};
+  overlap::check(written, read);
+  check_score_overlaps(call.scores, written);
 }
 
 inline void set_dense(BwdCall& call) {

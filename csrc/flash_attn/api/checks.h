@@ -163,11 +163,14 @@ inline void sizes(const char* name, const at::Tensor& tensor, const char* first)
   at_most(name, tensor.size(-2), "heads");
 }
 
-// takes_e4m3: Q may have 8 bits.
-inline void query(const at::Tensor& q, int64_t dims, const char* axes, bool takes_e4m3 = false) {
+// Q of 8 bits: multiplied as it is, or converted by run_rescale_rows().
+inline bool is_8bit_query_type(at::ScalarType type) { return type == at::kFloat8_e4m3fn; }
+
+// takes_8bit: Q may have 8 bits.
+inline void query(const at::Tensor& q, int64_t dims, const char* axes, bool takes_8bit = false) {
   if (q.defined() && !q.is_cuda()) fail("q", "expected a CUDA tensor, got one on ", q.device());
   strided("q", q);
-  if (!is_supported(q.scalar_type()) && !(takes_e4m3 && q.scalar_type() == at::kFloat8_e4m3fn)) {
+  if (!is_supported(q.scalar_type()) && !(takes_8bit && is_8bit_query_type(q.scalar_type()))) {
     fail("q", "expected dtype ", kSupportedDtypes, ", got ", dtype_name(q.scalar_type()));
   }
   rank("q", q, dims, axes);

@@ -246,7 +246,7 @@ inline std::vector<at::Tensor> mha_fwd_kvcache(const KvCacheCall& call) {
   at::Tensor lse = new_empty(q, {q.size(0), q.size(2), q.size(1)}, at::kFloat), workspace, scratch;
   if (!plan.stages.has(plan::Stage::kAttention)) lse.fill_(std::numeric_limits<float>::infinity());
   FwdLaunch launched{problem, plan, q, call.k_cache, call.v_cache, out, call.quant};
-  if (call.has_8bit_q()) launched.e4m3_q = call.given_q;
+  if (call.has_8bit_q()) launched.eight_bit_q = call.given_q;
   launched.scales = cache_scales(call);
   launched.kv = set_params_kvcache(call, problem.decode, *plan.decode, launched.scales, out, lse);
   set_params_partials(*launched.kv, *plan.decode, call, workspace);

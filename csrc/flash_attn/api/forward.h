@@ -87,16 +87,12 @@ inline void set_dense(FwdCall& call) {
   checks::key_value(k, v, q, {batch, -1, -1, q.size(3)}, kDenseAxes, true);
   if (call.is_quantized()) checks::quant_args(call.quant, q, k, v, batch, call.p_dropout);
   checks::output(call.out, q, checks::output_shape(q, v), call.out_type());
-  check_dense_scores(call.scores, q, k, call.p_dropout, {{"out", call.out}});
+  check_dense_scores(call.scores, q, k, call.p_dropout);
+  check_score_overlaps(call.scores, {{"out", call.out}});
   check_random_state(call);
   overlap::check({{"out", call.out}}, {{"q", q},
                                        {"k", k},
                                        {"v", v},
-                                       {"alibi_slopes", call.scores.alibi_slopes},
-                                       {"sinks", call.scores.sinks},
-                                       {"origins", call.scores.origins},
-                                       {"attn_bias", call.scores.bias.attn_bias},
-                                       {"rel_bias", call.scores.bias.rel_bias},
                                        {"rng_state", call.options.rng_state},
                                        {"q_descale", call.quant.q},
                                        {"k_descale", call.quant.k},
@@ -127,7 +123,8 @@ inline void set_packed(FwdCall& call, const PackedArgs& packed) {
   checks::block_table(packed.block_table, q, batch);
   checks::max_seqlen("max_seqlen_q", packed.max_seqlen_q);
   checks::max_seqlen("max_seqlen_k", packed.max_seqlen_k);
-  check_packed_scores(call.scores, q, k, batch, call.p_dropout, packed.max_seqlen_k, is_paged, {{"out", call.out}});
+  check_packed_scores(call.scores, q, k, batch, call.p_dropout, packed.max_seqlen_k, is_paged);
+  check_score_overlaps(call.scores, {{"out", call.out}});
   check_random_state(call);
   overlap::check({{"out", call.out}}, {{"q", q},
                                        {"k", k},
@@ -137,11 +134,6 @@ inline void set_packed(FwdCall& call, const PackedArgs& packed) {
                                        {"seqused_k", packed.seqused_k},
                                        {"leftpad_k", packed.leftpad_k},
                                        {"block_table", packed.block_table},
-                                       {"alibi_slopes", call.scores.alibi_slopes},
-                                       {"sinks", call.scores.sinks},
-                                       {"origins", call.scores.origins},
-                                       {"attn_bias", call.scores.bias.attn_bias},
-                                       {"rel_bias", call.scores.bias.rel_bias},
                                        {"rng_state", call.options.rng_state},
                                        {"q_descale", call.quant.q},
                                        {"k_descale", call.quant.k},
@@ -298,7 +290,7 @@ inline FwdLaunch make_launch(const FwdCall& call, const plan::FwdProblem& proble
                              const at::Tensor& v, const at::Tensor& out) {
   FwdLaunch launch{problem, plan, q, k, v, out, call.quant};
   static_cast<Flash_fwd_params&>(launch.params) = params;
-  if (call.has_8bit_q() && !plan.is_fp8) launch.e4m3_q = call.q;
+  if (call.has_8bit_q() && !plan.is_fp8) launch.eight_bit_q = call.q;
   if (problem.has_mask() || problem.has_bias) {
     launch.params.mask = mask_params(call.scores.mask, params.h);
     launch.params.mask.bias = bias_params(readable(call.scores.bias));

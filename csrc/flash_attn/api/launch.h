@@ -105,7 +105,7 @@ struct FwdLaunch {
   const at::Tensor& v;
   const at::Tensor& out;
   const QuantArgs& quant;
-  OptionalTensor e4m3_q = {};  // q before its conversion to 16 bits
+  OptionalTensor eight_bit_q = {};  // q before its conversion to 16 bits
 
   Flash_fwd_split_params params;           // of the prefill kernels
   std::optional<Flash_kvcache_params> kv;  // of the decode kernels, and of the stages before and after a cached call
@@ -250,13 +250,13 @@ inline void rescale_rows(FwdLaunch& launch, const RescaledRows& rows) {
   check_launch(run_rescale_rows(params, rows, launch.stream()), "rescale_rows_kernel", launch.q);
 }
 
-// e4m3 queries, times their scale unless K took it.
-inline RescaledRows e4m3_query_rows(const FwdLaunch& launch) {
+// 8-bit queries, times their scale unless K took it.
+inline RescaledRows eight_bit_query_rows(const FwdLaunch& launch) {
   RescaledRows rows;
-  const at::Tensor& q = *launch.e4m3_q;
+  const at::Tensor& q = *launch.eight_bit_q;
   rows.from_ptr = q.const_data_ptr();
   rows.from_strides = q.dim() == 4 ? cache_strides(q) : matrix_strides(q);
-  rows.from_dtype = Dtype::kE4m3;
+  rows.from_dtype = dtype_of(q);
   rows.from_vectors = is_aligned(q, 8);
   rows.descales[0] = launch.scales.q;
   rows.of_kv_heads[0] = launch.scales.q_of_kv_heads;
@@ -264,7 +264,7 @@ inline RescaledRows e4m3_query_rows(const FwdLaunch& launch) {
 }
 
 inline void widen_query(FwdLaunch& launch) {
-  RescaledRows rows = e4m3_query_rows(launch);
+  RescaledRows rows = eight_bit_query_rows(launch);
   rows.to_ptr = launch.q.mutable_data_ptr();
   rows.to_strides = launch.forward().q_strides;
   rows.to_dtype = dtype_of(launch.q);
@@ -274,8 +274,8 @@ inline void widen_query(FwdLaunch& launch) {
 // Q as fp16, times the part of its scale that is not folded into K's.
 inline void convert_query(FwdLaunch& launch) {
   RescaledRows rows;
-  if (launch.e4m3_q.has_value() && !launch.runs(plan::Stage::kWidenQuery)) {
-    rows = e4m3_query_rows(launch);
+  if (launch.eight_bit_q.has_value() && !launch.runs(plan::Stage::kWidenQuery)) {
+    rows = eight_bit_query_rows(launch);
   } else {
     rows.from_ptr = launch.params.q_ptr;
     rows.from_strides = launch.params.q_strides;

@@ -13,8 +13,8 @@ FLASH_HOST_DEVICE constexpr int64_t floor_divide(int64_t a, int64_t b) { return 
 // Each thread block owns a tile of the result, or with several chunks a part of its sums, and adds tiles of dS in a
 // fixed order.
 //
-// attn_bias: a tile of the result is a tile of scores, of batch entries, heads, rows or columns together where the
-// bias has one. rel_bias: tiles of keys begin at multiples of kBlockN from the diagonal, so that an element of a tile
+// attn_bias: a tile of the result is a tile of scores; along an axis where the bias has size 1 all scores add to it.
+// rel_bias: tiles of keys begin at multiples of kBlockN from the diagonal, so that an element of a tile
 // has the same distance in all of them; an offset near the diagonal has a tile of its own, all others on either side
 // add up to one number.
 struct BiasTiles {
@@ -36,7 +36,8 @@ struct BiasTiles {
   // ---- tiles of the result, and the scores that each adds ----
 
   struct Owner {
-    int64_t batch, head, m_block, n_block;  // of_table: n_block is the offset's number, then those beyond on both sides
+    // of_table: n_block numbers the near offsets; the last two numbers are all offsets beyond them, one for each side.
+    int64_t batch, head, m_block, n_block;
   };
 
   FLASH_HOST_DEVICE constexpr int64_t classes() const { return near_count + 2; }

@@ -40,7 +40,7 @@ struct IntervalBounds {
 
   static constexpr int kFar = 0x7fffffff;
 
-  // An empty interval widens nothing, and keeps the strip from being inside of the others.
+  // An empty interval widens no outer bound; the intervals of its number i then do not make all_contain() true.
   FLASH_HOST_DEVICE constexpr void add(const Intervals& intervals) {
     for (int i = 0; i < 2; ++i) {
       const int begin = intervals.begin[i], end = intervals.end[i];
@@ -87,7 +87,7 @@ struct MaskFactors {
   const int* __restrict__ key_hidden = nullptr;
   // Of each query a bit for each key, (rows, row_words) little-endian words of kMaskWordKeys keys.
   const uint32_t* __restrict__ bits = nullptr;
-  // Of each block of scores a MappedBlock, (map_rows, map_cols); bits count in partial ones alone.
+  // Of each block of scores a MappedBlock, (map_rows, map_cols); `bits` are read only in blocks that are kPartial.
   const uint8_t* __restrict__ block_map = nullptr;
   int query_intervals = 0, key_intervals = 0;  // 1 or 2
   int row_words = 0;
@@ -134,8 +134,8 @@ struct MaskFactors {
     return static_cast<MappedBlock>(value < kWhole ? value : kWhole);
   }
 
-  // What `row` sees of the kMaskWordKeys keys from `key` on, a multiple of that, by the factors of rows: all but
-  // key_hidden.
+  // A bit for each of the kMaskWordKeys keys from `key`, a multiple of kMaskWordKeys: whether `row` sees it. key_hidden
+  // is not applied.
   FLASH_HOST_DEVICE uint32_t row_word(int row, int key) const {
     uint32_t word = ~0u;
     MappedBlock block = MappedBlock::kPartial;
@@ -170,7 +170,7 @@ struct MaskFactors {
 };
 
 // The class of a rectangle of scores of at most kMaskStrip rows and keys, both ends within the sequence, by bounds.
-// kPartial is always true; with bits it is what is not known to be hidden.
+// kPartial is always a correct answer. With bits, whatever is not known to be hidden is kPartial.
 template <class Mask>
 FLASH_HOST_DEVICE BlockClass class_by_bounds(const MaskFactors& factors, const Mask& window, const IntervalBounds& rows,
                                              const IntervalBounds& keys, int row_begin, int row_end, int key_begin,

@@ -100,7 +100,7 @@ inline void explain_split(const DecodeProblem& problem, const DecodePlan& plan, 
 // 8-bit K and V that are dequantised, or multiplied as they are.
 inline void explain_eight_bit(const FwdProblem& problem, const FwdPlan& plan, Explanation& result) {
   if (plan.is_fp8) {
-    result["qkv_dtype"] = std::string(dtype_name(Dtype::kE4m3));
+    result["qkv_dtype"] = std::string(dtype_name(problem.q_dtype));
     result["exp"] = std::string(plan.fast_exp ? "fast" : "exact");
   } else if (is_eight_bit(problem.kv_dtype)) {
     result["kv_dtype"] = std::string(dtype_name(problem.kv_dtype));

@@ -56,10 +56,11 @@ constexpr int kLeastWgmmaHeadDim = kSm90FwdTiles[0][0].head_dim;
 
 constexpr int wgmma_head_dim(int head_dim) { return head_dim < kLeastWgmmaHeadDim ? kLeastWgmmaHeadDim : head_dim; }
 
-// The decode kernels have no dropout, no max_logit, no origins, no mask and no bias, and count packed rows in 32 bits.
+// The decode kernels have no dropout, no max_logit and the like, no origins, no mask and no bias, and count packed rows
+// in 32 bits.
 constexpr bool may_use_decode_kernels(const FwdProblem& problem) {
   const int64_t rows = product(problem.is_varlen ? 1 : problem.batch, problem.seqlen_q);
-  const bool is_plain = !problem.has_dropout && !problem.returns_max_logit && !problem.has_origins &&
+  const bool is_plain = !problem.has_dropout && !problem.returns_more() && !problem.has_origins &&
                         !problem.has_mask() && !problem.has_bias;
   return is_plain && product(rows, problem.group()) <= kMaxLength;
 }

@@ -59,7 +59,7 @@ constexpr bool fp8_fwd_supports(const FwdProblem& problem, const Device& device)
   return problem.q_dtype == Dtype::kE4m3 && problem.kv_dtype == Dtype::kE4m3 && tile.head_dim > 0 &&
          device.capability == kWgmmaCapability && has_wgmma_kernels(device, tile.head_dim) &&
          problem.head_dim_v == tile.head_dim && problem.has_queries() && problem.has_keys() &&
-         problem.has_head_scales && !problem.has_score_mod() && !problem.has_dropout && !problem.returns_max_logit &&
+         problem.has_head_scales && !problem.has_score_mod() && !problem.has_dropout && !problem.returns_more() &&
          !problem.is_paged && !problem.gathers_keys && !problem.has_key_lengths && problem.fits_fp8_maps;
 }
 

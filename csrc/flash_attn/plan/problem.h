@@ -116,6 +116,8 @@ struct FwdProblem : Problem {
   bool is_cached = false;        // K and V are a KV cache, which may receive new rows first
   bool has_prefill_view = true;  // the prefill kernels can read q and the cache, and write out
 
+  // Results besides O, LSE and S_dmask, which the decode and the e4m3 kernels do not have.
+  constexpr bool returns_more() const { return returns_max_logit; }
   constexpr bool has_queries() const { return seqlen_q > 0 && heads > 0 && (is_varlen || batch > 0); }
   constexpr bool has_keys() const { return seqlen_k > 0 && heads_k > 0 && (is_varlen || batch > 0); }
   constexpr int64_t dequantized_bytes() const {

@@ -26,11 +26,11 @@ constexpr int kNumHeadDims = 7;
 // other calls with score modifiers there. In the mma.sync family every variant has score modifiers.
 // kMasked: in the wgmma family, masked calls of head dims with a separate tile for them; kPlain has no mask there.
 // kOneWave: in the wgmma family, in place of kPlain and kShort, for calls with at most one wave of m_blocks and for KV
-// splits. The variants with score modifiers do both, kDropout calls of one wave.
+// splits. kScoreMod, kSoftcap and kAlibi run both themselves; kDropout runs calls of one wave and never splits.
 // kDirect: kOneWave's tile, for the calls among them that need no schedule: dense, without splits and pages.
-// kStatic: the same for calls of a few whole waves: a thread block computes one m_block of each.
+// kStatic: kOneWave's tile without a scheduler, for a few whole waves; a thread block has one m_block of each wave.
 // kListed: blocks by list, of a mask as data (core/block_list.h), with dropout and score modifiers as run-time options.
-// kBiased: the same with biases as data, each block as one that hides something.
+// kBiased: kListed with biases as data; every block takes the path of partial ones.
 enum class FwdVariant {
   kPlain,
   kShort,
@@ -218,7 +218,7 @@ constexpr int kSm90WideHeadDim = 512, kSm90WideBlockM = 64, kSm90WideBlockN = 64
 constexpr int kSm90WideChunkCols = 64, kSm90WidePartKeys = 16, kSm90WideHeldChunks = 2;
 constexpr int kSm90WideValueSlots = 6;  // for each half of the columns
 
-// Head dims of the "wide" kernel, which is this one.
+// Whether head dims need the wide kernel above.
 constexpr bool is_wide(int max_head_dim) { return max_head_dim > kMaxWgmmaHeadDim; }
 
 // kListed: blocks are whole strips of kMaskStrip keys. Other head dims run in the next greater kernel.
@@ -258,8 +258,9 @@ constexpr Sm90FwdTile sm90_fwd_tile(int head_dim, FwdVariant variant) {
   return kSm90FwdTiles[static_cast<int>(variant)][head_dim_index(head_dim) - kSm90FirstHeadDim];
 }
 
-// Whether kernels of a tile read paged K and V: two consumer groups, and dropout, leave no warps for it, and without a
-// scheduler there are none; rows are looked up 32 at a time. Not by list.
+// Whether kernels of a tile read paged K and V. Loads from pages need two idle producer warps: tiles of two consumer
+// groups and kDropout leave none, kDirect and kStatic have no producer warpgroup. Rows are looked up 32 at a time.
+// Kernels that visit by list read no pages.
 constexpr bool sm90_reads_pages(const Sm90FwdTile& tile, FwdVariant variant) {
   return tile.consumer_groups == 1 && variant != FwdVariant::kDropout && !has_static_tiles(variant) &&
          !visits_by_list(variant) && tile.block_n % 32 == 0;
@@ -316,8 +317,9 @@ constexpr BwdTile kBwdTiles[kNumHeadDims] = {
     {512, 32, 32, 8, 2, 2, 2, 1, 0, 4},
 };
 
-// Where shared memory is too small for these: 99 KB on sm_86, 89 and 120. Above head dim 128 the others do not fit,
-// with 64 keys, not 32, since additions to dQ would bind; at 32 only one of their CTAs would.
+// Where shared memory is too small for these: 99 KB on sm_86, 89 and 120. Above head dim 128 no row of kBwdTiles fits.
+// At 192 and 256 these keep 64 keys: with 32, additions to dQ would be the bound. At 32 the row above fits, but only
+// with one CTA an SM.
 constexpr BwdTile kSmallBwdTiles[] = {
     {32, 64, 64, 4, 2, 2, 2, 3},
     {192, 64, 64, 8, 2, 2, 2, 1, 192},

@@ -15,7 +15,8 @@ from flash_attn.context_parallel.plan import layouts
 from flash_attn.context_parallel.plan.layouts import Layout, Segment, Span, Spans, Window
 from flash_attn.dropout import MASK_COLUMNS
 
-METHODS = ("all_gather", "ring", "ulysses")
+KEY_METHODS = ("all_gather", "ring")  # move keys, of a mesh of two dimensions along the first
+METHODS = (*KEY_METHODS, "ulysses")
 _ROWS = 128  # a segment is divided at a multiple of it
 _LEAST_WORK = 1 / 16  # a separate call during the transfer of keys has at least this part of a rank's work
 _WORTH_COMBINING = 0.5  # split own keys off if remote tokens exceed this fraction of local ones
@@ -29,8 +30,8 @@ class Kind(NamedTuple):
     """What the steps of a call depend on.
 
     exact_positions: each pair is a contiguous part of one document, for dropout and ALiBi. Its keys begin at a multiple
-    of MASK_COLUMNS, or at the first key of a rank. Otherwise a pair may join keys or rows that are apart in the
-    document if no mask falls between them.
+    of MASK_COLUMNS, or at the first key of a rank. If False, a pair may hold keys or rows that touch in the buffer but
+    not in the document, where the window masks nothing between them.
     """
 
     method: str
@@ -67,7 +68,8 @@ class Step(NamedTuple):
     """The transfers and the pairs of one step. Local rows count this rank's tokens, key rows those in the buffer.
 
     key_rows: of the buffer. is_local: the buffer is this rank's own K and V, nothing is received.
-    sends, receives: K and V, in local rows and in key rows. own: local rows and key rows of keys that this rank holds.
+    sends, receives: K and V, in local rows and in key rows.
+    own: (local rows, key rows) of the rank's own keys, which are copied into the buffer.
     returns: gradients of keys, (sends in key rows, receives in local rows) for each distance between ranks.
     """
 
@@ -86,8 +88,8 @@ def make_steps(layout: Layout, rank: int, kind: Kind, backward: bool = False) ->
 
     The first step of an all_gather forward has the rows that need no keys of other ranks. If there are no such rows and
     many keys to receive, it has all rows with the rank's own keys, and their results are combined with those of the
-    second step. The first step of a backward has the rank's own keys, unless that costs too many calls. For this, rows
-    are divided only in a batch of one entry: more entries would cost too many calls.
+    second step. The first step of a backward has the rank's own keys, unless that costs too many calls. Rows are
+    divided to make such a first step only if the batch has one entry: more would cost too many calls.
     """
     maker, divides_rows = _StepMaker(layout, rank, kind), kind.batch == 1
     everyone = list(range(layout.ranks))
@@ -137,7 +139,8 @@ class _StepMaker:
         return sum(b - a for a, b in spans) - sum(b - a for a, b in held)
 
     def independent(self, own: list[Segment]) -> tuple[list[Segment], list[Segment]]:
-        """(segments that see no keys of other ranks, the rest): the first or the last ones; none if they are few."""
+        """(segments that see no keys of other ranks, the rest). They are taken from one end of the rows, the end
+        with more work; none if that is too little work."""
         if not self.missing():
             return own, []
         cut = [part for segment in own for part in self._cut(segment)]

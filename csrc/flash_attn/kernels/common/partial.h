@@ -50,8 +50,8 @@ struct RowValue {
   }
 };
 
-// Combines (b, b_stats) of the same row into (a, a_stats). Both products of the row sum are rounded, as when many
-// partial results are combined.
+// Combines (b, b_stats) of the same row into (a, a_stats). The two products of the row sum are rounded before they are
+// added (no FMA): the bits are then those of combining many.
 __device__ __forceinline__ void combine_partials(RowStats& a_stats, float4& a, const RowStats& b_stats, const float4& b,
                                                  float scale) {
   const float top = fmaxf(a_stats.max, b_stats.max);
@@ -64,7 +64,7 @@ __device__ __forceinline__ void combine_partials(RowStats& a_stats, float4& a, c
 }
 
 // The end of a row, after all partial results are combined. `sink`: natural-log logit of one more key without a value,
-// -inf for none; as in Softmax::finalize(), above the row max it becomes the reference of the sum. Roundings are
+// -inf for none. A sink above the row max replaces it as reference of the sum, as in Softmax::finalize(). Roundings are
 // explicit, because several kernels finish rows.
 struct RowEnd {
   const RowStats& stats;

@@ -2,8 +2,10 @@
 // Results are in units of log2(e), so that the softmax scale is 1. One run-time branch around each loop.
 //
 // apply() modifies scores, in the forwards; grad() also turns dS into the gradient of raw scores, in the backwards.
-// Each kernel family calls them in one place and passes the coordinates of the tile of scores, so that a modifier is
-// written here only. apply<Modifiers>() and kernels/sm90/fwd_softmax_step.h have faster forms.
+// Callers pass the coordinates of their tile of scores, so that a modifier's arithmetic is here alone. Of kernels/
+// these are sm80/fwd_mainloop.h, sm80/bias_gradient.cu, sm90/fwd_softmax_step.h (by the faster apply<Modifiers>(), with
+// a slope from sm90/fwd_mainloop.h), sm90/bwd_one_pass/mainloop.h, common/differentiate.h, auxiliary/dropout_probs.cu
+// and, with a loop for rows of several heads, decode/packed_rows.h.
 #pragma once
 
 #include <cute/tensor_impl.hpp>

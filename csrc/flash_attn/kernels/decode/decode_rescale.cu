@@ -170,12 +170,16 @@ cudaError_t run(const RescaleArguments& arguments, cudaStream_t stream) {
 
 cudaError_t run_rescale_rows(const Flash_kvcache_params& params, const RescaledRows& rows, cudaStream_t stream) {
   const RescaleArguments arguments(params, rows);
-  if (rows.from_dtype == Dtype::kE4m3) {
-    return rows.to_dtype == Dtype::kFp16 ? run<Dtype::kE4m3, Dtype::kFp16>(arguments, stream)
-                                         : run<Dtype::kE4m3, Dtype::kBf16>(arguments, stream);
+  const bool to_fp16 = rows.to_dtype == Dtype::kFp16;
+  switch (rows.from_dtype) {
+    case Dtype::kE4m3:
+      return to_fp16 ? run<Dtype::kE4m3, Dtype::kFp16>(arguments, stream)
+                     : run<Dtype::kE4m3, Dtype::kBf16>(arguments, stream);
+    case Dtype::kBf16: return to_fp16 ? run<Dtype::kBf16, Dtype::kFp16>(arguments, stream) : cudaErrorNotSupported;
+    case Dtype::kFp16: return to_fp16 ? cudaErrorNotSupported : run<Dtype::kFp16, Dtype::kBf16>(arguments, stream);
+    case Dtype::kInt8: break;  // checks::is_8bit_query_type()
   }
-  return rows.to_dtype == Dtype::kFp16 ? run<Dtype::kBf16, Dtype::kFp16>(arguments, stream)
-                                       : run<Dtype::kFp16, Dtype::kBf16>(arguments, stream);
+  return cudaErrorNotSupported;
 }
 
 }  // namespace flash

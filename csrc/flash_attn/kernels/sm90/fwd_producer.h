@@ -25,7 +25,8 @@ using namespace tma;
 enum ProducerWarp { kLoadWarp, kSchedulerWarp };
 
 // By one thread, as the first thing it does: tensor maps are parameters of the launch, so that they may be fetched
-// while the previous kernel still runs. Pages without boxes have no maps.
+// while the previous kernel still runs. Paged K and V are left out:
+// without boxes they have no maps.
 __device__ __forceinline__ void prefetch_tensor_maps(const FwdLaunch& launch, bool is_paged) {
   const auto prefetch = [](const CUtensorMap& map) {
     cute::prefetch_tma_descriptor(reinterpret_cast<const cute::TmaDescriptor*>(&map));
@@ -61,9 +62,8 @@ struct WorkTileScheduler {
   __device__ __forceinline__ int splits() const { return Config::kSplitKv ? launch.splits.count : 1; }
   __device__ __forceinline__ int count() const { return tiles * splits(); }
 
-  // First tile index of a consumer group. The two groups of a thread block take consecutive tiles, unless there are no
-  // more tiles than groups: then the second groups take those that the first groups leave, so that tiles spread over
-  // all SMs.
+  // First tile index of a consumer group. The two groups of a thread block take consecutive tiles. If there are no more
+  // tiles than groups, all first groups get one before any second group does, so that tiles spread over all SMs.
   __device__ __forceinline__ int first(int consumer_group) const {
     const int blocks = static_cast<int>(gridDim.x);
     const bool one_each = count() <= blocks * Config::kConsumerGroups;
@@ -123,7 +123,7 @@ __device__ __forceinline__ void store_fully_masked(const FwdLaunch& launch, cons
 
 // Scheduler warp; it finishes fully masked tiles itself. It chooses the first tile while another warp initialises the
 // mbarriers and, if it reads no lengths for that, while the previous kernel still runs. So it calls begin_together()
-// itself. Launch: FwdLaunch, or one of more results with its own store_fully_masked().
+// itself. Launch: FwdLaunch, or the launch struct of a kernel with more results, which overloads store_fully_masked().
 template <class Config, class Launch = FwdLaunch>
 struct SchedulerWarp {
   const Launch& launch;
