@@ -73,16 +73,9 @@ inline void mask_blocks(const MaskTensors& mask, const at::Tensor& q, int64_t se
   mask_sizes("mask.block_map", *mask.block_map, blocks(q.size(1), mask.block_q), blocks(seqlen_k, mask.block_k), false);
 }
 
-inline void mask_overlap(const MaskTensors& mask, overlap::Operands written) {
-  overlap::check(written, {{"mask.query_ranges", mask.query_ranges},
-                           {"mask.key_hidden", mask.key_hidden},
-                           {"mask.bits", mask.bits},
-                           {"mask.block_map", mask.block_map}});
-}
-
-// The mask of a dense batch, and outputs that must not overlap it. Values of its tensors are never read here, and lead
-// no kernel outside of them.
-inline void mask(const MaskTensors& mask, const at::Tensor& q, int64_t seqlen_k, overlap::Operands written) {
+// The mask of a dense batch. The values of its tensors are not read here: whatever they are, kernels stay inside
+// memory.
+inline void mask(const MaskTensors& mask, const at::Tensor& q, int64_t seqlen_k) {
   for (const auto& [name, tensor] : mask.named()) {
     if (tensor.has_value() && tensor->dim() == 3) {
       fail("mask", "expected a mask of dense sequences, got one of packed sequences");
@@ -100,12 +93,10 @@ inline void mask(const MaskTensors& mask, const at::Tensor& q, int64_t seqlen_k,
   if (mask.key_hidden.has_value()) mask_sizes("mask.key_hidden", *mask.key_hidden, seqlen_k, 2, true);
   if (mask.bits.has_value()) mask_sizes("mask.bits", *mask.bits, q.size(1), mask_words(seqlen_k), false);
   mask_blocks(mask, q, seqlen_k);
-  mask_overlap(mask, written);
 }
 
 // Of a packed one.
-inline void packed_mask(const MaskTensors& mask, const at::Tensor& q, int64_t total_k, int64_t max_seqlen_k,
-                        overlap::Operands written) {
+inline void packed_mask(const MaskTensors& mask, const at::Tensor& q, int64_t total_k, int64_t max_seqlen_k) {
   bool is_packed = false;
   for (const auto& [name, tensor] : mask.named()) is_packed |= tensor.has_value() && tensor->dim() == 3;
   if (!is_packed) fail("mask", "expected a mask of packed sequences, got one of dense sequences");
@@ -120,7 +111,6 @@ inline void packed_mask(const MaskTensors& mask, const at::Tensor& q, int64_t to
     if (max_seqlen_k == 0 && total_k > 0)
       fail("max_seqlen_k", "expected at least 1 with keys and a mask of bits, got 0");
   }
-  mask_overlap(mask, written);
 }
 
 }  // namespace checks

@@ -59,21 +59,19 @@ inline void check_scores_without_bias(const ScoreOptions& scores, const at::Tens
   checks::no_biases(scores.bias);
 }
 
-// The same of calls that may have a mask and biases. written: outputs that must not overlap a mask.
-inline void check_dense_scores(const ScoreOptions& scores, const at::Tensor& q, const at::Tensor& k, double p_dropout,
-                               overlap::Operands written = {}) {
+// Of calls that may have a mask and biases.
+inline void check_dense_scores(const ScoreOptions& scores, const at::Tensor& q, const at::Tensor& k, double p_dropout) {
   check_scores(scores, q, q.size(0), p_dropout);
-  if (scores.mask.given()) checks::mask(scores.mask, q, k.size(1), written);
+  if (scores.mask.given()) checks::mask(scores.mask, q, k.size(1));
   if (scores.bias.given()) checks::biases(scores.bias, q, k.size(1));
 }
 inline void check_packed_scores(const ScoreOptions& scores, const at::Tensor& q, const at::Tensor& k, int64_t batch,
-                                double p_dropout, int64_t max_seqlen_k, bool is_paged = false,
-                                overlap::Operands written = {}) {
+                                double p_dropout, int64_t max_seqlen_k, bool is_paged = false) {
   check_scores(scores, q, batch, p_dropout);
   if (scores.bias.given()) checks::packed_biases(scores.bias, q, k.size(0), max_seqlen_k);
   if (!scores.mask.given()) return;
   if (is_paged) checks::fail("block_table", "expected None with a mask on CUDA, got a tensor");
-  checks::packed_mask(scores.mask, q, k.size(0), max_seqlen_k, written);
+  checks::packed_mask(scores.mask, q, k.size(0), max_seqlen_k);
 }
 
 inline Window make_window(const ScoreOptions& scores) {
