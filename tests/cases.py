@@ -10,6 +10,8 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 
+WGMMA_HEAD_DIMS = (64, 96, 128, 192, 256)  # each has kernels of its size: csrc/flash_attn/plan/tiles.h
+KERNEL_HEAD_DIMS = (32, *WGMMA_HEAD_DIMS, 512)
 HEAD_DIMS = (8, 16, 32, 40, 64, 72, 80, 96, 104, 128, 136, 160, 192, 200, 224, 256, 320, 512)
 GQA_RATIOS = (1, 3, 4, 5, 7, 8, 12)
 PAGE_SIZES = (1, 7, 16, 48, 256, 1000)
@@ -235,7 +237,7 @@ def cache_groups(dtype: str = "bfloat16") -> dict[str, list[Case]]:
     }  # fmt: skip
 
 
-def accuracy_cases(head_dims=(64, 96, 128, 192, 256), dtypes=("bfloat16", "float16")) -> list[tuple[str, Case]]:
+def accuracy_cases(head_dims=WGMMA_HEAD_DIMS, dtypes=("bfloat16", "float16")) -> list[tuple[str, Case]]:
     """Problems whose errors are compared with peers', with the name of their logits; the longest at the end.
 
     Logits: normal of a standard deviation ("std 3"), or one key above all others ("sink", "dominant"), or as they come.

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from cases import WGMMA_HEAD_DIMS
 from harness import captured
 from mask_harness import ScoreCall, dense_of, expected, ints, packed_expected, ranges_mask, starts
 from reference import assert_accurate, assert_gradient_accurate
@@ -57,7 +58,7 @@ class Call(ScoreCall):
 
 
 CALLS = [
-    *(Call("full", dim, causal=dim == 96) for dim in (32, 64, 96, 128, 192, 256)),
+    *(Call("full", dim, causal=dim == 96) for dim in (32, *WGMMA_HEAD_DIMS)),
     *(Call(name) for name in SHAPES if name != "full"),
     *(Call(name, 64, wide=True, dtype=torch.float16) for name in ("full", "heads", "keys")),
     Call("full", 40, dtype=torch.float16, window=(90, 20)),

@@ -6,11 +6,10 @@ import dataclasses
 
 import pytest
 import torch
-from cases import Case
+from cases import Case, KERNEL_HEAD_DIMS
 from harness import check_gradients, make_problem, run
 
 DTYPE = "bfloat16"
-TILE_HEAD_DIMS = (32, 64, 96, 128, 192, 256, 512)
 # Each with more thread blocks than a head has key blocks, and with row blocks to which many of them add.
 SHAPES = {
     "full": Case(2, 700, 1100, 6, 6, 0, DTYPE),
@@ -34,7 +33,7 @@ def disturb(stream):
 
 @pytest.mark.devices("cuda")
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda name: name.replace(" ", "-"))
-@pytest.mark.parametrize("head_dim", TILE_HEAD_DIMS)
+@pytest.mark.parametrize("head_dim", KERNEL_HEAD_DIMS)
 def test_gradients_repeat_bitwise(device, head_dim, shape):
     problem = make_problem(dataclasses.replace(SHAPES[shape], head_dim=head_dim), device)
     leaves = [x.detach().clone().requires_grad_() for x in (problem.q, problem.k, problem.v)]

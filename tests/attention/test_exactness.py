@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from cases import WGMMA_HEAD_DIMS
 from reference import attention, attention_by_rows
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -79,7 +80,7 @@ def sizes(device):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("head_dim", (64, 96, 128, 192, 256))
+@pytest.mark.parametrize("head_dim", WGMMA_HEAD_DIMS)
 @pytest.mark.parametrize("std", (1.0, 3.0, 8.0))
 @pytest.mark.parametrize("causal", (False, True), ids=("full", "causal"))
 def test_out(device, dtype, head_dim, std, causal):

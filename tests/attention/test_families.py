@@ -12,7 +12,7 @@ import threading
 
 import pytest
 import torch
-from cases import Case
+from cases import Case, WGMMA_HEAD_DIMS
 from harness import captured, check_forward, expected, make_problem, run
 from reference import assert_accurate
 
@@ -116,7 +116,7 @@ def test_whole_waves(hopper, shape):
 
 
 @pytest.mark.parametrize("family", FORCED)
-@pytest.mark.parametrize("head_dim", (64, 96, 128, 192, 256))
+@pytest.mark.parametrize("head_dim", WGMMA_HEAD_DIMS)
 def test_calls_wait_for_what_they_read(hopper, run_family, head_dim, family):
     """A call may start before the previous one has ended, whose output it reads, in memory that older calls read."""
     problem = make_problem(Case(1, 1200, 1200, 4, 4, head_dim, DTYPE, causal=True), hopper)
@@ -163,15 +163,15 @@ def test_dense(hopper, run_family, head_dim, features):
     check_families(make_problem(Case(2, 333, 401, 4, 2, head_dim, DTYPE, **features), hopper), run_family)
 
 
-@pytest.mark.parametrize("head_dim", (32, 64, 96, 128, 192, 256))
+@pytest.mark.parametrize("head_dim", (32, *WGMMA_HEAD_DIMS))
 def test_float16(hopper, run_family, head_dim):
     check_families(make_problem(Case(1, 300, 300, 6, 2, head_dim, "float16", causal=True), hopper), run_family)
 
 
-RISING_CASES = [(d, 0, features) for d in (64, 96, 128, 192, 256) for features in ({}, {"causal": True})]
+RISING_CASES = [(d, 0, features) for d in WGMMA_HEAD_DIMS for features in ({}, {"causal": True})]
 RISING_CASES += [(192, 128, {}), (128, 0, {"alibi": "batch", "causal": True})]
 RISING_CASES += [(d, 0, {"alibi": "heads"}) for d in (64, 96, 192, 256)]
-RISING_CASES += [(d, 0, {"softcap": 100.0}) for d in (64, 96, 128, 192, 256)]
+RISING_CASES += [(d, 0, {"softcap": 100.0}) for d in WGMMA_HEAD_DIMS]
 RISING_CASES += [(128, 0, {"softcap": 300.0})]  # too flat for a polynomial
 RISING_CASES += [(128, 0, {"dropout": 0.1}), (128, 0, {"softcap": 100.0, "alibi": "heads"})]
 RISING_CASES += [(128, 0, {"window": window}) for window in ((900, 40), (100, 30), (20, 0))]
@@ -226,7 +226,7 @@ MODIFIERS = {
 
 @pytest.mark.parametrize("mask", ({}, {"causal": True}, {"window": (400, 90)}, {"window": (-1, 500)}), ids=str)
 @pytest.mark.parametrize("modifiers", MODIFIERS)
-@pytest.mark.parametrize("head_dim", (64, 96, 128, 192, 256))
+@pytest.mark.parametrize("head_dim", WGMMA_HEAD_DIMS)
 def test_score_modifiers(hopper, run_family, head_dim, modifiers, mask):
     """Slopes of both signs, rows whose scores are within the reach of the polynomial and rows beyond it."""
     for kind, seqlen_q, seqlen_k in (("dense", 900, 1300), ("dense", 1000, 300), ("leftpad", 600, 1100)):

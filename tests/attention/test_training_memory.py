@@ -7,6 +7,7 @@ import weakref
 
 import pytest
 import torch
+from cases import WGMMA_HEAD_DIMS
 from test_memory import cuda_peak, rounded
 
 from flash_attn import (
@@ -25,7 +26,7 @@ def accumulator_bytes(rows, head_dim, sequences):
     """The float32 dq accumulator and softmax_d: rows of each sequence rounded up to 128, head dims up to 256. The rows
     before the first and after the last sequence of a packed batch have separate tiles."""
     padded = (rows + 128 * (sequences + 2)) * HEADS
-    return padded * (head_dim if head_dim in (32, 64, 96, 128, 192, 256) else head_dim + 64) * 4 + padded * 4
+    return padded * (head_dim if head_dim in (32, *WGMMA_HEAD_DIMS) else head_dim + 64) * 4 + padded * 4
 
 
 def backward_peak(seqlen, head_dim, **options):

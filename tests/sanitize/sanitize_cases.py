@@ -33,7 +33,7 @@ import sanitize_cp
 import sanitize_kvcache
 import sanitize_varlen
 import torch
-from cases import Case
+from cases import Case, KERNEL_HEAD_DIMS
 from harness import check_forward, check_gradients, make_problem, on_cpu, run
 
 import flash_attn
@@ -79,7 +79,7 @@ CASES = (
     Case(4, 210, 150, 50, 50, 128, "float16", window=(70, 40)),
     Case(5, 200, 200, 50, 50, 96, "bfloat16", causal=True, kind="packed", sinks=True),
 )
-HEAD_DIMS = ((32, 0), (64, 0), (96, 0), (128, 0), (192, 0), (192, 128), (256, 0))  # of q and k, of v
+HEAD_DIMS = (*((d, 0) for d in KERNEL_HEAD_DIMS if d <= 256), (192, 128))  # of q and k, of v
 # By a family that is forced, with its backward; fp16 and bf16, causal and full, deterministic and not alternate.
 FAMILY_CASES = tuple(
     (family, Case(2, 130, 200, 2, 1, d, dtype, causal, head_dim_v=d_v))
