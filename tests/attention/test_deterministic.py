@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 import torch
-from cases import Case, KERNEL_HEAD_DIMS
+from cases import KERNEL_HEAD_DIMS, Case
 from harness import check_gradients, make_problem, run
 
 DTYPE = "bfloat16"

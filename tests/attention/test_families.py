@@ -12,7 +12,7 @@ import threading
 
 import pytest
 import torch
-from cases import Case, WGMMA_HEAD_DIMS
+from cases import WGMMA_HEAD_DIMS, Case
 from harness import captured, check_forward, expected, make_problem, run
 from reference import assert_accurate
 

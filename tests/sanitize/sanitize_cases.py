@@ -33,7 +33,7 @@ import sanitize_cp
 import sanitize_kvcache
 import sanitize_varlen
 import torch
-from cases import Case, KERNEL_HEAD_DIMS
+from cases import KERNEL_HEAD_DIMS, Case
 from harness import check_forward, check_gradients, make_problem, on_cpu, run
 
 import flash_attn
