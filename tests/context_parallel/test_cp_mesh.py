@@ -29,6 +29,7 @@ def of_device(case, device):
     return case if case.dtype in DTYPES[device] else dataclasses.replace(case, dtype="bfloat16")
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("method", ["all_gather", "ring"])
 @pytest.mark.parametrize("index", range(len(CASES)), ids=[case.id for case in CASES])

@@ -77,7 +77,6 @@ def check(logits, labels, dlosses, **options):
     assert_gradient(grad, labels, dlosses, reference_gradient(logits, labels, dlosses, **options), **options)
 
 
-@pytest.mark.pairs
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("classes", (1, 7, 1000, 4096, 50257))
 @pytest.mark.parametrize("options", OPTIONS)
