@@ -1,4 +1,4 @@
-"""Sections that several docstrings have, written once. `documented` puts them where a line of a docstring names one."""
+"""Sections that several docstrings share. `documented` puts one in place of each line that names it."""
 
 from __future__ import annotations
 
@@ -30,10 +30,11 @@ sinks, s_aux, learnable_sink: (nheads,) float32 or half precision, one argument 
 
 _SCORE_TENSORS = """\
 mask: `flash_attn.AttentionMask`, or a bool tensor <of_scores>,
-    True where a score takes part (docs/masks.md). Causal and window hide more. On CPU tensors, as the next two.
+    True where a score takes part (docs/masks.md); causal and window hide further scores. On CUDA for compute
+    capability 9.0.
 attn_bias: of q's dtype or float32, <of_scores>.
     Added to the scores, after softcap, in natural-log units; -inf hides a score. Learnable.
-rel_bias: float32 (nheads, 2 R + 1), of which column R + clamp(j - p, -R, R) is added likewise. Learnable."""
+rel_bias: float32 (nheads, 2 R + 1). Adds its column R + clamp(j - p, -R, R) to a score, likewise. Learnable."""
 
 _LSE_CONVENTION = """\
 lse_convention: "fa2": the LSE is a natural logarithm, +inf in a fully masked row; "fa3": -inf there;
@@ -50,16 +51,16 @@ _KEYWORDS = f"""\
 {_SINKS}
 {_SCORE_TENSORS}
 return_max_logit: bool. Also return max_logit.
-batch_invariant: bool. The results of a sequence (dq: with deterministic) do not depend, to the last bit, on
-    the others in the batch. `set_batch_invariant` asks for it in all calls.
+batch_invariant: bool. Results of a sequence (dq only with deterministic) have the same bits in every batch.
+    `set_batch_invariant` is the same for all calls.
 {_LSE_CONVENTION}"""
 
 _OUT_DTYPE = "out_dtype: float16 or bfloat16, of out where q has 8 bits. Default: that of v, or bfloat16."
 
 _DESCALES = f"""\
-q_descale, k_descale, v_descale: of 8-bit q (float8_e4m3fn), k and v (float8_e4m3fn or int8), whose values are
-    stored value * descale; forward only, without dropout. A number, or float32 of one element, (nheads,) or
-    (batch, nheads), for k and v with nheads_k, or for each of their rows:
+q_descale, k_descale, v_descale: scales of 8-bit q (float8_e4m3fn), k and v (float8_e4m3fn or int8): a value is
+    the stored value * descale. Forward only, without dropout. A number, or a float32 tensor of one element,
+    (nheads,) or (batch, nheads). k and v have nheads_k instead, or one scale per row:
     <rows>. None is 1.
 v_descale_axis: "channel" if v_descale is (nheads_k, head_dim_v) or (batch, nheads_k, head_dim_v), else None.
 {_OUT_DTYPE}
@@ -74,12 +75,12 @@ Returns:
     out: <out>, contiguous; alone, or in a tuple with those below that are asked for.
     softmax_lse (return_attn_probs): <lse> float32 (float64 for float64 q). Logarithm of the
         sum of exp(scores) of each row, the sink included.
-    S_dmask (return_attn_probs): (0,), or with dropout the probabilities before it, dropped ones negative, of
-        (batch, nheads, seqlen_q, seqlen_k) rounded up to multiples of 128. For tests.
+    S_dmask (return_attn_probs): for tests. (0,), or with dropout the probabilities before it, dropped ones
+        negative: (batch, nheads, seqlen_q, seqlen_k), both lengths rounded up to multiples of 128.
     max_logit (return_max_logit): (nheads,), the largest visible logit of each head, without the sink, or -inf.
 
-Gradients: of out and softmax_lse with respect to q, k, v, sinks and biases, twice; of a call with a mask or a bias
-once. A row that sees no key has out 0.
+Gradients: of out and softmax_lse with respect to q, k, v, sinks and biases. They are differentiable again, except
+with a mask or a bias. A row that sees no key has out 0.
 {_ERRORS}"""
 
 _STRAIGHT_THROUGH = f"""\
@@ -93,7 +94,7 @@ sinks: (nheads,) float32 or half precision; keyword only. A further logit, in na
 _FA3_DESCALES = """\
 q_descale, k_descale, v_descale: float32 (batch, nheads_k), of float8_e4m3fn q, k and v: values are
     stored value * descale; forward only. One element, or a number, too; q's may be (batch, nheads).
-    None is 1; of wider tensors without effect."""
+    None is 1. Descales of wider tensors have no effect."""
 
 _FA3_OPTIONS = f"""\
 {_SCORES}
@@ -106,9 +107,9 @@ _FA3_KEYWORDS = f"""\
 out: a tensor for the result, which is returned; without gradients. float16 or bfloat16 for float8_e4m3fn q."""
 
 _FA3_UNSERVED = """\
-attention_chunk: int, has to be 0: it is not served, others raise NotImplementedError.
-qv: None: it is not served, a tensor raises NotImplementedError.
-num_splits, pack_gqa: int, bool: accepted for FlashAttention-3's sake, without effect on the result."""
+attention_chunk: int, must be 0; another value raises NotImplementedError.
+qv: must be None; a tensor raises NotImplementedError.
+num_splits, pack_gqa: int, bool. Accepted as in FlashAttention-3, without effect on the result."""
 
 _FA3_RESULT = f"""\
 Returns:
@@ -116,7 +117,7 @@ Returns:
     softmax_lse: <lse> float32 (float64 for float64 q), natural logarithm of the sum of
         exp(scores) of each row, the sink included; -inf in a row that sees no key, whose out is 0.
 
-Gradients: of out and softmax_lse with respect to q, k, v and sinks, twice; 8-bit tensors have no gradients.
+Gradients: of out and softmax_lse with respect to q, k, v and sinks, differentiable again. 8-bit tensors have none.
 {_ERRORS}"""
 
 _RING = f"""\
@@ -181,7 +182,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def documented(**given: str) -> Callable[[_Function], _Function]:
-    """Fill the sections that lines like `<scores>` of a docstring name, and then what is given: {name: text}."""
+    """Replace lines like `<scores>` of a docstring by that section, then `<name>` by the given text of that name."""
 
     def fill(function: _Function) -> _Function:
         if function.__doc__ is not None:  # None under python -OO

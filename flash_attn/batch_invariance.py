@@ -47,14 +47,14 @@ def _survey() -> None:
 class set_batch_invariant:
     """Make all attention batch-invariant, or leave it to the calls' own `batch_invariant`.
 
-    A call by itself, `set_batch_invariant(True)`, holds until the next one for the whole process: in all threads and
-    tasks, those that run already too, but in `with` blocks. The environment variable FLASH_ATTN_BATCH_INVARIANT=1, read
-    at import, is such a call.
+    A call by itself, `set_batch_invariant(True)`, sets the mode of the whole process until the next one: in all threads
+    and tasks, also in those that run already, except in `with` blocks. The environment variable
+    FLASH_ATTN_BATCH_INVARIANT=1, read at import, has the same effect.
 
-    A block, `with set_batch_invariant(True):`, holds to its end for the thread or asyncio task that is in it and for
-    tasks started in it; not for other threads, nor for threads started in it. Blocks may be nested, and one object
-    entered many times, also at once. On a GPU checkpoints that a backward recomputes have the value of the block that
-    was opened last, of any thread: autograd computes them in a separate thread.
+    A block, `with set_batch_invariant(True):`, sets the mode of the thread or asyncio task that is in it, and of tasks
+    started in it, until it ends; threads started in it do not have the mode.
+    Blocks may be nested, and one object may be entered many times, also at once. On a GPU a checkpoint that a backward recomputes has the mode of the block opened
+    last in any thread, because autograd computes it in a separate thread.
 
     An object that is kept (`mode = set_batch_invariant(True)`) holds for the thread that made it, until it is entered
     or the thread makes another; dropped before, it holds for the process.

@@ -8,22 +8,22 @@ Common to all of them:
 
 dtypes       q, k, v of one dtype: float16 or bfloat16; on CPU tensors float32 and float64 too. Sums are kept in
              float32 (float64 for float64 inputs). Under torch.autocast float32 inputs become its dtype.
-8 bits       k and v may be float8_e4m3fn or int8, and q float8_e4m3fn where k is, without gradient and dropout: exact
-             attention of stored value * descale. CUDA has kernels for float8_e4m3fn q, k and v of head_dim 64, 128 and
-             256 (and an equal head_dim_v) on compute capability 9.0 (docs/fp8.md), decodes over 8-bit k and v, and
-             converts what many queries see.
+8 bits       k and v may be float8_e4m3fn or int8, and q float8_e4m3fn where k is: exact attention of the values
+             stored value * descale, without gradient and dropout. CUDA multiplies float8_e4m3fn q, k and v of head_dim
+             64, 128 and 256 on compute capability 9.0, reads 8-bit k and v in decode, and converts them to float16 for
+             many queries (docs/fp8.md).
 heads        nheads divisible by nheads_k; query head i reads K/V head i // (nheads / nheads_k).
 head_dim     up to 512. On CUDA one that is no multiple of 8 costs a padded copy of the inputs.
-head_dim_v   of v and out, where a function names it: head_dim or another one, to the same limit. Where it differs, CUDA
-             takes the time of the larger head dim for both; on Hopper 192 and 128 do not, but for a forward with
-             dropout, softcap or ALiBi. Where the larger is up to 32, on GPUs other than Hopper, for small problems and
-             few queries over many keys, those of q, k and v with the smaller one are padded by a copy.
+head_dim_v   that of v and out, where a function names it; up to 512 too. If it differs from head_dim, a CUDA call takes
+             the time of the larger one. On Hopper 192 with 128 is faster, except for a forward with dropout, softcap or
+             ALiBi. The narrower tensors are padded by a copy on other GPUs, if the larger head dim is at most 32, for
+             small problems, and for few queries over many keys.
 strides      any; a head dim with a stride other than 1 costs a copy.
 positions    aligned to the bottom right corner: query i of sq is at position i + sk - sq among sk keys.
 masked rows  a query that sees no key has output 0, gradients 0 and LSE +inf (with sinks: LSE the sink).
-gradients    of out and softmax_lse with respect to q, k, v, sinks, attn_bias and rel_bias; alibi_slopes or a number
-             as a tensor that requires one is rejected. Second derivatives and forward mode take PyTorch operations in
-             blocks of queries (docs/derivatives.md); mask and biases have neither. torch.vmap loops over the samples.
+gradients    of out and softmax_lse with respect to q, k, v, sinks, attn_bias and rel_bias. alibi_slopes, or a number
+             given as a tensor, must not require one. Second derivatives and forward mode work without mask and biases
+             (docs/derivatives.md). torch.vmap loops over the samples.
 
 Bad arguments raise RuntimeError, TypeError or NotImplementedError: the message names the argument, what was expected
 and what it was; nothing is computed then.
@@ -77,7 +77,7 @@ _EAGER = object()
 
 
 class _Attention(torch.autograd.Function):
-    """What the classes of FlashAttention-2 have in common.
+    """Base of FlashAttention-2's autograd functions.
 
     `apply` takes, by position: the inputs; for packed sequences what tells them apart; dropout_p, softmax_scale,
     causal, window_size, softcap, alibi_slopes, deterministic, return_softmax and is_grad_enabled=True as in flash_attn
@@ -708,8 +708,8 @@ def flash_attn_varlen_func(
 ) -> TensorOrTuple:
     """Exact attention over sequences of different lengths, concatenated without padding.
 
-    Rows of q that belong to no sequence (beyond cu_seqlens_q[-1]) have output 0 and LSE +inf. Nothing synchronises with
-    the GPU: unsorted cu_seqlens, or those beyond the rows that exist, count as their running maximum within these.
+    Rows of q that belong to no sequence (beyond cu_seqlens_q[-1]) have output 0 and LSE +inf. The call does not wait
+    for the GPU: cu_seqlens are replaced by their running maximum, clamped to the number of rows.
 
     Arguments:
         q: (total_q, nheads, head_dim), float16 or bfloat16, on the CPU also float32 and float64.
@@ -718,7 +718,7 @@ def flash_attn_varlen_func(
         cu_seqlens_q: int32 or int64 (batch + 1,). Sequence i has the rows cu_seqlens_q[i] to cu_seqlens_q[i + 1] of q.
         cu_seqlens_k: int32 or int64 (batch + 1,), the same for k and v (lengths of keys, when paged).
         max_seqlen_q, max_seqlen_k: int, or integer tensor of one element: upper bounds of the lengths, which size
-            S_dmask; nothing is skipped if one is too small, but 8-bit pages are then computed twice.
+            S_dmask. One that is too small changes no result, but the time over 8-bit pages.
         block_table: int32 (batch, max_pages). The pages of each sequence in k and v. Forward only.
         <options>
 

@@ -10,7 +10,10 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 
+import kernel_tables
+
 HEAD_DIMS = (8, 16, 32, 40, 64, 72, 80, 96, 104, 128, 136, 160, 192, 200, 224, 256, 320, 512)
+CPU_HEAD_DIMS = (8, 37, 64, 72, 136, 256, 512)  # of pairwise cases: the CPU backend is one code for all head dims
 GQA_RATIOS = (1, 3, 4, 5, 7, 8, 12)
 PAGE_SIZES = (1, 7, 16, 48, 256, 1000)
 SEQLENS_Q = (0, 1, 63, 64, 65, 127, 128, 129, 1000)
@@ -235,7 +238,7 @@ def cache_groups(dtype: str = "bfloat16") -> dict[str, list[Case]]:
     }  # fmt: skip
 
 
-def accuracy_cases(head_dims=(64, 96, 128, 192, 256), dtypes=("bfloat16", "float16")) -> list[tuple[str, Case]]:
+def accuracy_cases(head_dims=kernel_tables.WGMMA, dtypes=("bfloat16", "float16")) -> list[tuple[str, Case]]:
     """Problems whose errors are compared with peers', with the name of their logits; the longest at the end.
 
     Logits: normal of a standard deviation ("std 3"), or one key above all others ("sink", "dominant"), or as they come.
@@ -379,9 +382,15 @@ def _case(row: dict, batch: int = 4) -> Case:
     return Case(batch=batch, seqlen_q=sq, seqlen_k=sk, nheads=h, nheads_k=h_k, **rest)
 
 
+def features_of(device: str) -> dict[str, tuple]:
+    """FEATURES with the dtypes and head dims of a device."""
+    head_dims = CPU_HEAD_DIMS if device == "cpu" else FEATURES["head_dim"]
+    return {**FEATURES, "dtype": DTYPES[device], "head_dim": head_dims}
+
+
 def pairwise_cases(device: str) -> list[Case]:
-    """Cases that hold every pair of feature values, for ``cpu`` or ``cuda`` (which differ in dtypes)."""
-    return [_case(row) for row in pairwise({**FEATURES, "dtype": DTYPES[device]})]
+    """Cases that hold every pair of feature values, for ``cpu`` or ``cuda``."""
+    return [_case(row) for row in pairwise(features_of(device))]
 
 
 def value_dim_cases(training=False) -> list[Case]:
@@ -410,6 +419,6 @@ def has_yardstick(row):
 
 def training_cases(device: str) -> list[Case]:
     """Pairwise combinations of what has a backward: no key padding, no pages."""
-    features = {key: values for key, values in FEATURES.items() if key != "page_size"}
-    features.update(kind=("dense", "packed", "padded"), dtype=DTYPES[device])
+    features = {key: values for key, values in features_of(device).items() if key != "page_size"}
+    features["kind"] = ("dense", "packed", "padded")
     return [_case(row) for row in pairwise(features, lambda row: has_yardstick({"dtype": "float16", **row}))]

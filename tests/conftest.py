@@ -74,7 +74,7 @@ class FailureNames:
 def pytest_configure(config):
     config.addinivalue_line("markers", "big: needs tens of GiB of GPU memory")
     config.addinivalue_line("markers", "by_both_paths: on cuda also with every call by FlashAttnFunc")
-    config.addinivalue_line("markers", "pairs: on the CPU every pair of two parameters' values, not every combination")
+    config.addinivalue_line("markers", "each: on the CPU each value of each parameter, otherwise every pair of values")
     config.addinivalue_line("markers", "needs_torch(version, why): the oldest torch that a test runs with")
     config.addinivalue_line("markers", "devices(*names): the devices a test runs on, when it is not all of them")
     workerinput = getattr(config, "workerinput", None)
@@ -101,7 +101,8 @@ def pytest_configure_node(node):
 
 
 def pytest_report_header(config):
-    return f"flash_attn inputs: {SEED_VARIABLE}={config.attn_seed}"
+    inputs = f"flash_attn inputs: {SEED_VARIABLE}={config.attn_seed}"
+    return inputs if torch.cuda.is_available() else f"{inputs}; no GPU: tests of both devices run on the CPU alone"
 
 
 def pytest_terminal_summary(terminalreporter):
@@ -109,15 +110,15 @@ def pytest_terminal_summary(terminalreporter):
         terminalreporter.write_line(f"repeat with the same inputs: {SEED_VARIABLE}={terminalreporter.config.attn_seed}")
 
 
-def _covering_pairs(items):
-    """Of the cases of one test those that together hold every pair of two parameters' values: greedy, deterministic."""
+def _covering(items, size):
+    """Cases of one test that together hold every combination of `size` parameters' values: greedy, deterministic."""
     values = {item: sorted((name, id(value)) for name, value in item.callspec.params.items()) for item in items}
-    pairs = {item: set(itertools.combinations(values[item], 2)) for item in items}
-    uncovered, kept = set().union(*pairs.values()), set()
+    combinations = {item: set(itertools.combinations(values[item], size)) for item in items}
+    uncovered, kept = set().union(*combinations.values()), set()
     while uncovered:
-        best = max(items, key=lambda item: len(pairs[item] & uncovered))
+        best = max(items, key=lambda item: len(combinations[item] & uncovered))
         kept.add(best)
-        uncovered -= pairs[best]
+        uncovered -= combinations[best]
     return kept
 
 
@@ -141,12 +142,14 @@ def pytest_collection_modifyitems(config, items):
         return
     groups = {}
     for item in items:
-        if item.get_closest_marker("pairs") and item.callspec.params.get("device", "cpu") == "cpu":
-            groups.setdefault((item.path, item.originalname), []).append(item)
+        params = item.callspec.params if hasattr(item, "callspec") else {}
+        if len(params) > 2 and params.get("device", "cpu") == "cpu":
+            groups.setdefault((item.path, item.cls, item.originalname), []).append(item)
     dropped = set()
     for group in groups.values():
         family = group[0].callspec.params.get("family")  # the CPU backend has no families: the first one is enough
-        dropped |= set(group) - _covering_pairs([x for x in group if x.callspec.params.get("family") == family])
+        of_family = [item for item in group if item.callspec.params.get("family") == family]
+        dropped |= set(group) - _covering(of_family, 1 if group[0].get_closest_marker("each") else 2)
     _drop(config, items, dropped)
 
 
@@ -167,16 +170,19 @@ def pytest_pyfunc_call():
         raise
 
 
-def _devices(config) -> list[str]:
-    chosen = config.getoption("--device")
-    return ["cpu", "cuda"] if chosen == "all" else [chosen]
-
-
-def pytest_generate_tests(metafunc):
-    devices = _devices(metafunc.config)
+def _devices(metafunc) -> list[str]:
+    chosen = metafunc.config.getoption("--device")
+    devices = ["cpu", "cuda"] if chosen == "all" else [chosen]
     marker = metafunc.definition.get_closest_marker("devices")
     if marker is not None:
         devices = [device for device in devices if device in marker.args]
+    if chosen == "all" and "cpu" in devices and not torch.cuda.is_available():
+        return ["cpu"]
+    return devices
+
+
+def pytest_generate_tests(metafunc):
+    devices = _devices(metafunc)
     if metafunc.definition.get_closest_marker("by_both_paths") is not None and "cuda" in devices:
         devices = [*devices, BY_FUNCTION]
     if "case" in metafunc.fixturenames:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from importlib.metadata import version
 
+import fresh_process
 import pytest
 
 PRELUDE = """
@@ -29,11 +28,5 @@ def run_interpreted(script: str) -> None:
     if tuple(map(int, version("triton").split(".")[:2])) < (3, 6):
         pytest.skip(f"the interpreter of Triton {version('triton')} does not run these kernels")
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    run = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", f"import sys\n{PRELUDE}\n{script}"],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    run = fresh_process.run(f"import sys\n{PRELUDE}\n{script}", env=environment)
     assert run.stdout.strip() == "equal", run.stderr

@@ -285,9 +285,18 @@ def check_attention(problem: KvProblem, out, lse, takes_part=None):
         assert_accurate(lse[i : i + 1], reference.lse, plain.lse, f"lse of sequence {i}", slack=slack)
 
 
+def shortened(case: KvCase) -> KvCase:
+    """The case with at most 1100 keys a sequence: more than two blocks of the CPU backend."""
+    if case.capacity <= 1100 + case.new:
+        return case
+    leftpad = None if case.leftpad is None else tuple(min(n, 800) for n in case.leftpad)
+    lengths = tuple(min(n, 1100) for n in case.lengths)
+    return dataclasses.replace(case, lengths=lengths, leftpad=leftpad, capacity=1100 + case.new)
+
+
 def check_call(case: KvCase, device: str, **overrides):
-    """Make a problem, call, check the cache and the result -> (problem, out, lse)."""
-    problem = make_problem(case, device)
+    """Make a problem, call, check the cache and the result -> (problem, out, lse). Shortened on the CPU."""
+    problem = make_problem(shortened(case) if device == "cpu" else case, device)
     before = problem.clone()
     out, lse = run(problem, **overrides)
     check_append(problem, before)

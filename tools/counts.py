@@ -1,7 +1,7 @@
 """How much of the tree is about itself: lines, words and bytes, with their limits. `python tools/counts.py`.
 
-Lines of Python, C++, CUDA and shell; documents count by lines too. The tests of tests/build that are about installs and
-builds count as product (INSTALL_TESTS).
+Lines of Python, C++, CUDA and shell; documents count by lines too. Tests of the product, of its installs and of its
+builds count as product.
 """
 
 from __future__ import annotations
@@ -12,10 +12,6 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 CODE = (".py", ".h", ".cpp", ".cu", ".cuh", ".sh")
 LAB = ROOT / "benchmarks" / "lab"
-INSTALL_TESTS = (
-    "build", "cpu_only_module", "flash_attn_3_install", "install", "layering", "main", "package", "project",
-    "resources", "sizes", "wheel", "host_cpp",
-)  # fmt: skip
 
 
 def files(folder, suffixes=CODE, without=()):
@@ -33,8 +29,8 @@ def words(paths):
 
 
 def self_tests():
-    """Tests of benchmarks, tools, documents and examples."""
-    return [path for path in files("tests/build") if path.stem.removeprefix("test_") not in INSTALL_TESTS]
+    """Tests of benchmarks, examples and documents."""
+    return [*files("tests/benchmarks"), *files("tests/examples"), ROOT / "tests" / "build" / "test_site.py"]
 
 
 def counts():

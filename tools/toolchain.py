@@ -17,8 +17,7 @@ from pathlib import Path
 from build_folder import alone_in
 from errors import BuildError
 
-CUTLASS_REQUIREMENT = "nvidia-cutlass==4.2.0.0"
-CUTLASS_WHEEL_SHA256 = "f9599ada45c7bcb6bf53f7d3f0a7d154183e53451c01bfa59eecd37dd4a693f6"
+CUTLASS_PIN = Path(__file__).resolve().parent.parent / "third_party" / "cutlass.txt"
 CUTLASS_WHEEL_INCLUDE = "cutlass_library/source/include"
 
 # How NVIDIA's pip packages lay out a toolkit: one folder per CUDA major version, or one per component (CUDA 12).
@@ -175,6 +174,12 @@ def find_cutlass(root: Path, site_dirs: list[str], download_dir: Path) -> Cutlas
     return _describe_cutlass(unpacked)
 
 
+def pinned_cutlass() -> str:
+    """The pinned pip package, as "nvidia-cutlass==VERSION"."""
+    lines = CUTLASS_PIN.read_text(encoding="utf-8").splitlines()
+    return next(line.split()[0] for line in lines if line and not line.startswith("#"))
+
+
 def _describe_cutlass(include: Path) -> CutlassHeaders:
     text = (include / "cutlass" / "version.h").read_text(encoding="utf-8")
     numbers = [re.search(rf"#define CUTLASS_{part}\s+(\d+)", text) for part in ("MAJOR", "MINOR", "PATCH")]
@@ -185,9 +190,7 @@ def _describe_cutlass(include: Path) -> CutlassHeaders:
 
 def _download_cutlass(folder: Path) -> None:
     """Fetch the pinned wheel with pip (or uv, where there is no pip), check its hash, unpack the headers only."""
-    requirement = folder / "requirement.txt"
-    requirement.write_text(f"{CUTLASS_REQUIREMENT} --hash=sha256:{CUTLASS_WHEEL_SHA256}\n", encoding="utf-8")
-    arguments = ["--quiet", "--no-deps", "--require-hashes", "-r", str(requirement)]
+    arguments = ["--quiet", "--no-deps", "--require-hashes", "-r", str(CUTLASS_PIN)]
     pip = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", *arguments, "-d", str(folder)]
     attempts = [(pip, clean_environment())]
     uv = os.environ.get("UV") or shutil.which("uv")
@@ -201,12 +204,13 @@ def _download_cutlass(folder: Path) -> None:
                 _unpack_headers(wheel, folder)
             return
         failures.append(result.stderr.strip()[-400:])
+    requirement = pinned_cutlass()
     raise BuildError(
         "CUTLASS headers: found none, and the download failed. Give them in one of these ways:\n"
         "  1. CUTLASS_PATH=/folder/of/a/cutlass/checkout (4.2 or newer)\n"
         "  2. a checkout (or a link to one) at third_party/cutlass\n"
-        f"  3. pip install --no-deps {CUTLASS_REQUIREMENT}\n"
-        f"  4. a package index that pip reaches, for the download of {CUTLASS_REQUIREMENT}\n"
+        f"  3. pip install --no-deps {requirement}\n"
+        f"  4. a package index that pip reaches, for the download of {requirement}\n"
         + "\n".join(f"The download said: {failure}" for failure in failures)
     )
 

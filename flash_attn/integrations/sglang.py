@@ -140,8 +140,8 @@ def flash_attn_with_kvcache(
         cu_seqlens_q: int32 or int64 (batch + 1,). Sequence i has the rows cu_seqlens_q[i] to cu_seqlens_q[i + 1] of q.
         window_size: (left, right), -1 for unbounded. softcap: 0 for none, else softcap * tanh(score / softcap).
         rotary_interleaved: pairs of features (2c, 2c + 1), else (c, c + rotary_dim / 2).
-        cu_seqlens_k_new: without k no effect, and none have scheduler_metadata, pack_gqa, max_seqlen_q and
-            max_seqlen_k, aux_tensors and rel_bias_prep_cache.
+        cu_seqlens_k_new: no effect without k.
+        scheduler_metadata, pack_gqa, max_seqlen_q, max_seqlen_k, aux_tensors, rel_bias_prep_cache: no effect.
         q_descale, k_descale, v_descale: (batch, nheads_k), of float8_e4m3fn q, k_cache and v_cache; None is 1. No
             effect on those of 16-bit ones. The caches have one dtype; where it is float8_e4m3fn, q may be 16-bit.
         qv: like q with the head dim of v_cache. Its products with v_cache add to the scores. On CUDA without new keys,
@@ -265,7 +265,8 @@ def flash_attn_varlen_func(
         window_size: (left, right), -1 for unbounded. softcap: 0 for none, else softcap * tanh(score / softcap).
         q_descale, k_descale, v_descale: (batch, nheads_k), of float8_e4m3fn q, k and v; None is 1. No effect on those
             of 16-bit ones.
-        qv: (total_q, nheads, head_dim_v). Its products with v add to the scores. CPU tensors.
+        qv: (total_q, nheads, head_dim_v). Its products with v add to the scores. On CUDA over pages alone, with
+            head dims 64 of q and 512 of v.
         sinks: (nheads,). A logit of each query head in the softmax.
         sm_margin: int. Multiprocessors left to other kernels, where the grid is persistent.
         out: (total_q, nheads, head_dim_v). Receives the result and is returned.

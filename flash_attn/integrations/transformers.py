@@ -161,8 +161,8 @@ def attention(
         query: (batch, heads, seqlen_q, head_dim)
         key: (batch, heads_k, seqlen_k, head_dim)
         value: (batch, heads_k, seqlen_k, head_dim_v)
-        attention_mask: None, or (batch, columns) of which tokens are there, in a cache and in the batch: the queries
-            are the last ones.
+        attention_mask: None, or (batch, columns): which columns, of the cache and of the batch, hold tokens. The
+            queries are the last ones.
         dropout: float in [0, 1). Probability of dropping a weight.
         scaling: float or None, which is 1 / sqrt(head_dim). Multiplies the scores.
         softcap: float or None. Scores become softcap * tanh(score / softcap).

@@ -65,6 +65,7 @@ def test_autograd_records_the_class_of_the_function(device, name):
     assert type(getattr(interface, function)(*args).grad_fn).__name__ == f"{name}Backward"
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("return_softmax", (False, True))
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("name", FORMS)

@@ -229,7 +229,7 @@ def check_sequence(sequence, batches):
     assert_equal(sequence.packed(padding=200), alone)
 
 
-@pytest.mark.pairs
+@pytest.mark.each
 @pytest.mark.parametrize("options", INVARIANT_OPTIONS.values(), ids=INVARIANT_OPTIONS)
 @pytest.mark.parametrize("lengths", ((1, 1), (1, 300), (17, 17), (129, 129), (130, 260), (200, 73)), ids=str)
 @pytest.mark.parametrize("heads", ((4, 2, 64), (2, 2, 128), (3, 1, 40)), ids=str)

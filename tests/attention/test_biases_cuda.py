@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import kernel_tables
 import pytest
 import torch
-from harness import captured, exact_keep_scale
-from mask_harness import ints, ranges_mask
-from reference import assert_accurate, assert_gradient_accurate, attention
+from harness import captured
+from mask_harness import ScoreCall, dense_of, expected, ints, packed_expected, ranges_mask, starts
+from reference import assert_accurate, assert_gradient_accurate
 
 import flash_attn
 from flash_attn import flash_attn_func, flash_attn_varlen_func
 
 BATCH, HEADS, SQ, SK = 2, 6, 205, 304  # several tiles of rows and of keys, the last ones not full; TMA takes SK
-INF = math.inf
+INF, SCALE = math.inf, 0.1
 # Sizes of an attn_bias, by which axes it has.
 SHAPES = {
     "full": (BATCH, HEADS, SQ, SK),
@@ -41,30 +41,20 @@ def family(request, device, monkeypatch):
 
 
 @dataclass
-class Call:
+class Call(ScoreCall):
     bias: str = ""
     dim: int = 128
     rel: int = 0  # R
     dim_v: int = 0  # 0: dim
-    causal: bool = False
-    window: tuple = (-1, -1)
-    softcap: float = 0.0
-    alibi: bool = False
-    dropout: float = 0.0
-    sinks: bool = False
     mask: bool = False  # as data too
-    heads_k: int = 2
     wide: bool = False  # attn_bias in float32
-    deterministic: bool = False
     dtype: torch.dtype = torch.bfloat16
     scale: float = 1.0  # of the bias
 
-    def __str__(self):
-        values = ((f.name, getattr(self, f.name)) for f in fields(self) if getattr(self, f.name) != f.default)
-        return "_".join(name if value is True else f"{name}{value}" for name, value in values)
+    __str__ = ScoreCall.__str__
 
     def scores(self):
-        return {"softmax_scale": 0.1, "causal": self.causal, "window_size": self.window, "softcap": self.softcap}
+        return {"softmax_scale": SCALE, "causal": self.causal, "window_size": self.window, "softcap": self.softcap}
 
 
 CALLS = [
@@ -117,15 +107,17 @@ def make(call, device, sq=SQ, sk=SK):
     return {name: x.requires_grad_() for name, x in leaves.items()}
 
 
+def slopes(call, device):
+    return torch.full((HEADS,), 0.1, device=device) if call.alibi else None
+
+
 def step(call, leaves, mask, dout=None, dlse=None, **options):
     """(out, LSE, S_dmask, gradients by name, dout, dlse) of a training step."""
     q, k, v, *_ = leaves.values()
     more = {name: x for name, x in leaves.items() if name not in "qkv"}
-    if call.alibi:
-        more["alibi_slopes"] = torch.full((HEADS,), 0.1, device=q.device)
     out, lse, s_dmask = flash_attn_func(
         q, k, v, call.dropout, **call.scores(), deterministic=call.deterministic, return_attn_probs=True, mask=mask,
-        **more, **options,
+        alibi_slopes=slopes(call, q.device), **more, **options,
     )  # fmt: skip
     dout = torch.randn_like(out) if dout is None else dout
     dlse = torch.randn_like(lse) if dlse is None else dlse
@@ -133,27 +125,16 @@ def step(call, leaves, mask, dout=None, dlse=None, **options):
     return out, lse, s_dmask, dict(zip(leaves, grads)), dout, dlse
 
 
-def expected(call, leaves, dense, keep, dout, dlse, dtype):
-    """(Attention, gradients by name) by the definition, in a dtype."""
-    given = {name: x.detach().to(dtype).requires_grad_() for name, x in leaves.items()}
-    slopes = torch.full((HEADS,), 0.1, device=dout.device) if call.alibi else None
-    result = attention(
-        **given, causal=call.causal, window=call.window, softcap=call.softcap, alibi_slopes=slopes, scale=0.1,
-        keep=keep, rp_dropout=exact_keep_scale(call.dropout) if call.dropout else 1.0, mask=dense, dtype=dtype,
-    )  # fmt: skip
-    lse_grad = dlse.to(dtype).masked_fill(result.lse.isinf(), 0.0)
-    grads = torch.autograd.grad((result.out, result.lse), list(given.values()), (dout.to(dtype), lse_grad))
-    return result, dict(zip(given, grads))
-
-
 def check(call, device):
     leaves = make(call, device)
     mask = ranges_mask(BATCH, SQ, SK, device) if call.mask else None
     out, lse, s_dmask, grads, dout, dlse = step(call, leaves, mask)
     keep = s_dmask[:, :, :SQ, :SK] >= 0 if call.dropout else None
-    dense = None if mask is None else mask.to_dense(SQ, SK).repeat_interleave(HEADS // 2, 1)
-    arguments = (call, leaves, dense, keep, dout, dlse)
-    (right, right_grads), (plain, plain_grads) = (expected(*arguments, t) for t in (torch.float64, call.dtype))
+    dense = None if mask is None else dense_of(mask, SQ, SK, BATCH, HEADS)
+    options = {"alibi_slopes": slopes(call, device), "scale": SCALE}
+    (right, right_grads), (plain, plain_grads) = (
+        expected(call, leaves, dense, keep, dout, dlse, dtype, **options) for dtype in (torch.float64, call.dtype)
+    )
     assert_accurate(out, right.out, plain.out)
     assert_accurate(lse, right.lse, plain.lse.to(lse.dtype), "lse", slack=1e-4)
     if call.dropout:
@@ -241,7 +222,7 @@ def test_packed_sequences(device, family, call):
         pytest.skip("a head dim of the kernels")
     total_q, total_k = (sum(n) for n in zip(*LENGTHS))
     longest_q, longest_k = (max(n) for n in zip(*LENGTHS))
-    cu_q, cu_k = (ints(*torch.tensor([0, *n]).cumsum(0), device=device) for n in zip(*LENGTHS))
+    cu_q, cu_k = starts(LENGTHS, device)
     sizes = ((total_q, HEADS), (total_k, call.heads_k), (total_k, call.heads_k))
     leaves = dict(zip("qkv", (torch.randn(n, h, call.dim, device=device).to(call.dtype) for n, h in sizes)))
     if call.bias:
@@ -258,29 +239,14 @@ def test_packed_sequences(device, family, call):
     dout, dlse = torch.randn_like(out), torch.randn_like(lse)
     grads = torch.autograd.grad((out, lse), list(leaves.values()), (dout, dlse))
 
-    def by_definition(dtype):
-        given = {name: x.detach().to(dtype).requires_grad_() for name, x in leaves.items()}
-        outs, lses, q0, k0 = [], [], 0, 0
-        for sq, sk in LENGTHS:
-            named = {} if call.rel == 0 else {"rel_bias": given["rel_bias"]}
-            if call.bias:
-                named["attn_bias"] = given["attn_bias"][None, :, q0 : q0 + sq, :sk]
-            part = attention(
-                given["q"][None, q0 : q0 + sq], *(given[name][None, k0 : k0 + sk] for name in "kv"), scale=0.1,
-                causal=call.causal, window=call.window, softcap=call.softcap, dtype=dtype, **named,
-            )  # fmt: skip
-            outs.append(part.out[0])
-            lses.append(part.lse[0])
-            q0, k0 = q0 + sq, k0 + sk
-        out, lse = torch.cat(outs), torch.cat(lses, 1)
-        grad = dlse.to(dtype).masked_fill(lse.isinf(), 0.0)
-        return out, lse, *torch.autograd.grad((out, lse), list(given.values()), (dout.to(dtype), grad))
-
-    right, plain = by_definition(torch.float64), by_definition(call.dtype)
+    right, plain = (
+        packed_expected(call, LENGTHS, leaves, None, dout, dlse, dtype, scale=SCALE)
+        for dtype in (torch.float64, call.dtype)
+    )
     assert_accurate(out, right[0], plain[0])
     assert_accurate(lse, right[1], plain[1].to(lse.dtype), "lse", slack=1e-4)
-    for name, *three in zip(leaves, grads, right[2:], plain[2:]):
-        assert_gradient_accurate(*three, name)
+    for name, ours in zip(leaves, grads):
+        assert_gradient_accurate(ours, right[2][name], plain[2][name], name)
 
 
 @pytest.mark.devices("cuda")

@@ -158,6 +158,7 @@ TILES = {
 }
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("lengths", (((300, 429),), ((0, 130), (257, 64), (129, 300), (1, 1))), ids=("dense", "packed"))
 @pytest.mark.parametrize("head_dim, dtype", ((64, torch.float16), (96, torch.float16), (128, torch.bfloat16)))
 @pytest.mark.parametrize("feature", TILES)

@@ -36,6 +36,7 @@ def test_feature_combinations(device, case):
         assert_accurate(dmask[:, :, :sq, :sk].abs(), reference.probs, rounded, "S_dmask")
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("seqlen_q", SEQLENS_Q)
 @pytest.mark.parametrize("seqlen_k", (0, 1, 128, 321))
 def test_sequence_lengths(device, seqlen_q, seqlen_k):

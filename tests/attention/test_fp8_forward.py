@@ -97,7 +97,7 @@ def reference_options(options):
     return {{"window_size": "window"}.get(name, name): value for name, value in options.items()}
 
 
-@pytest.mark.pairs
+@pytest.mark.each
 @pytest.mark.parametrize("d", HEAD_DIMS)
 @pytest.mark.parametrize("exp", ("exact", "fast"))
 @pytest.mark.parametrize("mask", MASKS)
@@ -112,7 +112,6 @@ def test_lengths_and_masks(device, lengths, mask, exp, d, size):
     check(flash_attn_func(q, k, v, return_attn_probs=True, exp=exp, **descales, **options), expected, exp)
 
 
-@pytest.mark.pairs
 @pytest.mark.parametrize("d", HEAD_DIMS)
 @pytest.mark.parametrize("exp", ("exact", "fast"))
 @pytest.mark.parametrize("causal", (False, True))
@@ -136,7 +135,6 @@ DESCALES = {
 }
 
 
-@pytest.mark.pairs
 @pytest.mark.parametrize("exp", ("exact", "fast"))
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("query_heads", (False, True))
@@ -209,7 +207,6 @@ PACKED = {
 }
 
 
-@pytest.mark.pairs
 @pytest.mark.parametrize("d", HEAD_DIMS)
 @pytest.mark.parametrize("exp", ("exact", "fast"))
 @pytest.mark.parametrize("mask", MASKS)
@@ -285,7 +282,6 @@ BOUNDS = {
 }
 
 
-@pytest.mark.pairs
 @pytest.mark.parametrize("exp", ("exact", "fast"))
 @pytest.mark.parametrize("d", HEAD_DIMS)
 @pytest.mark.parametrize("kind", BOUNDS)

@@ -92,7 +92,6 @@ def check(problem, out, lse, descales, sequences=None, bound=WIDE_P, lse_bound=L
         assert lse_error(lse[:, start : start + n], expected.lse) <= lse_bound
 
 
-@pytest.mark.pairs
 @pytest.mark.parametrize("stored", FORMATS)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("page_size", (0, 16))
@@ -117,7 +116,6 @@ FEATURES = (
 )  # fmt: skip
 
 
-@pytest.mark.pairs
 @pytest.mark.parametrize("features", FEATURES, ids=str)
 @pytest.mark.parametrize("stored,shape", ((E4M3, "token"), (INT8, "batch")))
 @pytest.mark.parametrize("page_size", (0, 1, 7, 256))
@@ -158,7 +156,6 @@ def test_table_wider_than_the_sequences(device, family):
     assert torch.equal(out, other[0]) and torch.equal(lse, other[1])
 
 
-@pytest.mark.pairs
 @pytest.mark.parametrize("features", ({"causal": True}, {"window": (90, 10), "softcap": 9.0}, {"sinks": True}), ids=str)
 @pytest.mark.parametrize("dtype", ("float16", "bfloat16"))
 @pytest.mark.parametrize("max_seqlen_k", (0, 128, 301))

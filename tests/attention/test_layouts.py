@@ -41,6 +41,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("head_dim", (64, 40, 37))
 @pytest.mark.parametrize("features", ("plain", "all"))

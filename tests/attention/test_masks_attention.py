@@ -3,64 +3,41 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+import mask_harness
 import pytest
 import torch
-from harness import exact_keep_scale
-from mask_harness import ints, ranges_mask, startend_mask
-from reference import assert_accurate, assert_gradient_accurate, attention
+from mask_harness import ScoreCall, expected, ints, packed_expected, packed_mask, starts
+from reference import assert_accurate, assert_gradient_accurate
 
 from flash_attn import backends
 from flash_attn.cpu.scores import ScoreOptions, ScoreRule
 from flash_attn.cpu.tiles import HeadRange, visited_tiles
 from flash_attn.masks import AttentionMask
 
-pytestmark = pytest.mark.devices("cpu")  # until the kernels take masks
+pytestmark = pytest.mark.devices("cpu")  # test_masks_cuda.py and test_biases_cuda.py are of both
 NAN, INF = float("nan"), math.inf
 BATCH, HEADS, SQ, SK, DIM = 2, 6, 75, 530, 8  # two tiles of keys
-
-
-def make_mask(kind: str, device) -> AttentionMask:
-    """All leave some rows without keys and some keys without rows."""
-    if kind == "documents":
-        return AttentionMask.documents(ints(3, 40, 41, 70, device=device), SQ)
-    if kind == "ranges":
-        return ranges_mask(BATCH, SQ, SK, device)
-    if kind == "startend":
-        return startend_mask(BATCH, SQ, SK, device)
-    if kind == "padding":
-        return AttentionMask.key_padding(ints([1] * 500 + [0] * (SK - 500), [0] * SK, device=device))
-    if kind == "blocks":
-        cnt, idx = torch.randint(0, 3, (1, 6, 5), device=device), torch.randint(0, 9, (1, 6, 5, 3), device=device)
-        return AttentionMask.from_block_lists(cnt, idx, block_size=(16, 64), seqlen_q=SQ, seqlen_k=SK)
-    seen = torch.rand(1, 3, SQ, SK, device=device) > 0.6
-    seen[:, :, 7:60:9] = False
-    seen[..., 100:103] = False
-    bits = AttentionMask.from_tensor(seen)
-    return bits if kind == "bits" else bits & make_mask("blocks", device) & make_mask("ranges", device)
 
 
 BIASES = {"full": (BATCH, HEADS, SQ, SK), "heads": (1, HEADS, SQ, SK), "keys": (BATCH, 1, 1, SK), "one": (1, 1, 1, 1)}
 
 
+def make_mask(kind, device):
+    return mask_harness.make_mask(kind, BATCH, SQ, SK, device, block_size=(16, 64))
+
+
 @dataclass
-class Call:
+class Call(ScoreCall):
     """One call of the backend: its arguments other than q, k and v."""
 
     mask: str | None = None
     bias: str | None = None
     rel: int = 0  # R
-    causal: bool = False
-    window: tuple = (-1, -1)
-    softcap: float = 0.0
-    alibi: bool = False
-    dropout: float = 0.0
-    sinks: bool = False
-    heads_k: int = 2
-    batch_invariant: bool = False
     dtype: torch.dtype = torch.float64
-    options: dict = field(default_factory=dict)
+
+    __str__ = ScoreCall.__str__
 
     def tensors(self, device) -> dict:
         """The options that are tensors, by the names of backend and reference."""
@@ -115,26 +92,6 @@ def backward(call, device, dout, dlse, q, k, v, results, mask, tensors, **more):
     )  # fmt: skip
 
 
-def expected(call, q, k, v, dense, tensors, keep, dout, dlse, dtype):
-    """(Attention, gradients of q, k, v, sinks, attn_bias and rel_bias) by the definition, in a dtype."""
-    leaves = {"q": q, "k": k, "v": v, **{n: x for n, x in tensors.items() if x is not None and n != "alibi_slopes"}}
-    leaves = {name: x.detach().to(dtype).requires_grad_() for name, x in leaves.items()}
-    result = attention(
-        **leaves, causal=call.causal, window=call.window, softcap=call.softcap, alibi_slopes=tensors["alibi_slopes"],
-        keep=keep, rp_dropout=exact_keep_scale(call.dropout) if call.dropout else 1.0, mask=dense, dtype=dtype,
-    )  # fmt: skip
-    lse_grad = dlse.to(dtype).masked_fill(result.lse.isinf(), 0.0)
-    grads = torch.autograd.grad(
-        (result.out, result.lse), list(leaves.values()), (dout.to(dtype), lse_grad), allow_unused=True
-    )
-    return result, dict(zip(leaves, grads))
-
-
-def dense_of(mask, seqlen_k):
-    dense = mask.to_dense(SQ, seqlen_k)
-    return dense.repeat_interleave(HEADS // dense.shape[1], 1)
-
-
 def check(call, device, q, k, v, mask, tensors):
     """One training step against the reference; returns results and gradients."""
     results = forward(call, device, q, k, v, mask, tensors)
@@ -142,11 +99,15 @@ def check(call, device, q, k, v, mask, tensors):
     keep = s_dmask[:, :, :SQ, : k.shape[1]] >= 0 if call.dropout else None
     dout, dlse = torch.randn_like(out), torch.randn_like(lse)
     grads = backward(call, device, dout, dlse, q, k, v, results, mask, tensors)
-    dense = None if mask is None else dense_of(mask, k.shape[1])
-    arguments = (call, q, k, v, dense, tensors, keep, dout, dlse)
-    right, right_grads = plain, plain_grads = expected(*arguments, torch.float64)
+    dense = None if mask is None else mask_harness.dense_of(mask, SQ, k.shape[1], BATCH, HEADS)
+    leaves = {"q": q, "k": k, "v": v, **{n: x for n, x in tensors.items() if x is not None and n != "alibi_slopes"}}
+    right, right_grads = plain, plain_grads = expected(
+        call, leaves, dense, keep, dout, dlse, torch.float64, alibi_slopes=tensors["alibi_slopes"]
+    )
     if call.dtype != torch.float64:
-        plain, plain_grads = expected(*arguments, call.dtype)
+        plain, plain_grads = expected(
+            call, leaves, dense, keep, dout, dlse, call.dtype, alibi_slopes=tensors["alibi_slopes"]
+        )
     slack = 1e-10 if call.dtype == torch.float64 else 1e-5
     assert_accurate(out, right.out, plain.out, slack=slack)
     assert_accurate(lse, right.lse, plain.lse.to(lse.dtype), "lse", slack=slack)
@@ -164,7 +125,7 @@ def check(call, device, q, k, v, mask, tensors):
     return results, grads, dout, dlse
 
 
-@pytest.mark.parametrize("call", CALLS, ids=lambda c: "-".join(f"{k}={v}" for k, v in vars(c).items() if v)[:60])
+@pytest.mark.parametrize("call", CALLS, ids=str)
 def test_masks_and_biases(device, call):
     """With the other features; NaN in hidden keys and queries changes nothing."""
     mask = None if call.mask is None else make_mask(call.mask, device)
@@ -268,7 +229,7 @@ def test_biases_of_minus_infinity(device):
 
 def packed_call(device, lengths, mask, bias, rel_bias, q, k, v, **options):
     """(results, gradients, dout, dlse) of the packed backend: causal, softcap 3."""
-    cu_q, cu_k = (ints(*torch.tensor([0, *n]).cumsum(0), device=device) for n in zip(*lengths))
+    cu_q, cu_k = starts(lengths, device)
     maxima = (max(n) for n in zip(*lengths))
     named = {"mask": None if mask is None else mask.factors, "attn_bias": bias, "rel_bias": rel_bias}
     sizes, scores = (cu_q, cu_k), (*maxima, 0.0, 0.3, False, True, -1, -1, 3.0, False, None)
@@ -285,43 +246,21 @@ def packed_call(device, lengths, mask, bias, rel_bias, q, k, v, **options):
 def test_packed_sequences(device, kind):
     """Ranges, bits and rows of a bias count within each sequence; lengths of zero are among them."""
     lengths = [(20, 33), (0, 5), (7, 0), (31, 70)]
-    total_q, total_k, longest = 58, 108, 70
-    heads, heads_k, slices, q0, k0 = 6, 2, [], 0, 0
-    for sq, sk in lengths:
-        slices.append((q0, q0 + sq, k0, k0 + sk))
-        q0, k0 = q0 + sq, k0 + sk
+    (total_q, total_k), longest = (sum(n) for n in zip(*lengths)), 70
+    heads, heads_k = 6, 2
     q, k, v = (torch.randn(n, h, DIM, device=device).double() for n, h in ((total_q, heads), *[(total_k, heads_k)] * 2))
-    mask = {
-        "ranges": lambda: AttentionMask.query_ranges(
-            *torch.randint(-3, 80, (2, 3, total_q), device=device).sort(0).values, packed=True
-        ),
-        "startend": lambda: AttentionMask.from_startend_row_indices(
-            torch.randint(0, 40, (2, total_k, 4), device=device), False
-        ),
-        "bits": lambda: AttentionMask.from_tensor(torch.rand(6, total_q, longest, device=device) > 0.4, packed=True),
-        "none": lambda: None,
-    }[kind]()  # fmt: skip
+    mask = None if kind == "none" else packed_mask(kind, lengths, device)
     bias = torch.randn(heads if kind == "bits" else 1, total_q, longest, device=device)
     rel_bias = torch.randn(heads, 11, device=device)
     results, grads, dout, dlse = packed_call(device, lengths, mask, bias, rel_bias, q, k, v)
-    leaves = [x.double().requires_grad_() for x in (q, k, v, bias, rel_bias)]
-    outs, lses = [], []
-    for q0, q1, k0, k1 in slices:
-        dense = None if mask is None else mask.sequence(q0, q1, k0, k1).to_dense()
-        dense = None if mask is None else dense.repeat_interleave(heads // dense.shape[1], 1)
-        part = attention(
-            leaves[0][None, q0:q1], leaves[1][None, k0:k1], leaves[2][None, k0:k1], causal=True, softcap=3.0, scale=0.3,
-            mask=dense, attn_bias=leaves[3][None, :, q0:q1, : k1 - k0], rel_bias=leaves[4],
-        )  # fmt: skip
-        outs.append(part.out[0])
-        lses.append(part.lse[0])
-    out, lse = torch.cat(outs), torch.cat(lses, 1)
+    leaves = {"q": q, "k": k, "v": v, "attn_bias": bias, "rel_bias": rel_bias}
+    call = Call(causal=True, softcap=3.0)
+    out, lse, right = packed_expected(call, lengths, leaves, mask, dout, dlse, torch.float64, scale=0.3)
     assert_accurate(results[0], out, out, slack=1e-10)
     assert_accurate(results[1], lse, lse, "lse", slack=1e-10)
-    right = torch.autograd.grad((out, lse), leaves, (dout, dlse.masked_fill(lse.isinf(), 0.0)))
-    for ours, expected_grad, x in zip([*grads[:3], *grads[4:]], right, (q, k, v, bias, rel_bias)):
+    for ours, (name, x) in zip([*grads[:3], *grads[4:]], leaves.items()):
         assert ours.dtype == x.dtype
-        assert_gradient_accurate(ours, expected_grad, expected_grad.to(x.dtype), "gradient")
+        assert_gradient_accurate(ours, right[name], right[name].to(x.dtype), name)
 
 
 def test_pages_take_ranges_of_queries(device):

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import re
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
+import mask_harness
 import pytest
 import torch
-from harness import captured, exact_keep_scale
-from mask_harness import ints, ranges_mask, startend_mask
-from reference import assert_accurate, assert_gradient_accurate, attention, visible
+from harness import captured
+from mask_harness import INT_MAX, ScoreCall, expected, ints, packed_expected, packed_mask, starts
+from reference import assert_accurate, assert_gradient_accurate, visible
 
 from flash_attn import backends
 from flash_attn.masks import AttentionMask
 
 NAN = float("nan")
-INT_MIN, INT_MAX = -(2**31), 2**31 - 1
+INT_MIN = -(2**31)
 BATCH, HEADS, SQ, SK = 2, 6, 205, 300  # several tiles of rows and of keys, the last ones not full
 
 
@@ -31,62 +31,24 @@ def skip_on_cpu(device, call):
         pytest.skip("a head dim of the kernels")
 
 
-def make_mask(kind: str, sq: int, sk: int, device) -> AttentionMask:
-    """Mask heads and batch entries differ from kind to kind."""
-    if kind == "documents":
-        return AttentionMask.documents(ints(3, 90, 91, 190, device=device), sq)
-    if kind == "ranges":
-        return ranges_mask(BATCH, sq, sk, device)
-    if kind == "startend":
-        return startend_mask(BATCH, sq, sk, device)
-    if kind == "padding":
-        return AttentionMask.key_padding(ints([1] * 250 + [0] * (sk - 250), [0] * sk, device=device))
-    if kind == "blocks":
-        nq, nk = -(-sq // 64), -(-sk // 128)
-        cnt, idx = (
-            torch.randint(0, 3, (1, 6, nq), device=device),
-            torch.randint(0, nk + 1, (1, 6, nq, 3), device=device),
-        )
-        return AttentionMask.from_block_lists(cnt, idx, block_size=(64, 128), seqlen_q=sq, seqlen_k=sk)
-    if kind == "sparse blocks":  # whole, partial and hidden ones
-        kinds = torch.randint(0, 3, (BATCH, 1, -(-sq // 128), -(-sk // 64)), dtype=torch.uint8, device=device)
-        bits = AttentionMask.from_tensor(torch.rand(1, 1, sq, sk, device=device) > 0.8).factors.bits
-        return AttentionMask(make_mask("blocks", sq, sk, device).factors._replace(
-            bits=bits, block_map=kinds, block_size=(128, 64)), sq, sk)  # fmt: skip
-    if kind == "nothing":
-        return AttentionMask.key_padding(torch.zeros(sk, dtype=torch.bool, device=device))
-    if kind == "everything":
-        return AttentionMask.query_ranges(*ints([-5] * sq, [INT_MAX] * sq, device=device))
-    seen = torch.rand(1, 3, sq, sk, device=device) > 0.6
-    seen[:, :, 7:60:9] = False
-    seen[..., 100:103] = False
-    bits = AttentionMask.from_tensor(seen)
-    return bits if kind == "bits" else bits & make_mask("blocks", sq, sk, device) & make_mask("ranges", sq, sk, device)
+def make_mask(kind, sq, sk, device):
+    return mask_harness.make_mask(kind, BATCH, sq, sk, device)
+
+
+def dense_of(mask, sq, sk):
+    return mask_harness.dense_of(mask, sq, sk, BATCH, HEADS)
 
 
 @dataclass
-class Call:
+class Call(ScoreCall):
     """One call of the backend: its arguments other than tensors."""
 
     mask: str
     dim: int = 128
     dim_v: int = 0  # 0: dim
-    causal: bool = False
-    window: tuple = (-1, -1)
-    softcap: float = 0.0
-    alibi: bool = False
-    dropout: float = 0.0
-    sinks: bool = False
-    heads_k: int = 2
-    deterministic: bool = False
-    batch_invariant: bool = False
     dtype: torch.dtype = torch.bfloat16
 
-    def __str__(self):
-        """What differs from the defaults, as pytest's -k takes it."""
-        values = ((f.name, getattr(self, f.name)) for f in fields(self)[2:] if getattr(self, f.name) != f.default)
-        options = (name if value is True else f"{name}_{value}" for name, value in values)
-        return re.sub(r"\W+", "_", "_".join((self.mask or "any", f"d{self.dim}", *options))).strip("_")
+    __str__ = ScoreCall.__str__
 
 
 CALLS = [
@@ -161,24 +123,6 @@ def backward(call, device, dout, dlse, q, k, v, results, mask, tensors):
     )  # fmt: skip
 
 
-def expected(call, q, k, v, dense, tensors, keep, dout, dlse, dtype):
-    """(Attention, gradients of q, k, v and sinks) by the definition, in a dtype."""
-    leaves = {"q": q, "k": k, "v": v, **({} if tensors["sinks"] is None else {"sinks": tensors["sinks"]})}
-    leaves = {name: x.detach().to(dtype).requires_grad_() for name, x in leaves.items()}
-    result = attention(
-        **leaves, causal=call.causal, window=call.window, softcap=call.softcap, alibi_slopes=tensors["alibi_slopes"],
-        keep=keep, rp_dropout=exact_keep_scale(call.dropout) if call.dropout else 1.0, mask=dense, dtype=dtype,
-    )  # fmt: skip
-    lse_grad = dlse.to(dtype).masked_fill(result.lse.isinf(), 0.0)
-    grads = torch.autograd.grad((result.out, result.lse), list(leaves.values()), (dout.to(dtype), lse_grad))
-    return result, dict(zip(leaves, grads))
-
-
-def dense_of(mask, sq, sk):
-    dense = mask.to_dense(sq, sk)
-    return dense.repeat_interleave(HEADS // dense.shape[1], 1).expand(BATCH, HEADS, sq, sk)
-
-
 def check(call, device, q, k, v, mask, tensors):
     """One training step against the reference; returns (results, gradients, dout, dlse)."""
     sq, sk = q.shape[1], k.shape[1]
@@ -187,8 +131,11 @@ def check(call, device, q, k, v, mask, tensors):
     keep = s_dmask[:, :, :sq, :sk] >= 0 if call.dropout else None
     dout, dlse = torch.randn_like(out), torch.randn_like(lse)
     grads = backward(call, device, dout, dlse, q, k, v, results, mask, tensors)
-    arguments = (call, q, k, v, dense_of(mask, sq, sk), tensors, keep, dout, dlse)
-    (right, right_grads), (plain, plain_grads) = (expected(*arguments, t) for t in (torch.float64, call.dtype))
+    leaves = {"q": q, "k": k, "v": v, **({} if tensors["sinks"] is None else {"sinks": tensors["sinks"]})}
+    (right, right_grads), (plain, plain_grads) = (
+        expected(call, leaves, dense_of(mask, sq, sk), keep, dout, dlse, dtype, alibi_slopes=tensors["alibi_slopes"])
+        for dtype in (torch.float64, call.dtype)
+    )
     assert_accurate(out, right.out, plain.out)
     assert_accurate(lse, right.lse, plain.lse.to(lse.dtype), "lse", slack=1e-4)
     assert_accurate(max_logit, right.max_logit, plain.max_logit.to(lse.dtype), "max_logit", slack=1e-4)
@@ -253,7 +200,7 @@ def test_values_of_any_content(device):
 
 def packed_calls(call, device, lengths, mask, q, k, v, seqused_k=None):
     """(results, gradients, dout, dlse) of the packed backend; the backward takes no seqused_k."""
-    cu_q, cu_k = (ints(*torch.tensor([0, *n]).cumsum(0), device=device) for n in zip(*lengths))
+    cu_q, cu_k = starts(lengths, device)
     scores = (*map(max, zip(*lengths)), call.dropout, call.dim**-0.5, False, call.causal, *call.window, call.softcap)
     backend = backends.get(device)
     results = backend.varlen_fwd(
@@ -283,42 +230,18 @@ def test_packed_sequences(device, call):
     skip_on_cpu(device, call)
     lengths = [(200, 133), (0, 5), (71, 0), (1, 64), (131, 390)]
     total_q, total_k = (sum(n) for n in zip(*lengths))
-    longest = 390
     sizes = ((total_q, HEADS), (total_k, call.heads_k), (total_k, call.heads_k))
     q, k, v = (torch.randn(n, h, call.dim, device=device).to(call.dtype) for n, h in sizes)
-    mask = {
-        "ranges": lambda: AttentionMask.query_ranges(
-            *torch.randint(-3, longest + 9, (2, 3, total_q), device=device).sort(0).values, packed=True
-        ),
-        "startend": lambda: AttentionMask.from_startend_row_indices(
-            torch.randint(0, 210, (2, total_k, 4), device=device), False
-        ),
-        "bits": lambda: AttentionMask.from_tensor(torch.rand(6, total_q, longest, device=device) > 0.4, packed=True),
-    }[call.mask]()  # fmt: skip
+    mask = packed_mask(call.mask, lengths, device)
     results, grads, dout, dlse = packed_calls(call, device, lengths, mask, q, k, v)
-
-    def by_definition(dtype):
-        leaves = [x.to(dtype).requires_grad_() for x in (q, k, v)]
-        outs, lses, q0, k0 = [], [], 0, 0
-        for sq, sk in lengths:
-            dense = mask.sequence(q0, q0 + sq, k0, k0 + sk).to_dense()
-            part = attention(
-                leaves[0][None, q0 : q0 + sq], leaves[1][None, k0 : k0 + sk], leaves[2][None, k0 : k0 + sk],
-                causal=call.causal, window=call.window, softcap=call.softcap, dtype=dtype,
-                mask=dense.repeat_interleave(HEADS // dense.shape[1], 1),
-            )  # fmt: skip
-            outs.append(part.out[0])
-            lses.append(part.lse[0])
-            q0, k0 = q0 + sq, k0 + sk
-        out, lse = torch.cat(outs), torch.cat(lses, 1)
-        grad = dlse.to(dtype).masked_fill(lse.isinf(), 0.0)
-        return out, lse, *torch.autograd.grad((out, lse), leaves, (dout.to(dtype), grad))
-
-    right, plain = by_definition(torch.float64), by_definition(call.dtype)
+    leaves = {"q": q, "k": k, "v": v}
+    right, plain = (
+        packed_expected(call, lengths, leaves, mask, dout, dlse, dtype) for dtype in (torch.float64, call.dtype)
+    )
     assert_accurate(results[0], right[0], plain[0])
     assert_accurate(results[1], right[1], plain[1].to(results[1].dtype), "lse", slack=1e-4)
-    for name, *three in zip("qkv", grads, right[2:], plain[2:]):
-        assert_gradient_accurate(*three, name)
+    for name, ours in zip("qkv", grads):
+        assert_gradient_accurate(ours, right[2][name], plain[2][name], name)
 
 
 def test_seqused_k_hides_the_keys_after_it(device):

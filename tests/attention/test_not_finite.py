@@ -48,6 +48,7 @@ def check_with_nan(problem, results):
         check_forward(problem, out, lse, keep=dmask >= 0 if problem.case.dropout else None)
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("features", FEATURES.values(), ids=FEATURES)
 @pytest.mark.parametrize("seqlen_k", (1, 7, 15, 16, 40, 700))
 def test_nan_in_a_query(device, each_family, seqlen_k, features):
@@ -184,6 +185,7 @@ UNSEEN = (
 )
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("page_size", (0, 1, 7, 16, 64, 256))
 @pytest.mark.parametrize("unseen_case", UNSEEN, ids=lambda case: case.id)
 def test_keys_that_no_query_sees(device, each_family, unseen_case, page_size):
@@ -218,7 +220,6 @@ def poison_unseen(problem) -> int:
     return count
 
 
-@pytest.mark.pairs
 @pytest.mark.parametrize("page_size", (0, 1, 7, 16, 64, 256))
 @pytest.mark.parametrize("seqlen_q", (1, 4, 40))
 @pytest.mark.parametrize("new", (None, 1, 6))

@@ -111,6 +111,7 @@ def test_gpus_that_take_a_mask(monkeypatch, capability, archs, taken):
     scope._has_list_kernels.cache_clear()
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("kind", ("bool", "numbers", "float32", "expanded"))
 @pytest.mark.parametrize("name", MASKS)
 @pytest.mark.needs_torch((2, 5), "makes NaN of rows without keys")

@@ -33,6 +33,7 @@ def random_lengths(batch, most_q, most_k):
             for _ in range(batch)]  # fmt: skip
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("page_size", (0, 16))
 @pytest.mark.parametrize("batch", (1, 2, 5, 32, 33, 65))
@@ -42,6 +43,7 @@ def test_random_lengths(device, kind, page_size, batch):
         check_public_call(make_problem(case, device, random_lengths(batch, 150, 200)))
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("lengths", ([(0, 0)], [(0, 5)], [(5, 0)], [(0, 0), (3, 4), (0, 0)], [(0, 9)] * 4,
                                      [(129, 0), (0, 129), (1, 1)], [(64, 64)] * 3 + [(0, 0)] * 40 + [(1, 300)]),
                          ids=lambda x: f"{len(x)}seqs{x[0]}")  # fmt: skip

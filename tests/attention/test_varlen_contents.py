@@ -126,7 +126,6 @@ def family(request, device, monkeypatch):
 FEATURES = {"full": {}, "causal": {"causal": True}, "window": {"window": (60, 20)}}
 
 
-@pytest.mark.pairs
 @pytest.mark.parametrize("batch", (3, 40))
 @pytest.mark.parametrize("features", FEATURES)
 @pytest.mark.parametrize("contents", CONTENTS, ids=lambda function: function.__name__)
@@ -139,6 +138,7 @@ def test_forward(device, family, contents, features, batch):
         check_forward(problem, out, lse)
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("deterministic", (False, True))
 @pytest.mark.parametrize("head_dim", (32, 64, 128, 256))
 @pytest.mark.parametrize("contents", CONTENTS, ids=lambda function: function.__name__)

@@ -58,8 +58,10 @@ def test_missing_cutlass_names_all_ways(tmp_path, monkeypatch):
     monkeypatch.delenv("UV", raising=False)
     with pytest.raises(BuildError) as error:
         toolchain.find_cutlass(tmp_path, [], tmp_path / "download")
-    for way in ("CUTLASS_PATH=", "third_party/cutlass", "pip install --no-deps nvidia-cutlass==4.2.0.0", "index"):
+    pinned = toolchain.pinned_cutlass()
+    for way in ("CUTLASS_PATH=", "third_party/cutlass", f"pip install --no-deps {pinned}", "index"):
         assert way in str(error.value)
+    assert f'kernels = ["{pinned}"]' in (ROOT / "pyproject.toml").read_text(), "the extra installs the pinned release"
 
 
 def test_cuda_headers_without_a_toolkit(tmp_path, monkeypatch):

@@ -46,7 +46,6 @@ MASKS = [
 ]  # fmt: skip
 
 
-@pytest.mark.pairs
 @pytest.mark.parametrize("mask", MASKS, ids=str)
 @pytest.mark.parametrize("seqlen_q", [1, 3])
 @pytest.mark.parametrize("ranks, interleave, page", SHARDS)

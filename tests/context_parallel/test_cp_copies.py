@@ -73,6 +73,7 @@ def with_copies(size, function):
     return LocalGroup(size).run(lambda rank: function(PushingRank(rank, shared)))
 
 
+@pytest.mark.each
 @pytest.mark.devices("cpu")
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -21,7 +21,6 @@ def family(request, device, monkeypatch):
     monkeypatch.setenv("FLASH_ATTN_FAMILY", request.param)
 
 
-@pytest.mark.pairs
 @pytest.mark.parametrize("is_packed", [False, True], ids=["dense", "packed"])
 @pytest.mark.parametrize("deterministic", [False, True], ids=["any", "deterministic"])
 @pytest.mark.parametrize("features", FEATURES.values(), ids=FEATURES)
@@ -40,6 +39,7 @@ def test_calls_over_chunks_of_keys_equal_one_call(device, family, heads, head_di
         assert all(map(torch.equal, ours, chunks.in_stages((0, 64, 192), deterministic=True)))
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("is_packed", [False, True], ids=["dense", "packed"])
 @pytest.mark.parametrize("features", FEATURES.values(), ids=FEATURES)
 @pytest.mark.parametrize("heads, head_dims", [((4, 2), (64, 64)), ((2, 1), (128, 128))])

@@ -75,6 +75,7 @@ def test_few_tokens(device, method, mask, batch, tokens):
     compare(lambda rank: CpPlan.dense(tokens, group=rank, method=method), (batch, tokens), alone, device, **mask)
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("layout", ["zigzag", "balanced"])
 @pytest.mark.parametrize("cu", DOCUMENTS, ids=str)

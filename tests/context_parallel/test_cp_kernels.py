@@ -68,6 +68,7 @@ FEATURES = {
 }
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("is_packed", [False, True], ids=["dense", "packed"])
 @pytest.mark.parametrize("features", FEATURES.values(), ids=FEATURES)
 @pytest.mark.parametrize("heads, head_dims", [((4, 2), (64, 64)), ((3, 3), (128, 128)), ((2, 1), (40, 24))])
@@ -102,6 +103,7 @@ def test_one_query_with_an_origin(device):
 SUMS = {"plain": {}, "causal": {"window": (-1, 0)}, "both": {"slopes": True, "dropout": P}}
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("is_packed", [False, True], ids=["dense", "packed"])
 @pytest.mark.parametrize("features", SUMS.values(), ids=SUMS)
 @pytest.mark.parametrize("heads, head_dims", [((4, 2), (64, 64)), ((3, 3), (128, 128)), ((2, 1), (40, 24))])

@@ -30,6 +30,7 @@ def of_device(case, device):
     return case if case.dtype in DTYPES[device] else dataclasses.replace(case, dtype="bfloat16")
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("method", KEY_METHODS)
 @pytest.mark.parametrize("index", range(len(CASES)), ids=[case.id for case in CASES])

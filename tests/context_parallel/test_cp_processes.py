@@ -25,12 +25,12 @@ def _each(device, work):
 @pytest.mark.parametrize("size", [2, 3])
 def test_attention(device, size):
     """All in one start of processes, which takes longer than the attention."""
-    run(device, size, (cp_workers.attention, size), (cp_workers.mismatches,), (cp_workers.random_plans, 1, 6))
+    run(device, size, (cp_workers.attention, size), (cp_workers.mismatches,), (cp_workers.random_plans, 1, 3))
 
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_meshes_bits_and_caches(device, size):
-    work = [(cp_workers.meshes,), (cp_workers.equal_bits,), (cp_workers.cache,), (cp_workers.random_plans, 2, 6)]
+    work = [(cp_workers.meshes,), (cp_workers.equal_bits,), (cp_workers.cache,), (cp_workers.random_plans, 2, 3)]
     run(device, size, *work, on_both=True)
 
 

@@ -59,7 +59,7 @@ void report(const char* name) {
   }
   std::printf("%s %.4f %ld %ld %ld", name, worst, emulation::bank_conflicts, emulation::votes, emulation::yes_votes);
   emulation::votes = emulation::yes_votes = 0;
-  const double growing = worst_error<T>(300, false, 40.0f);
+  const double growing = worst_error<T>(200, false, 40.0f);
   std::printf(" %.4f %ld %ld\n", growing, emulation::votes, emulation::yes_votes);
 }
 

@@ -18,6 +18,7 @@ from flash_attn import eight_bit, flash_attn_with_kvcache
 from flash_attn.cpu.kvcache import rotate
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("stored", FORMATS)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("page_size", (0, 16))
@@ -36,6 +37,7 @@ FEATURES = (
 )  # fmt: skip
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("kv_case", FEATURES, ids=str)
 @pytest.mark.parametrize("stored", FORMATS)
 def test_features(device, stored, kv_case):
@@ -84,7 +86,6 @@ def quantized_rows(rows, descale, stored):
     return eight_bit.encode(rows, descale, stored), descale
 
 
-@pytest.mark.pairs
 @pytest.mark.parametrize("stored", FORMATS)
 @pytest.mark.parametrize("shape", ("none", "number", *SHAPES))
 @pytest.mark.parametrize("page_size", (0, 16))

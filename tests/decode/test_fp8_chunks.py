@@ -44,7 +44,6 @@ def check_chunk(problem, device, descales, **options):
     return out, lse
 
 
-@pytest.mark.pairs
 @pytest.mark.parametrize("stored", FORMATS)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("page_size", (0, 16))
@@ -61,7 +60,6 @@ FEATURES = (
 )  # fmt: skip
 
 
-@pytest.mark.pairs
 @pytest.mark.parametrize("features", FEATURES, ids=str)
 @pytest.mark.parametrize("stored,shape", ((E4M3, "inline"), (INT8, "batch")))
 @pytest.mark.parametrize("page_size", (0, 1, 48))
@@ -73,7 +71,6 @@ def test_features(device, family, features, stored, shape, page_size):
         check_chunk(problem, device, descales)
 
 
-@pytest.mark.pairs
 @pytest.mark.parametrize("layout", ("contiguous", "permuted", "heads_first", "sliced", "unaligned"))
 @pytest.mark.parametrize(
     "head_dim,dtype", ((32, "bfloat16"), (72, "float16"), (96, "bfloat16"), (192, "float16"), (256, "bfloat16"))
@@ -138,7 +135,6 @@ def test_descales_of_k_of_any_size(device, stored, k_descale, seqlen_q, through)
         assert lse_error(lse, expected.lse) <= LSE, magnitude
 
 
-@pytest.mark.pairs
 @pytest.mark.parametrize("stored,out_dtype", ((E4M3, None), (E4M3, torch.float16)))
 @pytest.mark.parametrize("of_q", ("none", "tensor", "kv_head", "head", "batch_kv", "batch"))
 @pytest.mark.parametrize("seqlen_q,page_size", ((3, 0), (70, 16)))

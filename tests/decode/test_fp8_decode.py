@@ -22,7 +22,6 @@ def problem_of(device, stored, shape="token", **case):
     return eight_bit_problem(KvCase(**case), device, stored, shape)
 
 
-@pytest.mark.pairs
 @pytest.mark.parametrize("stored", FORMATS)
 @pytest.mark.parametrize("head_dim", (64, 96, 128, 256))
 @pytest.mark.parametrize("page_size", (0, 16, 48, 256))
@@ -33,6 +32,7 @@ def test_head_dims_and_pages(device, stored, head_dim, page_size, dtype, shape):
     check(problem, *call(problem, device, *descales), *descales)
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("stored", FORMATS)
 @pytest.mark.parametrize("shape", ("token", "page", "batch"))
 @pytest.mark.parametrize("num_splits", (0, 1, 3))
@@ -43,6 +43,7 @@ def test_splits(device, stored, shape, num_splits, sinks):
     check(problem, *call(problem, device, *descales, num_splits=num_splits), *descales)
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("stored", FORMATS)
 @pytest.mark.parametrize("head_dim", (64, 128, 256))
 @pytest.mark.parametrize("seqlen_q,nheads", ((1, 2), (2, 16), (5, 8), (9, 16), (70, 4)))
@@ -63,7 +64,6 @@ FEATURES = (
 )  # fmt: skip
 
 
-@pytest.mark.pairs
 @pytest.mark.parametrize("features", FEATURES, ids=str)
 @pytest.mark.parametrize("stored,shape", ((E4M3, "inline"), (INT8, "token"), (E4M3, "head")))
 @pytest.mark.parametrize("page_size", (0, 16))

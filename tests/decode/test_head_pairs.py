@@ -45,6 +45,7 @@ PAIRED = (
 ONE_HEAD = ({"group": 16}, {"seqlen_q": 3, "group": 4}, {"nheads_k": 81}, {"head_dim": 256})
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("stored,shape", ((E4M3, "token"), (INT8, "inline"), (E4M3, "tensor"), (INT8, "head")))
 @pytest.mark.parametrize("sizes", PAIRED + ONE_HEAD, ids=str)
 def test_over_8_bits(device, sizes, stored, shape):

@@ -13,6 +13,7 @@ FEATURES = ({}, {"causal": True}, {"window": (20, 0)}, {"window": (7, 3)}, {"sof
             {"alibi": True, "causal": True}, {"alibi": True, "softcap": 9.0, "window": (30, -1)})  # fmt: skip
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("features", FEATURES, ids=str)
 @pytest.mark.parametrize("seqlen_q,seqlen_new", ((1, None), (1, 1), (3, 5), (5, 3), (4, 4)))
 def test_append_and_attend(device, seqlen_q, seqlen_new, features):
@@ -77,6 +78,7 @@ def test_chunks_of_a_prompt(device, seqlen_q, features):
     check_call(KvCase(lengths, seqlen_q, seqlen_q, capacity=333, rotary_dim=64, **features), device)
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("length", (5000, 0, -1))
 @pytest.mark.parametrize("head_dim", (64, 128, 256, 512))
 @pytest.mark.parametrize("seqlen_q", (1, 5, 13))
@@ -154,6 +156,7 @@ def test_left_padding(device, seqlen_new):
     check_call(case, device)
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("interleaved", (False, True))
 @pytest.mark.parametrize("head_dim,rotary_dim", ((64, 64), (64, 32), (64, 10), (128, 96), (37, 20), (512, 128)))
 @pytest.mark.parametrize("mask", ({}, {"causal": True}, {"window": (30, 2)}), ids=str)

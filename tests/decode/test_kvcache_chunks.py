@@ -28,7 +28,7 @@ def family(request, device, monkeypatch):
     return request.param
 
 
-@pytest.mark.pairs
+@pytest.mark.each
 @pytest.mark.parametrize("features", FEATURES.values(), ids=FEATURES)
 @pytest.mark.parametrize("page_size", (0, 1, 16, 48, 256))
 def test_accuracy(device, family, page_size, features):
@@ -48,7 +48,6 @@ def test_shares_of_keys(device, monkeypatch, page_size, features):
         check_call(KvCase(LENGTHS, 70, 70, 800, **options), device)
 
 
-@pytest.mark.pairs
 @pytest.mark.parametrize("layout", ("contiguous", "permuted", "heads_first", "sliced", "unaligned"))
 @pytest.mark.parametrize("head_dim", (32, 96, 192, 256))
 def test_layouts(device, family, layout, head_dim):

@@ -10,6 +10,7 @@ PAGE_SIZES = (1, 3, 16, 17, 256)
 FEATURES = ({}, {"causal": True, "softcap": 6.0}, {"window": (40, 2), "alibi": True})
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
 @pytest.mark.parametrize("features", FEATURES, ids=str)
 @pytest.mark.parametrize("seqlen_q,seqlen_new", ((1, None), (1, 1), (3, 5)))
@@ -65,6 +66,7 @@ def test_left_padding(device, page_size):
     check_attention(problem, out, lse)
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("options", ({}, {"num_splits": 1}, {"num_splits": 5}, {"batch_invariant": True}), ids=str)
 @pytest.mark.parametrize("page_size", (3, 16))
 @pytest.mark.parametrize("seqlen_q,seqlen_new", ((1, None), (1, 1), (64, None), (130, 2)))

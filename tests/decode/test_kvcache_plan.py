@@ -21,6 +21,7 @@ CASES = (
 )
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("kv_case", CASES, ids=str)
 @pytest.mark.parametrize("options", ({}, {"num_splits": 1}, {"num_splits": 5}, {"batch_invariant": True}), ids=str)
 def test_plan_of_every_kind(device, kv_case, options):

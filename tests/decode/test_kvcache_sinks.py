@@ -32,6 +32,7 @@ FEATURES = {
 }
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("features", FEATURES.values(), ids=FEATURES)
 @pytest.mark.parametrize("num_splits", (0, 1, 3, 2**31 - 1))
 def test_splits(device, features, num_splits):
@@ -41,7 +42,6 @@ def test_splits(device, features, num_splits):
         check_call(case, device, num_splits=num_splits)
 
 
-@pytest.mark.pairs
 @pytest.mark.parametrize("options", ({}, {"num_splits": 1}, {"num_splits": 7}, {"batch_invariant": True}), ids=str)
 @pytest.mark.parametrize("head_dim", (32, 64, 128, 192, 256))
 @pytest.mark.parametrize("seqlen_k", (1, 64, 511, 5000))

@@ -37,6 +37,7 @@ def has_kernel(device, case):
     return device == "cpu" or (case.page_size > 0 and sizes == (1, *latent.KERNEL_DIMS))
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("options", ({}, {"num_splits": 5}, {"batch_invariant": True}), ids=str)
 @pytest.mark.parametrize("latent_case", CASES, ids=str)
 def test_scores_of_keys_and_values(device, latent_case, options):

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
+import cp_workers
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from interpreted import run_interpreted
 
@@ -78,7 +77,6 @@ def check(logits, labels, dlosses, **options):
     assert_gradient(grad, labels, dlosses, reference_gradient(logits, labels, dlosses, **options), **options)
 
 
-@pytest.mark.pairs
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("classes", (1, 7, 1000, 4096, 50257))
 @pytest.mark.parametrize("options", OPTIONS)
@@ -281,56 +279,41 @@ def test_more_than_2_31_elements(device):
         assert_gradient(logits.grad[part], labels[part], ones, expected)
 
 
-PROCESS = """
-import sys
-import torch
-import torch.distributed as dist
-from flash_attn.losses.cross_entropy import CrossEntropyLoss
-from flash_attn.ops.triton.cross_entropy import cross_entropy_loss
-
-rank, store, device = int(sys.argv[1]), sys.argv[2], sys.argv[3]
-dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-torch.manual_seed(0)
-logits = (3 * torch.randn(20, 600)).to(device)
-labels = torch.randint(600, (20,))
-labels[3] = -100
-labels, dlosses = labels.to(device), torch.randn(20).to(device)
-part = slice(rank * 300, rank * 300 + 300)
-for options in ({}, {"label_smoothing": 0.1, "logit_scale": 0.7, "lse_square_scale": 1e-2}):
-    whole = logits.double().requires_grad_()
-    expected, expected_z = cross_entropy_loss(whole, labels, **options)
-    (expected_grad,) = torch.autograd.grad(expected, whole, dlosses.double())
-    mine = logits[:, part].clone().requires_grad_()
-    losses, z_losses = cross_entropy_loss(mine, labels, process_group=dist.group.WORLD, **options)
-    (grad,) = torch.autograd.grad(losses, mine, dlosses)
-    torch.testing.assert_close(losses.double(), expected, rtol=1e-6, atol=1e-5)
-    torch.testing.assert_close(z_losses.double(), expected_z, rtol=1e-6, atol=1e-5)
-    torch.testing.assert_close(grad.double(), expected_grad[:, part], rtol=1e-5, atol=1e-6)
-    mean = CrossEntropyLoss(process_group=dist.group.WORLD, **options)(mine, labels)
-    torch.testing.assert_close(mean.double(), expected.sum() / 19, rtol=1e-6, atol=1e-5)
-lse = logits[:, part].logsumexp(1)
-losses, _ = cross_entropy_loss(logits[:, part], labels, precomputed_lse=lse, process_group=dist.group.WORLD)
-torch.testing.assert_close(losses, cross_entropy_loss(logits, labels)[0], rtol=1e-6, atol=1e-5)
-print("equal")
-"""
+def split_vocabulary(device):
+    """The losses and gradients of a vocabulary of which each of two processes has a half."""
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    logits = (3 * torch.randn(20, 600)).to(device)
+    labels = torch.randint(600, (20,))
+    labels[3] = -100
+    labels, dlosses = labels.to(device), torch.randn(20).to(device)
+    part = slice(rank * 300, rank * 300 + 300)
+    for options in ({}, {"label_smoothing": 0.1, "logit_scale": 0.7, "lse_square_scale": 1e-2}):
+        whole = logits.double().requires_grad_()
+        expected, expected_z = cross_entropy_loss(whole, labels, **options)
+        (expected_grad,) = torch.autograd.grad(expected, whole, dlosses.double())
+        mine = logits[:, part].clone().requires_grad_()
+        losses, z_losses = cross_entropy_loss(mine, labels, process_group=dist.group.WORLD, **options)
+        (grad,) = torch.autograd.grad(losses, mine, dlosses)
+        torch.testing.assert_close(losses.double(), expected, rtol=1e-6, atol=1e-5)
+        torch.testing.assert_close(z_losses.double(), expected_z, rtol=1e-6, atol=1e-5)
+        torch.testing.assert_close(grad.double(), expected_grad[:, part], rtol=1e-5, atol=1e-6)
+        mean = CrossEntropyLoss(process_group=dist.group.WORLD, **options)(mine, labels)
+        torch.testing.assert_close(mean.double(), expected.sum() / 19, rtol=1e-6, atol=1e-5)
+    lse = logits[:, part].logsumexp(1)
+    losses, _ = cross_entropy_loss(logits[:, part], labels, precomputed_lse=lse, process_group=dist.group.WORLD)
+    torch.testing.assert_close(losses, cross_entropy_loss(logits, labels)[0], rtol=1e-6, atol=1e-5)
 
 
-def test_vocabulary_over_two_processes(device, tmp_path):
-    if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
+def on_the_gpu(_):
+    """Both processes on one GPU, with messages by gloo."""
+    split_vocabulary("cuda")
+
+
+def test_vocabulary_over_two_processes(device):
+    if not dist.is_available() or not dist.is_gloo_available():
         pytest.skip("torch is built without gloo")
-    command = [sys.executable, "-c", PROCESS]
-    runs = [
-        subprocess.Popen(
-            [*command, str(rank), str(tmp_path / "store"), device],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    for run in runs:
-        out, errors = run.communicate(timeout=120)
-        assert out.strip() == "equal", errors
+    cp_workers.run_processes(split_vocabulary if device == "cpu" else on_the_gpu, 2, "gloo")
 
 
 INTERPRETED = """

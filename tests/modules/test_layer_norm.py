@@ -108,7 +108,7 @@ def compare(tensors, rms, options):
     return results
 
 
-@pytest.mark.pairs
+@pytest.mark.each
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rms", (False, True), ids=("layer", "rms"))
 @pytest.mark.parametrize("feature", FEATURES)

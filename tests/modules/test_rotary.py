@@ -53,6 +53,7 @@ def dense_reference(x, cos, sin, offsets, interleaved=False):
     return torch.stack([reference(x[b], cos, sin, steps + o, interleaved) for b, o in enumerate(offsets)])
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("head_dim,rotary_dim", SHAPES)
 @pytest.mark.parametrize("interleaved", (False, True))

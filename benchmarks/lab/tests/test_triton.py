@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import itertools
 import os
-import subprocess
 import sys
 from pathlib import Path
 
+import fresh_process
 import pytest
 import torch
 from cases import Case
@@ -100,7 +100,7 @@ def run_interpreted(code):
     folders = (Path(flash_attn.__file__).parents[1], LAB.parents[1] / "tests", Path(__file__).parent)
     paths = os.pathsep.join(map(str, folders))
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300)
+    done = fresh_process.run(code, env=environment)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -79,6 +79,24 @@ inline void check_random_state(const FwdCall& call) {
   if (call.options.rng_state.has_value()) checks::rng_state(call.options.rng_state, call.p_dropout, call.q);
 }
 
+inline void check_written(const FwdCall& call, const PackedArgs* packed = nullptr) {
+  if (!call.out.has_value()) return;
+  check_score_overlaps(call.scores, {{"out", call.out}});
+  const OptionalTensor none;
+  overlap::check({{"out", call.out}}, {{"q", call.q},
+                                       {"k", call.k},
+                                       {"v", call.v},
+                                       {"cu_seqlens_q", packed ? OptionalTensor(packed->cu_seqlens_q) : none},
+                                       {"cu_seqlens_k", packed ? OptionalTensor(packed->cu_seqlens_k) : none},
+                                       {"seqused_k", packed ? packed->seqused_k : none},
+                                       {"leftpad_k", packed ? packed->leftpad_k : none},
+                                       {"block_table", packed ? packed->block_table : none},
+                                       {"rng_state", call.options.rng_state},
+                                       {"q_descale", call.quant.q},
+                                       {"k_descale", call.quant.k},
+                                       {"v_descale", call.quant.v}});
+}
+
 inline void set_dense(FwdCall& call) {
   const at::Tensor &q = call.q, &k = call.k, &v = call.v;
   checks::query(q, 4, kDenseAxes, true);
@@ -88,15 +106,8 @@ inline void set_dense(FwdCall& call) {
   if (call.is_quantized()) checks::quant_args(call.quant, q, k, v, batch, call.p_dropout);
   checks::output(call.out, q, checks::output_shape(q, v), call.out_type());
   check_dense_scores(call.scores, q, k, call.p_dropout);
-  check_score_overlaps(call.scores, {{"out", call.out}});
   check_random_state(call);
-  overlap::check({{"out", call.out}}, {{"q", q},
-                                       {"k", k},
-                                       {"v", v},
-                                       {"rng_state", call.options.rng_state},
-                                       {"q_descale", call.quant.q},
-                                       {"k_descale", call.quant.k},
-                                       {"v_descale", call.quant.v}});
+  check_written(call);
   call.sequences = dense_sequences<Flash_fwd_params>(batch, call.batch_invariant);
   call.sequences.p_rows = probability_rows(seqlen_q);
   call.sequences.p_cols = probability_rows(k.size(1));
@@ -124,20 +135,8 @@ inline void set_packed(FwdCall& call, const PackedArgs& packed) {
   checks::max_seqlen("max_seqlen_q", packed.max_seqlen_q);
   checks::max_seqlen("max_seqlen_k", packed.max_seqlen_k);
   check_packed_scores(call.scores, q, k, batch, call.p_dropout, packed.max_seqlen_k, is_paged);
-  check_score_overlaps(call.scores, {{"out", call.out}});
   check_random_state(call);
-  overlap::check({{"out", call.out}}, {{"q", q},
-                                       {"k", k},
-                                       {"v", v},
-                                       {"cu_seqlens_q", packed.cu_seqlens_q},
-                                       {"cu_seqlens_k", packed.cu_seqlens_k},
-                                       {"seqused_k", packed.seqused_k},
-                                       {"leftpad_k", packed.leftpad_k},
-                                       {"block_table", packed.block_table},
-                                       {"rng_state", call.options.rng_state},
-                                       {"q_descale", call.quant.q},
-                                       {"k_descale", call.quant.k},
-                                       {"v_descale", call.quant.v}});
+  check_written(call, &packed);
   Flash_fwd_params& sequences = call.sequences;
   sequences = packed_sequences<Flash_fwd_params>(batch, call.batch_invariant, packed.cu_seqlens_q, packed.cu_seqlens_k);
   sequences.p_rows = probability_rows(packed.max_seqlen_q);

@@ -80,7 +80,8 @@ inline void mask_overlap(const MaskTensors& mask, overlap::Operands written) {
                            {"mask.block_map", mask.block_map}});
 }
 
-// The mask of a dense batch. Values of its tensors are never read here, and lead no kernel outside of them.
+// The mask of a dense batch. The values of its tensors are not read here: whatever they are, kernels stay inside
+// memory.
 inline void mask(const MaskTensors& mask, const at::Tensor& q, int64_t seqlen_k) {
   for (const auto& [name, tensor] : mask.named()) {
     if (tensor.has_value() && tensor->dim() == 3) {

@@ -69,7 +69,7 @@ inline void check_scores_without_bias(const ScoreOptions& scores, const at::Tens
   checks::no_biases(scores.bias);
 }
 
-// The same of calls that may have a mask and biases.
+// Of calls that may have a mask and biases.
 inline void check_dense_scores(const ScoreOptions& scores, const at::Tensor& q, const at::Tensor& k, double p_dropout) {
   check_scores(scores, q, q.size(0), p_dropout);
   if (scores.mask.given()) checks::mask(scores.mask, q, k.size(1));

@@ -1,5 +1,5 @@
-// Which tiles of scores add to which tile of a bias's gradient. tests/cpp/test_score_bias.cpp checks this file by brute
-// force.
+// The order of work of a bias's gradient: which tiles of dS each of its tiles sums, and in which order.
+// tests/cpp/test_score_bias.cpp compares with brute force.
 #pragma once
 
 #include <cstdint>
@@ -10,13 +10,13 @@ namespace flash {
 
 FLASH_HOST_DEVICE constexpr int64_t floor_divide(int64_t a, int64_t b) { return (a >= 0 ? a : a - b + 1) / b; }
 
-// Each thread block owns a tile of the result, or with several chunks a part of its sums, and adds tiles of dS in a
-// fixed order.
+// A thread block owns one tile of the result, and sums tiles of dS into it. With several chunks it sums a part of them.
 //
-// attn_bias: a tile of the result is a tile of scores; along an axis where the bias has size 1 all scores add to it.
-// rel_bias: tiles of keys begin at multiples of kBlockN from the diagonal, so that an element of a tile
-// has the same distance in all of them; an offset near the diagonal has a tile of its own, all others on either side
-// add up to one number.
+// attn_bias: one tile of the result per tile of scores. Along an axis where the bias has size 1, all tiles of scores
+// add to the same one.
+// rel_bias (of_table): the result is indexed by distance, column minus row. Tiles of keys begin at multiples of kBlockN
+// from the diagonal. So element (i, j) has the same distance in all tiles of one offset. Each offset near the diagonal
+// has one tile of the result. Farther distances are clamped, so that all other offsets of a side add to one number.
 struct BiasTiles {
   static constexpr int kBlockM = 128, kBlockN = 64;
   static constexpr int kDistances = kBlockM + kBlockN - 1;  // of a tile's elements
@@ -36,9 +36,10 @@ struct BiasTiles {
   // ---- tiles of the result, and the scores that each adds ----
 
   struct Owner {
-    // of_table: n_block numbers the near offsets; the last two numbers are all offsets beyond them, one for each side.
-    int64_t batch, head, m_block, n_block;
+    int64_t batch, head, m_block, n_block;  // of_table: n_block is an offset's class
   };
+
+  // of_table: the near offsets in ascending order, then all below them, then all above them.
 
   FLASH_HOST_DEVICE constexpr int64_t classes() const { return near_count + 2; }
   FLASH_HOST_DEVICE constexpr int64_t own_m_blocks() const { return of_table || sums_rows ? 1 : m_blocks; }
@@ -50,7 +51,7 @@ struct BiasTiles {
     return {matrix / heads, matrix % heads, m, n};
   }
 
-  // What an owner visits: items in this order, each a tile of scores, of_table a row of tiles.
+  // The items of an owner, in the order of their sums: tiles of scores; of_table, rows of tiles.
   FLASH_HOST_DEVICE constexpr int64_t items() const {
     const int64_t m = of_table || sums_rows ? m_blocks : 1, n = !of_table && sums_cols ? n_blocks : 1;
     return (all_batches / batches) * (all_heads / heads) * m * n;
@@ -75,7 +76,7 @@ struct BiasTiles {
 
   // ---- of_table ----
 
-  // Of rows from a diagonal position on, the tiles of keys of a class: from begin on as far as they begin before end.
+  // The tiles of keys of a class whose first rows are at `diagonal`: those that begin in [begin, end).
   struct Keys {
     int begin, end;
   };
@@ -91,7 +92,7 @@ struct BiasTiles {
     return {static_cast<int>(begin), static_cast<int>(end)};
   }
 
-  // The offsets that are near: whose tiles hold a distance within reach, or two that are clamped to different ends.
+  // An offset is near if its tile has a distance within reach, or distances that are clamped to both ends.
   FLASH_HOST_DEVICE constexpr void set_near(int64_t seqlen_q, int64_t seqlen_k, bool has_origins) {
     int64_t begin = floor_divide(-int64_t{reach} - kBlockN + 1, kBlockN) + 1;
     int64_t end = -floor_divide(-(int64_t{reach} + kBlockM - 1), kBlockN);
@@ -105,7 +106,7 @@ struct BiasTiles {
     near_count = end > begin ? end - begin : 0;
   }
 
-  // The distance of bin `bin` of a near offset.
+  // The distance of a bin of a near offset.
   FLASH_HOST_DEVICE constexpr int64_t distance(int64_t index, int64_t bin) const {
     return kBlockN * (near_begin + index) + bin - (kBlockM - 1);
   }

@@ -88,11 +88,7 @@ __global__ void __launch_bounds__(kThreads) kvcache_append_kernel(const __grid_c
   const int index = static_cast<int>(blockIdx.x / shape.blocks);
   const KvRequest request = kv_request(params, index);
   if (!request.is_valid()) return;
-  if (params.paged.block_table != nullptr) {
-    const KvRows needed = kv_required_rows(params, request);
-    const bool invalid = KvPages(params, index).has_invalid_page(needed.begin, needed.end, threadIdx.x, kThreads);
-    if (__syncthreads_or(invalid)) return;
-  }
+  if (params.paged.block_table != nullptr && __syncthreads_or(needs_invalid_page(params, request, kThreads))) return;
   const Append<Element> append{params, request};
   const int64_t first = (blockIdx.x % shape.blocks) * (kThreads * kVectorsPerThread) + threadIdx.x;
 #pragma unroll

@@ -200,11 +200,7 @@ __global__ void __launch_bounds__(kThreads)
   const int index = static_cast<int>(blockIdx.x / request_blocks);
   const KvRequest request = kv_request(params, index);
   if (!request.is_valid()) return;
-  if (params.paged.block_table != nullptr) {
-    const KvRows needed = kv_required_rows(params, request);
-    const bool invalid = KvPages(params, index).has_invalid_page(needed.begin, needed.end, threadIdx.x, kThreads);
-    if (__syncthreads_or(invalid)) return;
-  }
+  if (params.paged.block_table != nullptr && __syncthreads_or(needs_invalid_page(params, request, kThreads))) return;
   const int64_t block = blockIdx.x - index * request_blocks;
   if (block < shape.blocks) {
     write_rows<Element, true>(params, request, shape, block);

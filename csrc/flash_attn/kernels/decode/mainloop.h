@@ -183,6 +183,17 @@ struct KvMainloop {
     }
   }
 
+  // The two squares of 16 columns, in all row tiles.
+  template <class Acc>
+  __device__ __forceinline__ static void multiply_pair(Acc& acc, int pair, const uint32_t (&a)[Config::kRowTiles][4],
+                                                       const uint32_t (&b)[4]) {
+#pragma unroll
+    for (int mi = 0; mi < Config::kRowTiles; ++mi) {
+      multiply(square(acc, mi, 2 * pair), a[mi], b[0], b[1], Element{});
+      multiply(square(acc, mi, 2 * pair + 1), a[mi], b[2], b[3], Element{});
+    }
+  }
+
   template <class Acc>
   __device__ __forceinline__ void multiply_q_k(Acc& acc_s) const {
     const int q_row = ring.row_warp() * 16 * Config::kRowTiles + lane() % 16;
@@ -202,11 +213,7 @@ struct KvMainloop {
       for (int pair = 0; pair < Config::kStep / 16; ++pair) {
         uint32_t b[4];
         load_matrices(b, k + pair * 16 * Config::kHeadDim + Swizzle::next(k_vector, 2 * slice) * 8);
-#pragma unroll
-        for (int mi = 0; mi < Config::kRowTiles; ++mi) {
-          multiply(square(acc_s, mi, 2 * pair), a[mi], b[0], b[1], Element{});
-          multiply(square(acc_s, mi, 2 * pair + 1), a[mi], b[2], b[3], Element{});
-        }
+        multiply_pair(acc_s, pair, a, b);
       }
     }
   }
@@ -292,11 +299,7 @@ struct KvMainloop {
       for (int pair = 0; pair < Config::kCols / 16; ++pair) {
         uint32_t b[4];
         load_matrices_transposed(b, v + slice * 16 * Config::kHeadDim + Swizzle::next(v_vector, 2 * pair) * 8);
-#pragma unroll
-        for (int mi = 0; mi < Config::kRowTiles; ++mi) {
-          multiply(square(acc_o, mi, 2 * pair), a[mi], b[0], b[1], Element{});
-          multiply(square(acc_o, mi, 2 * pair + 1), a[mi], b[2], b[3], Element{});
-        }
+        multiply_pair(acc_o, pair, a, b);
       }
     }
   }

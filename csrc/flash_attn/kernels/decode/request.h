@@ -187,13 +187,17 @@ __device__ __forceinline__ KvRows kv_required_rows(const Flash_kvcache_params& p
   return rows;
 }
 
+// Whether this thread of `threads` finds an invalid page among those that the request needs.
+__device__ __forceinline__ bool needs_invalid_page(const Flash_kvcache_params& params, const KvRequest& request,
+                                                   int threads) {
+  const KvRows needed = kv_required_rows(params, request);
+  return KvPages(params, request.index).has_invalid_page(needed.begin, needed.end, threadIdx.x, threads);
+}
+
 // Whether the request and all pages that it needs are valid. All threads of the block together.
 __device__ __forceinline__ bool is_active(const Flash_kvcache_params& params, const KvRequest& request) {
   bool invalid = !request.is_valid();
-  if (params.paged.block_table != nullptr && !invalid) {
-    const KvRows needed = kv_required_rows(params, request);
-    invalid = KvPages(params, request.index).has_invalid_page(needed.begin, needed.end, threadIdx.x, blockDim.x);
-  }
+  if (params.paged.block_table != nullptr && !invalid) invalid = needs_invalid_page(params, request, blockDim.x);
   return !__syncthreads_or(invalid);
 }
 

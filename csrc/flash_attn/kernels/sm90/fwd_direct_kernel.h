@@ -6,6 +6,8 @@
 
 #include "kernels/common/max_logit.h"
 #include "kernels/common/pdl.h"
+#include "kernels/common/shared_storage.h"
+#include "kernels/common/warp_index.h"
 #include "kernels/sm90/fwd_epilogue.h"
 #include "kernels/sm90/fwd_mainloop.h"
 #include "kernels/sm90/fwd_producer.h"
@@ -105,15 +107,16 @@ struct DirectConsumer {
 };
 
 template <class Config>
+__device__ __forceinline__ FwdStorage<Config>& fwd_storage() {
+  constexpr int kBytes = plan::sm90_fwd_smem_bytes(Config::kTile, Config::kVariant, Config::kDtype);
+  return shared_storage<FwdStorage<Config>, kBytes>();
+}
+
+template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, 1)
     flash_fwd_direct_kernel(const __grid_constant__ FwdLaunch launch) {
-  static_assert(
-      sizeof(FwdStorage<Config>) == plan::sm90_fwd_smem_bytes(Config::kTile, Config::kVariant, Config::kDtype),
-      "plan and kernel agree on the shared memory");
-  extern __shared__ __align__(1024) char smem[];
-  FwdStorage<Config>& storage = *reinterpret_cast<FwdStorage<Config>*>(smem);
-  const int warp_group =
-      __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // shuffled, so that ptxas sees uniform branches
+  FwdStorage<Config>& storage = fwd_storage<Config>();
+  const int warp_group = warpgroup_index();
   if (warp_group == Config::kWarpGroups) {
     DirectLoader<Config>(launch, storage).run();
     return;

@@ -69,13 +69,8 @@ struct ConsumerTiles : StaticTiles<Config> {
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, 1)
     flash_fwd_static_kernel(const __grid_constant__ FwdLaunch launch) {
-  static_assert(
-      sizeof(FwdStorage<Config>) == plan::sm90_fwd_smem_bytes(Config::kTile, Config::kVariant, Config::kDtype),
-      "plan and kernel agree on the shared memory");
-  extern __shared__ __align__(1024) char smem[];
-  FwdStorage<Config>& storage = *reinterpret_cast<FwdStorage<Config>*>(smem);
-  const int warp_group =
-      __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // shuffled, so that ptxas sees uniform branches
+  FwdStorage<Config>& storage = fwd_storage<Config>();
+  const int warp_group = warpgroup_index();
   if (warp_group == Config::kWarpGroups) {
     if (threadIdx.x % 32 == 0) {
       prefetch_tensor_maps(launch, false);

@@ -7,6 +7,8 @@
 
 #include "kernels/common/fwd_epilogue.h"
 #include "kernels/common/pdl.h"
+#include "kernels/common/shared_storage.h"
+#include "kernels/common/warp_index.h"
 #include "kernels/sm90/fwd_epilogue.h"
 #include "kernels/sm90/jvp_fwd_mainloop.h"
 #include "kernels/sm90/jvp_fwd_producer.h"
@@ -158,21 +160,18 @@ __device__ __forceinline__ void clear_missing_tangents(const JvpFwdLaunch& launc
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, 1)
     flash_fwd_jvp_kernel(const __grid_constant__ JvpFwdLaunch launch) {
-  static_assert(sizeof(FwdStorage<Config>) == plan::sm90_jvp_fwd_smem_bytes(Config::kTile, Config::kDtype),
-                "plan and kernel agree on the shared memory");
-  extern __shared__ __align__(1024) char smem[];
-  FwdStorage<Config>& storage = *reinterpret_cast<FwdStorage<Config>*>(smem);
+  constexpr int kBytes = plan::sm90_jvp_fwd_smem_bytes(Config::kTile, Config::kDtype);
+  FwdStorage<Config>& storage = shared_storage<FwdStorage<Config>, kBytes>();
   if (threadIdx.x < 32) {
     if (threadIdx.x == 0) storage.init_barriers(false);
     __syncwarp();
     Barrier::fence_init();
   }
   clear_missing_tangents(launch, storage);
-  const int warp_group =
-      __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // shuffled, so that ptxas sees uniform branches
+  const int warp_group = warpgroup_index();
   if (warp_group == 0) {
     cutlass::arch::warpgroup_reg_dealloc<Config::kProducerRegisters>();
-    const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
+    const int warp = warp_index();
     wait_for_previous_kernel();  // the semaphore, the segments
     store_rng_state(launch.params.dropout);
     if (warp == kSchedulerWarp) {

@@ -14,6 +14,8 @@
 #include "kernels/common/differentiate.h"
 #include "kernels/common/pdl.h"
 #include "kernels/common/row_store.h"
+#include "kernels/common/shared_storage.h"
+#include "kernels/common/warp_index.h"
 #include "kernels/sm90/bwd_row_values.h"
 #include "kernels/sm90/bwd_statistics_warp.h"
 #include "kernels/sm90/bwd_steps.h"
@@ -332,20 +334,17 @@ using SecondConsumer = std::conditional_t<Config::kSplitsByRole, DkConsumer<Conf
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, 1)
     flash_bwd_dkv_kernel(const __grid_constant__ BwdTwoPassLaunch launch) {
-  static_assert(
-      sizeof(DkvStorage<Config>) == plan::sm90_dkv_smem_bytes(Config::kTile, Config::kIsGeneral, Config::kDtype),
-      "plan and kernel agree on the shared memory");
-  extern __shared__ __align__(1024) char smem[];
-  DkvStorage<Config>& storage = *reinterpret_cast<DkvStorage<Config>*>(smem);
+  constexpr int kBytes = plan::sm90_dkv_smem_bytes(Config::kTile, Config::kIsGeneral, Config::kDtype);
+  DkvStorage<Config>& storage = shared_storage<DkvStorage<Config>, kBytes>();
   if (threadIdx.x == 0) storage.init_barriers();
   __syncthreads();
   // The order matters: the dQ kernel, which may start from here on, relies on a complete softmax_d.
   wait_for_previous_kernel();
   allow_next_kernel();
-  const int warp_group = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // warp-uniform, so that branches on it are
+  const int warp_group = warpgroup_index();
   if (warp_group == 0) {
     cutlass::arch::warpgroup_reg_dealloc<Config::kProducerRegisters>();
-    const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
+    const int warp = warp_index();
     if (warp == 0) DkvLoader<Config>(launch, storage).run_all();
     if (warp == 1) {
       PipelineState<Config::kStages> state;

@@ -12,6 +12,8 @@
 #include "kernels/common/mask.h"
 #include "kernels/common/pdl.h"
 #include "kernels/common/row_store.h"
+#include "kernels/common/shared_storage.h"
+#include "kernels/common/warp_index.h"
 #include "kernels/sm90/bwd_row_values.h"
 #include "kernels/sm90/bwd_two_pass/dq_loader.h"
 #include "kernels/sm90/bwd_two_pass/products.h"
@@ -346,17 +348,14 @@ struct DqConsumer {
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, 1)
     flash_bwd_dq_kernel(const __grid_constant__ BwdTwoPassLaunch launch) {
-  static_assert(
-      sizeof(DqStorage<Config>) == plan::sm90_dq_smem_bytes(Config::kTile, Config::kIsGeneral, Config::kDtype),
-      "plan and kernel agree on the shared memory");
-  extern __shared__ __align__(1024) char smem[];
-  DqStorage<Config>& storage = *reinterpret_cast<DqStorage<Config>*>(smem);
+  constexpr int kBytes = plan::sm90_dq_smem_bytes(Config::kTile, Config::kIsGeneral, Config::kDtype);
+  DqStorage<Config>& storage = shared_storage<DqStorage<Config>, kBytes>();
   if (threadIdx.x == 0) storage.init_barriers();
   __syncthreads();
-  const int warp_group = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // warp-uniform, so that branches on it are
+  const int warp_group = warpgroup_index();
   if (warp_group == 0) {
     cutlass::arch::warpgroup_reg_dealloc<Config::kProducerRegisters>();
-    const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
+    const int warp = warp_index();
     if (warp == 0) {
       DqLoader<Config>(launch, storage).run_all();
       wait_for_previous_kernel();  // so that the end of this kernel is the end of both

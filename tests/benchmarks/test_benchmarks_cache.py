@@ -48,7 +48,6 @@ def test_flops_count_the_visible_keys():
     assert latent.flops() == 2 * 3 * 8 * 50 * (32 + 48 + 48)
 
 
-@pytest.mark.pairs
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 @pytest.mark.parametrize("name", ("ours", "sdpa_flash", "sdpa_math"))
 @pytest.mark.parametrize("timing", ("event", "graph"))
