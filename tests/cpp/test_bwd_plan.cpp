@@ -334,22 +334,24 @@ void check_masks() {
 // Biases as data: by list on Hopper, with a separate kernel of dQ where a softcap is differentiated; else by mma.sync.
 void check_biases() {
   for (int head_dim : {8, 32, 64, 128, 192, 256, 512}) {
-    for (int options = 0; options < 8; ++options) {
+    for (int options = 0; options < 16; ++options) {
       BwdProblem problem = dense(3, 1000, 8, head_dim);
       problem.has_bias = true;
       problem.modifiers = flash::Modifiers::kAny;
       problem.has_softcap = options & 1;
       problem.deterministic = options & 2;
       problem.is_varlen = options & 4;
+      problem.has_dropout = options & 8;
       for (const char* forced : {static_cast<const char*>(nullptr), "mma_sync"}) {
         const BwdPlan plan = plan_of(problem, kH100, forced);
         const bool listed = head_dim <= 256 && forced == nullptr;
         check::that(plan.family == (listed ? Family::kWgmma : Family::kMmaSync), "family", head_dim, options);
         const bool has_pass = listed && (problem.has_softcap || problem.deterministic || head_dim > 128);
-        const BwdVariant by_list = has_pass ? BwdVariant::kListed : BwdVariant::kBiased;
+        const bool has_bits = listed && !has_pass && problem.has_dropout && head_dim > 64;  // beside no boxes
+        const BwdVariant by_list = has_pass || has_bits ? BwdVariant::kListed : BwdVariant::kBiased;
         check::that(plan.variant == (listed ? by_list : BwdVariant::kDropout), "variant", head_dim);
         check::that(plan.mask.matrices == listed, "lists", head_dim, plan.mask.matrices);
-        check::that(plan.may_store_ds == !problem.has_softcap, "dS", head_dim, options);
+        check::that(plan.may_store_ds == (!problem.has_softcap && !has_bits), "dS", head_dim, options);
         check::that(plan.dq_pass == has_pass, "dQ", head_dim, options);
       }
       check::that(plan_of(problem, kA100).variant == BwdVariant::kDropout, "elsewhere", head_dim, options);

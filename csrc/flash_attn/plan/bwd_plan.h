@@ -13,8 +13,8 @@ namespace plan {
 // kDropout: of the mma.sync family, which has score modifiers in all of its kernels; origins and biases too. kGeneral:
 // of the wgmma family, dropout and score modifiers. kAccumulate: dK and dV are added to fp32 tensors, in the mma.sync
 // family with or without dropout, in the wgmma family by plain calls; there kGeneral adds for the others. kListed: of
-// the wgmma family, all calls with a mask or a bias as data. kBiased: in its place with a bias, of one pass and without
-// dropout; it may store dS.
+// the wgmma family, all calls with a mask or a bias as data. kBiased: in its place with a bias, in one pass, at head
+// dim 128 without dropout.
 enum class BwdVariant { kPlain, kDropout, kAccumulate, kGeneral, kListed, kBiased };
 
 constexpr const char* variant_name(BwdVariant variant) {
@@ -30,7 +30,8 @@ constexpr const char* variant_name(BwdVariant variant) {
 }
 
 // Whether its wgmma kernels have room for the random bits of dropout.
-constexpr bool may_drop(BwdVariant variant) {
+constexpr bool may_drop(BwdVariant variant, const Sm90BwdTile& tile) {
+  if (variant == BwdVariant::kBiased) return sm90_biased_bwd_may_drop(tile);
   return variant == BwdVariant::kGeneral || variant == BwdVariant::kListed;
 }
 
@@ -146,7 +147,7 @@ inline void set_dq_pass(BwdPlan& plan, const BwdProblem& problem, const Device& 
   plan.dq_grid = persistent_grid(plan.dq_tiles, device, plan.dq_is_dynamic);
   plan.dq_overlaps = !device.has_margin;
   plan.dq_threads = plan.threads;
-  plan.dq_smem_bytes = sm90_dq_smem_bytes(tile, may_drop(plan.variant), problem.dtype);
+  plan.dq_smem_bytes = sm90_dq_smem_bytes(tile, may_drop(plan.variant, tile), problem.dtype);
   if (problem.has_mask()) plan.dq_mask = plan_mask(problem, false, kSm90DqBlockM, kSm90DqBlockN);
 }
 
@@ -159,7 +160,9 @@ constexpr Sm90BwdTile listed_tile(const BwdProblem& problem) {
 
 constexpr BwdVariant wgmma_bwd_variant(const BwdProblem& problem) {
   if (problem.has_mask()) {
-    const bool biased = problem.has_bias && !problem.has_dropout && !has_dq_pass(listed_tile(problem));
+    const Sm90BwdTile tile = listed_tile(problem);
+    const bool drops = !problem.has_dropout || sm90_biased_bwd_may_drop(tile);
+    const bool biased = problem.has_bias && drops && !has_dq_pass(tile);
     return biased ? BwdVariant::kBiased : BwdVariant::kListed;
   }
   if (!problem.is_plain()) return BwdVariant::kGeneral;
@@ -170,13 +173,13 @@ inline BwdPlan plan_bwd_wgmma(const BwdProblem& problem, const Device& device) {
   BwdPlan plan;
   plan.family = Family::kWgmma;
   plan.variant = wgmma_bwd_variant(problem);
-  const bool has_random_bits = may_drop(plan.variant);
   const bool dq_in_smem = prefers_dq_in_smem(problem, device);
-  const Sm90BwdTile tile = dq_in_smem           ? kSm90SharedDqTile
-                           : problem.has_mask() ? listed_tile(problem)
-                           : prefers_dq_pass(problem)
-                               ? kSm90TwoPassTile
-                               : sm90_bwd_tile(problem.head_dim, problem.head_dim_v, has_random_bits);
+  const Sm90BwdTile tile = dq_in_smem                 ? kSm90SharedDqTile
+                           : problem.has_mask()       ? listed_tile(problem)
+                           : prefers_dq_pass(problem) ? kSm90TwoPassTile
+                                                      : sm90_bwd_tile(problem.head_dim, problem.head_dim_v,
+                                                                      plan.variant == BwdVariant::kGeneral);
+  const bool has_random_bits = may_drop(plan.variant, tile);
   plan.head_dim = tile.head_dim;
   plan.head_dim_v = tile.value_dim();
   plan.block_m = tile.block_m;

@@ -396,6 +396,9 @@ constexpr int sm90_bwd_threads(const Sm90BwdTile& tile) { return 128 * (3 + has_
 // kBiased: boxes of a bias for each consumer; they take the place of a dedicated buffer for dK and dV.
 constexpr int kSm90BwdBiasStages = 2;
 
+// Whether it has room for the random bits of dropout beside them.
+constexpr bool sm90_biased_bwd_may_drop(const Sm90BwdTile& tile) { return tile.head_dim <= 64; }
+
 constexpr int kSm90DqWarps = 4;  // that compute a step's dQ unless it has a separate kernel
 
 constexpr int kNumSm90BwdTiles = 4;

@@ -8,7 +8,8 @@ namespace sm90 {
 // run-time flags. kAccumulate: kPlain, but dK and dV are added to fp32 matrices; as a flag of kPlain it would change
 // how ptxas schedules the loop.
 // kListed: m_blocks by list, of a mask as data (core/block_list.h), with all of kGeneral as run-time flags.
-// kBiased: the same with biases as data, without softcap and dropout, which may store dS. In one pass.
+// kBiased: the same with biases as data, in one pass and without softcap, at head dim 128 without dropout; it may store
+// dS.
 enum class BwdVariant { kPlain, kGeneral, kAccumulate, kListed, kBiased };
 
 // Where dQ is accumulated. kGlobal: in fp32 tiles in global memory, into which every n_block reduces. kShared: in

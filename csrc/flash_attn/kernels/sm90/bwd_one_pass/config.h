@@ -21,11 +21,11 @@ struct BwdOnePassConfig {
   static constexpr bool kBiased = kVariant_ == BwdVariant::kBiased;
   static constexpr bool kListed = kVariant_ == BwdVariant::kListed || kBiased;
   static constexpr bool kIsGeneral = kVariant_ == BwdVariant::kGeneral;  // P is made after dP
-  static constexpr bool kMayDrop = kIsGeneral || kVariant_ == BwdVariant::kListed;
   static constexpr bool kMayAccumulate = kVariant_ != BwdVariant::kPlain && !kListed;
   static constexpr bool kDqInSmem = kDqLocation == DqLocation::kShared;
   static constexpr plan::Sm90BwdTile kTile =
       kDqInSmem ? plan::kSm90SharedDqTile : plan::sm90_bwd_tile(kHeadDim_, kHeadDim_);
+  static constexpr bool kMayDrop = kIsGeneral || (kBiased ? plan::sm90_biased_bwd_may_drop(kTile) : kListed);
   // A dedicated warpgroup computes dQ from the dS of both consumers, so that neither consumer waits for the other's dS.
   static constexpr bool kHasDqWarpgroup = plan::has_dq_warpgroup(kTile);
   static constexpr int kHeadDim = kTile.head_dim;

@@ -187,10 +187,17 @@ struct BwdMainloop {
       add_biases_of(at, tile_coords, scores);
       if (!is_unmasked) mask_scores<Config::kBlockM, 64>(scores, coords, mask_at(at), tile_coords);
       exponentiate_scores(scores, params.softmax_scale_log2, lse_log2);
+      if constexpr (Config::kMayDrop) {
+        if (params.has_dropout) mark_dropped(params, coords, bits, scores);
+      }
       const EarlyRowValues softmax_d_of_rows(softmax_d);
-      if constexpr (kStartsDv) start_dkv(convert<Element>(acc_s), storage.dout[stage], acc_dv);
+      if constexpr (kStartsDv) start_dkv(convert_p(acc_s), storage.dout[stage], acc_dv);
       wait_for<kStartsDv>(acc_dp);
-      differentiate_scores(scores, dp, softmax_d_of_rows);
+      if constexpr (Config::kMayDrop) {
+        differentiate_handed(params, scores, dp, softmax_d_of_rows);
+      } else {
+        differentiate_scores(scores, dp, softmax_d_of_rows);
+      }
     } else if constexpr (Config::kListed) {
       const int diagonal = alibi_diagonal(params, tile.batch, visibility, tile_coords.row_begin);
       if (params.has_score_mod) {
