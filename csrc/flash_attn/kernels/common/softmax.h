@@ -44,11 +44,12 @@ struct Softmax {
   }
 
   // Turns scores (rows, cols) into exp2(scale (score - row_max)). row_max lags the true running maximum by at most
-  // threshold_log2 / scale: out (rows, head dim) is rescaled only when some row of the warp would exceed that. The
-  // result depends on the lag only through rounding. scale > 0. With kMayFall and a threshold below 0 row_max falls to
-  // the maximum of a block too, if it is not further below: the largest P of each block is 1, which is not rounded.
-  template <bool kMayFall, class Scores, class Out>
-  __device__ __forceinline__ void update(Scores& scores, Out& out, float scale, float threshold_log2) {
+  // threshold_log2 / scale: out (rows, head dim) is rescaled only when some row of the warp would exceed that, or have
+  // a heavy weight. The result depends on the lag only through rounding. scale > 0. With kMayFall and a threshold below
+  // 0 row_max falls to the maximum of a block too, if it is not further below: the largest P of each block is 1, which
+  // is not rounded.
+  template <bool kMayFall = false, class Scores, class Out>
+  __device__ __forceinline__ void update(Scores& scores, Out& out, float scale, float threshold_log2 = kThresholdLog2) {
     if (__any_sync(0xffffffffu, may_exceed_threshold(scores, scale, threshold_log2))) {
       float maxima[kRows];
       set_maxima(scores, maxima);
