@@ -82,7 +82,7 @@ void attend(Scores& scores, float threshold_log2, Result& result, Mode mode = kU
     for (int mi = 0; mi < 2; ++mi)
       for (int ni = 0; ni < kKeys / 4; ++ni) p(mi, ni) = scores.at(block, g + 8 * mi, 4 * t + ni);
     if (mode == kUpdate) {
-      softmax.update(p, out, kScale, threshold_log2);
+      softmax.update<true>(p, out, kScale, threshold_log2);
     } else if (block == 0) {
       softmax.set_row_max(p, kScale);
       softmax.exponentiate(p, kScale);

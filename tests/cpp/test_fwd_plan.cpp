@@ -173,6 +173,7 @@ void check_row_max() {
   check::that(!falls(changed(dense(2, 8192, 16, 128), exact), kH100), "many m_blocks");
   check::that(!falls(changed(dense(1, 1024, 4, 512), exact), kH100), "warps that share rows");
   check::that(!falls(changed(few, [](FwdProblem& p) { p.returns_max_logit = true; }), kH100), "max_logit");
+  check::that(!falls(changed(few, [](FwdProblem& p) { p.has_dropout = true; }), kH100), "dropout");
   check::that(!falls(changed(few, [](FwdProblem& p) { p.batch_invariant = true; }), kH100), "batch-invariant");
 }
 

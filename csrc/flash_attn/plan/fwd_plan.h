@@ -334,11 +334,11 @@ inline bool wgmma_supports(const FwdProblem& problem, const Device& device, cons
 }
 
 // Whether an exact row max falls. FlashAttention-2 splits the keys of calls with few m_blocks, so that more weights are
-// 1 and not rounded; here each block of keys has such a weight. Not where the largest logit is wanted, nor where warps
-// that share rows would have to agree.
-constexpr bool takes_falling_row_max(const FwdProblem& problem, const Device& device, int head_dim) {
-  return problem.exact_row_max && !problem.returns_max_logit && !problem.batch_invariant && !is_wide(head_dim) &&
-         problem.blocks(128) <= device.multiprocessors;
+// 1 and not rounded; here each block of keys has such a weight. Not with dropout or a bias, which it does not split or
+// have, not where the largest logit is wanted, nor where warps that share rows would have to agree.
+constexpr bool takes_falling_row_max(const FwdProblem& problem, const Device& device, const FwdPlan& plan) {
+  return problem.exact_row_max && !problem.returns_max_logit && !problem.batch_invariant && !is_wide(plan.head_dim) &&
+         plan.variant != FwdVariant::kDropout && problem.blocks(128) <= device.multiprocessors;
 }
 
 inline FwdPlan plan_fwd_mma_sync(const FwdProblem& problem, const Device& device) {
@@ -360,7 +360,7 @@ inline FwdPlan plan_fwd_mma_sync(const FwdProblem& problem, const Device& device
   plan.grid = product(problem.heads, m_blocks(problem.is_varlen, static_cast<int>(problem.batch),
                                               static_cast<int>(problem.seqlen_q), tile.block_m));
   plan.num_work_tiles = plan.grid;
-  plan.row_max_falls = takes_falling_row_max(problem, device, tile.head_dim);
+  plan.row_max_falls = takes_falling_row_max(problem, device, plan);
   plan.pdl = true;
   plan.workspace_bytes = 4 * varlen_words(problem.is_varlen, problem.batch);
   return plan;

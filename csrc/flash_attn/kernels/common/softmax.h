@@ -44,17 +44,18 @@ struct Softmax {
   }
 
   // Turns scores (rows, cols) into exp2(scale (score - row_max)). row_max lags the true running maximum by at most
-  // threshold_log2 / scale: out (rows, head dim) is rescaled only when some row of the warp would exceed that. The
-  // result depends on the lag only through rounding. scale > 0. With a threshold below 0 row_max falls to the maximum
-  // of a block too, if it is not further below: the largest P of each block is 1, which is not rounded.
-  template <class Scores, class Out>
-  __device__ __forceinline__ void update(Scores& scores, Out& out, float scale, float threshold_log2) {
+  // threshold_log2 / scale: out (rows, head dim) is rescaled only when some row of the warp would exceed that, or have
+  // a heavy weight. The result depends on the lag only through rounding. scale > 0. With kMayFall and a threshold below
+  // 0 row_max falls to the maximum of a block too, if it is not further below: the largest P of each block is 1, which
+  // is not rounded.
+  template <bool kMayFall = false, class Scores, class Out>
+  __device__ __forceinline__ void update(Scores& scores, Out& out, float scale, float threshold_log2 = kThresholdLog2) {
     if (__any_sync(0xffffffffu, may_exceed_threshold(scores, scale, threshold_log2))) {
       float maxima[kRows];
       set_maxima(scores, maxima);
-      raise_and_rescale(maxima, out, scale, most_fall(scale, threshold_log2));
+      raise_and_rescale(maxima, out, scale, kMayFall ? most_fall(scale, threshold_log2) : 0.0f);
     }
-    add_exponentials(scores, scale);
+    exponentiate<true>(scores, scale);
   }
 
   // First half of update(), with a threshold of at least 0. Returns, warp-uniform, whether row_max was updated: then
@@ -102,7 +103,7 @@ struct Softmax {
 #pragma unroll
     for (int mi = 0; mi < kRows; ++mi) exceeds |= (fmaxf(maxima[mi], 0.0f) - row_max[mi]) * scale > threshold_log2;
     if (__any_sync(0xffffffffu, exceeds)) raise_and_rescale(maxima, out, scale);
-    add_exponentials(scores, scale);
+    exponentiate<true>(scores, scale);
   }
 
   // How far row_max may fall in a block. The bound of the sums, of all columns by the vote, is one of the distance to
@@ -170,7 +171,10 @@ struct Softmax {
   __device__ __forceinline__ bool may_exceed_threshold(const Scores& scores, float scale, float threshold_log2) const {
     return may_exceed(scores, [&](int mi, float top) {
       const float exponent = (top - row_max[mi]) * scale;
-      const bool is_heavy = top > 0.0f && exp2f(exponent) > fmaxf(kMostOfRowForOne * row_sum[mi][0], 1.0f);
+      float sum = row_sum[mi][0];
+#pragma unroll
+      for (int i = 1; i < kSums; ++i) sum += row_sum[mi][i];
+      const bool is_heavy = top > 0.0f && exp2f(exponent) > fmaxf(kMostOfRowForOne * sum, 1.0f);
       return exponent > threshold_log2 || is_heavy;
     });
   }
@@ -204,25 +208,11 @@ struct Softmax {
     }
   }
 
-  // After update_row_max().
-  template <class Scores>
-  __device__ __forceinline__ void exponentiate(Scores& scores, float scale) {
-    exponentiate(scores, scale, [&](int mi, float p) { row_sum[mi][0] += p; });
-  }
-
-  // Second half of update(). Each block has a sum of its own: one chain of additions over thousands of keys would be
+  // Second half of update(). Offsets: row_max * scale, subtracted from exponents; large ones from the scores
+  // beforehand. kBlockSums: each block has a sum of its own, as one chain of additions over thousands of keys would be
   // most of the LSE's error.
-  template <class Scores>
-  __device__ __forceinline__ void add_exponentials(Scores& scores, float scale) {
-    float sums[kRows] = {};
-    exponentiate(scores, scale, [&](int mi, float p) { sums[mi] += p; });
-#pragma unroll
-    for (int mi = 0; mi < kRows; ++mi) row_sum[mi][0] += sums[mi];
-  }
-
-  // Offsets: row_max * scale, subtracted from exponents; large ones from the scores beforehand. add(mi, p): to a sum.
-  template <class Scores, class Add>
-  __device__ __forceinline__ void exponentiate(Scores& scores, float scale, const Add& add) {
+  template <bool kBlockSums = false, class Scores>
+  __device__ __forceinline__ void exponentiate(Scores& scores, float scale) {
     using namespace cute;
     float offset[kRows];
 #pragma unroll
@@ -230,11 +220,13 @@ struct Softmax {
     if (is_large) subtract_row_max(scores, offset);
 #pragma unroll
     for (int mi = 0; mi < kRows; ++mi) {
+      float sum = kBlockSums ? 0.0f : row_sum[mi][0];
 #pragma unroll
       for (int ni = 0; ni < size<1>(scores); ++ni) {
         scores(mi, ni) = exp2f(scores(mi, ni) * scale - offset[mi]);
-        add(mi, scores(mi, ni));
+        sum += scores(mi, ni);
       }
+      row_sum[mi][0] = kBlockSums ? row_sum[mi][0] + sum : sum;
     }
   }
 

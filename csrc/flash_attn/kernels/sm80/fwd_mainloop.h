@@ -191,7 +191,7 @@ struct FwdMainloop {
       exchange().read_maxima(coords, maxima);
       softmax.update_shared(scores, out, maxima, params.softmax_scale_log2, params.rescale_threshold_log2);
     } else {
-      softmax.update(scores, out, params.softmax_scale_log2, params.rescale_threshold_log2);
+      softmax.template update<!Config::kMayDrop>(scores, out, params.softmax_scale_log2, params.rescale_threshold_log2);
     }
     if constexpr (Config::kMayDrop) {
       if (params.has_dropout) {
