@@ -20,6 +20,7 @@ from reference import (
     attention,
     attention_varlen,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from flash_attn import backends, flash_attn_func, flash_attn_varlen_func
 from flash_attn.dropout import dropout_threshold
@@ -318,6 +319,28 @@ def by_function():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(eager, "attention", lambda *args: NotImplemented)
         yield
+
+
+@contextmanager
+def no_synchronisation():
+    """Any call that waits for the GPU raises."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+class Recorder(TorchDispatchMode):
+    """Keeps the operators that reach the dispatcher."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.seen.append(function)
+        return function(*args, **(kwargs or {}))
 
 
 def captured(call):

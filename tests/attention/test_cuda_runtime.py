@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 
 import pytest
 import torch
 from cases import Case
-from harness import backend_forward, captured, check_forward, expected, make_problem, run
+from harness import backend_forward, captured, check_forward, expected, make_problem, no_synchronisation, run
 from reference import assert_accurate
 
 from flash_attn import backends, dropout_mask, flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
@@ -20,16 +19,6 @@ pytestmark = pytest.mark.devices("cuda")
 def problem_of(kind="packed", page_size=16, device="cuda", **options):
     case = Case(4, 150, 300, 4, 2, 64, "bfloat16", True, kind=kind, page_size=page_size, **options)
     return make_problem(case, device)
-
-
-@contextlib.contextmanager
-def no_synchronisation():
-    """Any call that waits for the GPU raises."""
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("kind,page_size", [("dense", 0), ("packed", 0), ("seqused", 16), ("leftpad", 7)])

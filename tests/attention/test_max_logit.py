@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 from cases import Case
-from harness import check_forward, expected, make_problem, run
+from harness import check_forward, expected, make_problem, no_synchronisation, run
 
 from flash_attn import (
     flash_attn_func,
@@ -164,11 +164,8 @@ def test_no_host_synchronisation_and_graphs(device):
     problem = make_problem(Case(4, 150, 300, 4, 2, 64, DTYPE, True, kind="packed", sinks=True), device)
     run(problem, return_max_logit=True)
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_synchronisation():
         run(problem, return_max_logit=True)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         results = run(problem, return_max_logit=True)

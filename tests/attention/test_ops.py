@@ -8,6 +8,7 @@ import sys
 import fresh_process
 import pytest
 import torch
+from harness import Recorder
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.library import opcheck
 
@@ -381,15 +382,6 @@ def test_export(device):
 
 def test_dispatch_modes_see_the_operator(device):
     """Selective checkpointing, FLOP counters and fake tensors work on operators, so they must get them."""
-
-    class Recorder(torch.utils._python_dispatch.TorchDispatchMode):
-        def __init__(self):
-            super().__init__()
-            self.seen = []
-
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            self.seen.append(function)
-            return function(*args, **(kwargs or {}))
 
     with Recorder() as recorder:
         flash_attn_func(*dense_inputs(device))

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from harness import no_synchronisation
 from reference import sequence_bounds
 
 from flash_attn import flash_attn_func, flash_attn_varlen_func
@@ -155,8 +156,5 @@ def test_nothing_waits_for_the_gpu(device):
     tensors, lengths = problem(device), (as_int(device, CU_Q), as_int(device, CU_K), 43, 60)
     used = as_int(device, USED)
     flash_attn_varlen_func(*tensors, *lengths, seqused_q=used)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_synchronisation():
         flash_attn_varlen_func(*tensors, *lengths, seqused_q=used)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")

@@ -7,8 +7,7 @@ import dataclasses
 import pytest
 import torch
 from cases import Case
-from harness import captured, check_gradients, make_problem, run
-from test_cuda_runtime import no_synchronisation
+from harness import captured, check_gradients, make_problem, no_synchronisation, run
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 

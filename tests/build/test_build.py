@@ -1,4 +1,4 @@
-"""The kernel build: knobs, the judge of compiled kernels, the archive. Installs: test_install.py."""
+"""The kernel build: environment variables, check of registers and spills, the archive. Installs: test_install.py."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What a reader can hold: the length of files and of device functions."""
+"""Limits of the length of files and of device functions."""
 
 import re
 from pathlib import Path

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 
 import pytest
 import torch
+from harness import no_synchronisation
 from kvcache_harness import KvCase, check_append, check_attention, make_problem, plan_for, run
 
 from flash_attn import KvCachePlan, flash_attn_combine, flash_attn_with_kvcache
@@ -15,16 +15,6 @@ pytestmark = pytest.mark.devices("cuda")  # nothing of this exists on the CPU
 
 CAPACITY = 2048
 STEPS = ((40, 0, 1900, 17), (41, 1, 1901, 18), (-1, 2000, -1, 5), (0, 0, 0, 0), (2040, 2040, 2040, 2040), (-1,) * 4)
-
-
-@contextlib.contextmanager
-def no_synchronisation():
-    """Any call that waits for the GPU raises."""
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def captured(call):

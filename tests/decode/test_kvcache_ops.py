@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from harness import Recorder
 from kvcache_harness import KvCase, make_problem, plan_for
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.library import opcheck
@@ -163,15 +164,6 @@ def test_compiled_combine(device, backend):
 
 
 def test_dispatch_modes_see_the_operators(device):
-    class Recorder(torch.utils._python_dispatch.TorchDispatchMode):
-        def __init__(self):
-            super().__init__()
-            self.seen = []
-
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            self.seen.append(function)
-            return function(*args, **(kwargs or {}))
-
     with Recorder() as recorder:
         for new in (None, 2):
             step(problem_of(device, seqlen_new=new), flash_attn_with_kvcache, True, False)

@@ -1,6 +1,6 @@
-// Gradients of biases as data, after a backward of either family: S and dP once more by mma.sync, in parts of 64
-// columns of the head dim, so that one kernel serves every head dim. A thread block sums dS of all the tiles that add
-// to its tile of the result in registers, in a fixed order (core/bias_tiles.h).
+// Gradients of biases as data, after a backward of either family. It computes S and dP again by mma.sync, in parts of
+// 64 columns, so that one kernel supports every head dim. A thread block owns a tile of the result and sums into it, in
+// registers and in a fixed order, dS of all tiles of scores that add to it (core/bias_tiles.h).
 #include <atomic>
 
 #include <cute/tensor.hpp>
@@ -97,7 +97,7 @@ struct BiasGradient {
               head_k, -tiles.key_begin, at.seqlen_k - tiles.key_begin, smem_keys(stage));
   }
 
-  // Loads are kStages - 1 parts ahead, and pass on the tile that a part belongs to.
+  // Loads run kStages - 1 parts before the products; `loaded` passes the tile of each part on.
   __device__ __forceinline__ void run(const BiasTiles::Owner& owner, int64_t chunk, LoadedTile* loaded) {
     ScoreTiles tiles(params, owner, chunk);
     int part = 0, slot = 0, issued = 0;
