@@ -98,7 +98,8 @@ def _ranges_mask(
 ) -> AttentionMask:
     index = torch.arange(q_length, device=device) + q_offset
     bounds = [x - kv_offset for one in _ranges(function, _Queries(index, index, tokens)) for x in one]
-    mask = AttentionMask.query_ranges(*torch.broadcast_tensors(*bounds))
+    factors = AttentionMask.query_ranges(*torch.broadcast_tensors(*bounds)).factors
+    mask = AttentionMask(factors, q_length, kv_length)
     if tokens is None:
         return mask
     missing = kv_length + kv_offset - tokens.shape[1]

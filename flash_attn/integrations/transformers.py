@@ -66,7 +66,7 @@ def padding_mask(
     q_offset: int | Tensor = 0,
     kv_offset: int = 0,
     mask_function: Any = None,
-    attention_mask: Tensor | None = None,
+    attention_mask: AttentionMask | Tensor | None = None,
     use_vmap: bool = False,
     device: Any = None,
     **options: Any,
@@ -78,6 +78,8 @@ def padding_mask(
 
     Other masks (chunks, blocks, functions of the model's) become an AttentionMask with causal, window and padding.
     """
+    if isinstance(attention_mask, AttentionMask):  # a model that makes masks passes them to one that makes them too
+        return attention_mask
     if use_vmap or is_other_mask(mask_function):
         tokens = None if attention_mask is None else attention_mask.bool()
         sizes = batch_size, q_length, kv_length, q_offset, kv_offset
@@ -254,12 +256,23 @@ def _masked(
         k, v = k[:, : mask.shape[3]], v[:, : mask.shape[3]]
         bias = None if bias is None else bias[..., : mask.shape[3]]
         if mask.dtype == torch.bool:
-            dense = mask
-            mask = token_layout.once_a_pass(dense, module, "bits", lambda: AttentionMask.from_tensor(dense, q.shape[1]))
+            mask = _as_bits(mask, q.shape[1], module)
         else:
             bias, mask = mask if bias is None else mask + bias, None  # type: ignore[assignment]
             bias = bias.to(q.dtype)
     return flash_attn.flash_attn_func(q, k, v, mask=mask, attn_bias=bias, **score, **training)
+
+
+def _as_bits(mask: Tensor, seqlen_q: int, module: torch.nn.Module) -> AttentionMask:
+    """A bool mask of scores, packed once for all layers."""
+
+    def pack() -> AttentionMask:
+        return AttentionMask.from_tensor(mask, seqlen_q)
+
+    if token_layout.is_traced():
+        return pack()
+    packed: AttentionMask = token_layout.once_a_pass(mask, module, ("bits", seqlen_q), pack)
+    return packed
 
 
 def _biased(
