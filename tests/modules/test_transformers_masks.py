@@ -5,6 +5,8 @@ As data against the dense masks that eager attention gets, and models against ea
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
 
@@ -19,7 +21,7 @@ from flash_attn.integrations import mask_functions
 
 NAME, SEQLEN, WINDOW, CHUNK = "fa_native", 24, 7, 5
 CACHE = cache_argument()
-if "block_sequence_ids" not in masking_utils.create_causal_mask.__code__.co_varnames:
+if "block_sequence_ids" not in inspect.signature(masking_utils.create_causal_mask).parameters:
     pytest.skip("this transformers has no block_sequence_ids", allow_module_level=True)
 
 
@@ -130,6 +132,7 @@ TEXT = {
     "layer_types": ["sliding_attention", "full_attention"],
 }  # fmt: skip
 VISION = {"image_size": 28, "patch_size": 14, **SIZES}
+GEMMA = {**{key: x for key, x in TEXT.items() if key not in ("sliding_window", "layer_types")}, "model_type": "gemma"}
 GEMMA4 = {
     **TEXT, "hidden_size_per_layer_input": 0, "global_head_dim": 16, "use_bidirectional_attention": "vision",
     "num_global_key_value_heads": 2,
@@ -142,8 +145,7 @@ LLAMA4 = {
 MODELS = {  # configuration, its options, name of the types of tokens, their values in images and in text
     "gemma3": ("Gemma3Config", {"text_config": TEXT, "vision_config": VISION}, ("token_type_ids", 1, 0)),
     "gemma4": ("Gemma4Config", {"text_config": GEMMA4, "vision_config": None}, ("mm_token_type_ids", 1, 0)),
-    "paligemma": ("PaliGemmaConfig", {"text_config": {**TEXT, "model_type": "gemma"}, "vision_config": VISION},
-                  ("token_type_ids", 0, 1)),
+    "paligemma": ("PaliGemmaConfig", {"text_config": GEMMA, "vision_config": VISION}, ("token_type_ids", 0, 1)),
     "llama4": ("Llama4TextConfig", LLAMA4, None),
 }  # fmt: skip
 
@@ -184,7 +186,7 @@ def test_models(masked_device, name, side):
     device, results = masked_device, {}
     given = inputs_of(name, device, side)
     kept = given.get("attention_mask", torch.ones_like(given["input_ids"])).bool()
-    labels = given["input_ids"].masked_fill(~kept, -100)
+    labels = given["input_ids"].masked_fill(~kept | (kept.cumsum(1) == 1), -100)  # padding would predict the first token
     for attention in ("eager", NAME):
         model = build(name, attention, device).train()
         result = model(**given, labels=labels)
