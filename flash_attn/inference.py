@@ -132,12 +132,12 @@ def flash_attn_with_kvcache(
             absorbed form, where v_cache has the latent rows and k_cache the rotated ones (two views of one tensor). Not
             with 8 bits. On CUDA head_dim is 64, head_dim_v 512, nheads_k 1 and block_table given, and k, v, rotary_cos,
             cache_batch_idx, a window, softcap and alibi_slopes are not.
-        mask_bits: which of the last mask_keys keys of its sequence each query sees, such as the tree of a draft; earlier
-            keys are seen. Bool (batch or 1, seqlen_q, mask_keys), or with an axis of mask heads, which divide nheads, in
-            second place; or its bits, the first key in the lowest one, as int32 (..., ceil(mask_keys / 32)) or uint8
-            (..., ceil(mask_keys / 8)), which saves packing them in each layer. Causal and window hide further keys. NaN
-            in rows of keys that no query sees reaches no result. Not with qv on CUDA, and not with a block_table of each
-            K/V head.
+        mask_bits: which of the last mask_keys keys of its sequence each query sees, such as the tree of a draft;
+            earlier keys are seen. Bool (batch or 1, seqlen_q, mask_keys), or with an axis of mask heads, which divide
+            nheads, in second place; or its bits, the first key in the lowest one, as int32 (..., ceil(mask_keys / 32))
+            or uint8 (..., ceil(mask_keys / 8)), which saves packing them in each layer. Causal and window hide further
+            keys. NaN in rows of keys that no query sees reaches no result. Not with qv on CUDA, and not with a
+            block_table of each K/V head.
         mask_keys: int, the keys that bits of mask_bits are of. Default: seqlen_q, the drafted tokens themselves.
 
     Returns:

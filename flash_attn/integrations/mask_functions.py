@@ -25,7 +25,7 @@ class _NoRanges(Exception):
 
 
 class _Queries(NamedTuple):
-    index: Tensor  # (queries,), among the keys
+    place: Tensor  # (queries,), among the keys
     position: Tensor  # (queries,) or (batch, queries): in their packed sequence
     tokens: Tensor | None  # bool (batch, n): which keys are no padding
 
@@ -117,23 +117,23 @@ def _ranges(function: Any, queries: _Queries) -> list[_Range]:
 
 
 def _causal(queries: _Queries) -> list[_Range]:
-    return [(queries.index.new_full((1,), -_FAR), queries.index + 1)]
+    return [(queries.place.new_full((1,), -_FAR), queries.place + 1)]
 
 
 def _full(queries: _Queries) -> list[_Range]:
-    return [(queries.index.new_full((1,), -_FAR), queries.index.new_full((1,), _FAR))]
+    return [(queries.place.new_full((1,), -_FAR), queries.place.new_full((1,), _FAR))]
 
 
 def _window(queries: _Queries, sliding_window: int) -> list[_Range]:
-    return [(queries.index - sliding_window + 1, queries.index.new_full((1,), _FAR))]
+    return [(queries.place - sliding_window + 1, queries.place.new_full((1,), _FAR))]
 
 
 def _both_sides(queries: _Queries, sliding_window: int) -> list[_Range]:
-    return [(queries.index - sliding_window, queries.index + sliding_window + 1)]
+    return [(queries.place - sliding_window, queries.place + sliding_window + 1)]
 
 
 def _chunks(queries: _Queries, chunk_size: int, left_padding: Tensor) -> list[_Range]:
-    begin = queries.index - (queries.position - left_padding[:, None]) % chunk_size
+    begin = queries.place - (queries.position - left_padding[:, None]) % chunk_size
     return [(begin, begin + chunk_size)]
 
 
@@ -145,7 +145,7 @@ def _blocks(queries: _Queries, block_sequence_ids: Tensor) -> list[_Range]:
     if not _each_is_a_run(ids, begin):
         raise _NoRanges
     is_block = ids >= 0
-    return [(begin.where(is_block, 0)[:, queries.index], end.where(is_block, 0)[:, queries.index])]
+    return [(begin.where(is_block, 0)[:, queries.place], end.where(is_block, 0)[:, queries.place])]
 
 
 def _each_is_a_run(ids: Tensor, begin: Tensor) -> bool:
@@ -158,12 +158,12 @@ def _each_is_a_run(ids: Tensor, begin: Tensor) -> bool:
 
 def _packed(queries: _Queries, packed_sequence_mask: Tensor) -> list[_Range]:
     begin, end = run_bounds(packed_sequence_mask)
-    return [(begin[:, queries.index], end[:, queries.index])]
+    return [(begin[:, queries.place], end[:, queries.place])]
 
 
 def _in_sequence(queries: _Queries, mask_function: Any, position_ids: Tensor) -> list[_Range]:
     """Positions of packed sequences, which all masks of these are cut to: only remainders of them matter."""
-    return _ranges(mask_function, queries._replace(position=position_ids[:, queries.index]))
+    return _ranges(mask_function, queries._replace(position=position_ids[:, queries.place]))
 
 
 def _intersection(queries: _Queries, mask_functions: Sequence[Any]) -> list[_Range]:

@@ -362,7 +362,10 @@ class AttentionMask:
         require(not self.is_packed, "mask", "a dense mask", "a packed one")
         tensors = self.factors.tensors().values()
         return (
-            max(x.shape[0] for x in tensors), math.lcm(*(x.shape[1] for x in tensors)), self.seqlen_q, self.seqlen_k
+            max(x.shape[0] for x in tensors),
+            math.lcm(*(x.shape[1] for x in tensors)),
+            self.seqlen_q,
+            self.seqlen_k,
         )
 
     @property

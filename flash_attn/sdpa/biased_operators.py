@@ -34,9 +34,7 @@ def _is_ours(query: Tensor, key: Tensor, value: Tensor, attn_bias: Tensor | None
     )
 
 
-def _named(
-    q: Tensor, v: Tensor, attn_bias: Tensor | None, dropout_p: float, scale: float | None
-) -> dict[str, Any]:
+def _named(q: Tensor, v: Tensor, attn_bias: Tensor | None, dropout_p: float, scale: float | None) -> dict[str, Any]:
     """What forward and backward say alike of a call, of q and v (batch, seqlen, heads, head_dim)."""
     return {
         "cu_seqlens_q": None,
@@ -72,9 +70,11 @@ def efficient_forward(
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     if not _is_ours(query, key, value, attn_bias, is_causal):
         options = (None, None, None, None, dropout_p, int(is_causal), compute_log_sumexp)
-        out, lse, seed, offset, *_ = torch.ops.aten._efficient_attention_forward(q, k, v, attn_bias, *options, scale=scale)
+        out, lse, seed, offset, *_ = torch.ops.aten._efficient_attention_forward(
+            q, k, v, attn_bias, *options, scale=scale
+        )
         return out.transpose(1, 2), lse, seed, offset
-    args = AttentionArgs(  # type: ignore[call-arg]  # mypy sees no defaults in this record
+    args = AttentionArgs(
         q=q,
         k=k,
         v=v,
@@ -120,7 +120,7 @@ def efficient_backward(
             dout, q, k, v, attn_bias, o, *lengths, logsumexp, *random, scale=scale
         )
         return *(x.transpose(1, 2) for x in grads), dbias
-    args = AttentionBackwardArgs(  # type: ignore[call-arg]  # as above
+    args = AttentionBackwardArgs(
         dout=dout,
         dlse=None,
         q=q,

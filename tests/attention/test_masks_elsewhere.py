@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import flash_attn_3_harness  # noqa: F401  # has flash_attn_interface
-import flash_attn_interface
 import pytest
 import torch
 from fp8_harness import E4M3, relative_rmse
 
 import flash_attn
+import flash_attn_interface
 from flash_attn import backends, context_parallel, flash_attn_func, fp8
 from flash_attn.integrations import sglang, vllm
 from flash_attn.masks import AttentionMask
@@ -27,7 +27,7 @@ FUNCTIONS = {
     flash_attn_interface.flash_attn_func: NAMES,
     flash_attn_interface.flash_attn_varlen_func: NAMES,
     flash_attn_interface.flash_attn_with_kvcache: (*NAMES, "mask_bits"),
-    sglang.flash_attn_with_kvcache: (*NAMES, "mask_bits"),
+    sglang.flash_attn_with_kvcache: ("mask", "attn_bias", "mask_bits"),
     vllm.flash_attn_varlen_func: (*NAMES, "mask_bits"),
 }
 
@@ -80,10 +80,10 @@ def test_mask_bits_with_qv(device):
         )
 
     if device == "cuda":
-        with pytest.raises(NotImplementedError, match="^qv: expected None on cuda, got a tensor: kernels have no mask_bits"):
+        with pytest.raises(
+            NotImplementedError, match="^qv: expected None on cuda, got a tensor: kernels have no mask_bits"
+        ):
             call()
         return
-    expected = flash_attn.flash_attn_with_kvcache(
-        q, *caches, cache_seqlens=40, block_table=table, qv=qv, causal=True
-    )
+    expected = flash_attn.flash_attn_with_kvcache(q, *caches, cache_seqlens=40, block_table=table, qv=qv, causal=True)
     assert torch.equal(call(), expected)

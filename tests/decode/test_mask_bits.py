@@ -207,7 +207,10 @@ def test_errors(device):
     fails("mask_bits: expected 5 x 1 as its last two sizes, got shape", mask_bits=words)
     fails("mask_bits: expected 5 x 3 as its last two sizes, got shape", mask_bits=words, mask_keys=65)
     fails("mask_bits: expected 5 x 2 as its last two sizes, got shape", mask_bits=problem.mask[:, :, :4])
-    fails("mask_bits: expected a batch of 1 or 2, got shape", mask_bits=problem.mask.expand(2, 1, 5, 45).repeat(2, 1, 1, 1))
+    fails(
+        "mask_bits: expected a batch of 1 or 2, got shape",
+        mask_bits=problem.mask.expand(2, 1, 5, 45).repeat(2, 1, 1, 1),
+    )
     fails("mask_bits: expected a head count that divides 4, got shape", mask_bits=problem.mask.expand(2, 3, 5, 45))
     out = torch.zeros(problem.q.numel() // 2, dtype=torch.int32, device=device)
     fails("out: expected memory that does not overlap mask_bits", out=out.view(problem.q.dtype).view(problem.q.shape),

@@ -113,7 +113,9 @@ def test_cached_keys(new, kind):
         sizes = {"batch_size": 2, "q_length": new, "kv_length": 14, "q_offset": offset + 6, "kv_offset": 6}
         tokens = torch.arange(SEQLEN) >= torch.tensor([[0], [8]])
         found = ours.padding_mask(**sizes, mask_function=function, attention_mask=tokens, device="cpu")
-        dense = masking_utils.sdpa_mask(**sizes, mask_function=function, attention_mask=tokens, allow_is_causal_skip=False)
+        dense = masking_utils.sdpa_mask(
+            **sizes, mask_function=function, attention_mask=tokens, allow_is_causal_skip=False
+        )
         seen = found[:, None, None] if new == 1 else found.to_dense()
         assert torch.equal(seen.expand_as(dense), dense)
 
@@ -138,8 +140,8 @@ GEMMA4 = {
     "num_global_key_value_heads": 2,
 }  # fmt: skip
 LLAMA4 = {
-    **TEXT, "layer_types": ["chunked_attention", "full_attention"], "attention_chunk_size": CHUNK, "sliding_window": None,
-    "intermediate_size_mlp": 64, "num_local_experts": 1, "num_experts_per_tok": 1, "moe_layers": [],
+    **TEXT, "layer_types": ["chunked_attention", "full_attention"], "attention_chunk_size": CHUNK,
+    "sliding_window": None, "intermediate_size_mlp": 64, "num_local_experts": 1, "num_experts_per_tok": 1, "moe_layers": [],
     "no_rope_layers": [1, 0],
 }  # fmt: skip
 MODELS = {  # configuration, its options, name of the types of tokens, their values in images and in text
@@ -186,7 +188,9 @@ def test_models(masked_device, name, side):
     device, results = masked_device, {}
     given = inputs_of(name, device, side)
     kept = given.get("attention_mask", torch.ones_like(given["input_ids"])).bool()
-    labels = given["input_ids"].masked_fill(~kept | (kept.cumsum(1) == 1), -100)  # padding would predict the first token
+    labels = given["input_ids"].masked_fill(
+        ~kept | (kept.cumsum(1) == 1), -100
+    )  # padding would predict the first token
     for attention in ("eager", NAME):
         model = build(name, attention, device).train()
         result = model(**given, labels=labels)
@@ -235,7 +239,7 @@ class Layer(torch.nn.Module):
 
 @pytest.mark.parametrize("kind", ("bool", "numbers", "of heads"))
 def test_masks_of_scores(masked_device, kind):
-    """Of a model or of the caller: they say all, causal too; of fewer columns than there are keys, of the first ones."""
+    """Of a model or of the caller: they say all, causal too. Fewer columns than keys are those of the first ones."""
     device = masked_device
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     q, k, v = (torch.randn(2, h, SEQLEN, 16, device=device, dtype=dtype) for h in (4, 2, 2))

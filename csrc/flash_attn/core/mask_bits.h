@@ -1,5 +1,5 @@
-// Which of the last keys of a sequence each query sees, in bits: the tree of a draft. tests/cpp/test_mask_bits.cpp checks
-// this file by brute force.
+// Which of the last keys of a sequence each query sees, in bits: the tree of a draft. tests/cpp/test_mask_bits.cpp
+// checks this file by brute force.
 #pragma once
 
 #include <cstdint>
@@ -25,8 +25,7 @@ struct MaskBits {
   // row_words are not.
   FLASH_HOST_DEVICE uint32_t word(int batch, int head, int row, int first) const {
     if (first <= -kMaskWordKeys) return ~0u;
-    const uint32_t* const of_row =
-        words + (static_cast<int64_t>(matrices.index(batch, head)) * rows + row) * row_words;
+    const uint32_t* const of_row = words + (static_cast<int64_t>(matrices.index(batch, head)) * rows + row) * row_words;
     const int index = first < 0 ? -1 : first / kMaskWordKeys;
     const uint32_t low = index < 0 ? ~0u : index < row_words ? of_row[index] : 0u;
     const uint32_t high = index + 1 < row_words ? of_row[index + 1] : 0u;

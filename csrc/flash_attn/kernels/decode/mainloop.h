@@ -24,7 +24,7 @@ struct KvMainloop {
   using KvSwizzle = typename Config::KvSwizzle;
   static constexpr int kRows = 2 * Config::kRowTiles;  // accumulator rows per thread
   static constexpr int kSlices = Config::kHeadDim / 16;
-  struct NoScales {};
+  struct Nothing {};
   template <int kCols>
   using Accumulator = decltype(cute::make_tensor<float>(
       cute::Shape<cute::Shape<cute::_2, cute::_2>, cute::Int<Config::kRowTiles>, cute::Int<kCols / 8>>{}));
@@ -39,12 +39,12 @@ struct KvMainloop {
 
   WorkPart part;
   KvTokens tokens;
-  uint32_t seen_keys = ~0u;  // kMaskBits: of the current step, those that some row of the warp sees
   // Keys [full_begin, full_end) are unmasked for every row of the tile.
   Visibility visibility;
   int full_begin = 0, full_end = 0;
   float k_descale = 1.0f, v_descale = 1.0f;  // of the group's head, unless by row or channel
-  std::conditional_t<Config::kEightBit, BlockScales<kRows>, NoScales> block_scales;
+  std::conditional_t<Config::kEightBit, BlockScales<kRows>, Nothing> block_scales;
+  std::conditional_t<Config::kMaskBits, uint32_t, Nothing> seen_keys;  // of the step: by some row of the warp
 
   __device__ __forceinline__ KvMainloop(const Flash_kvcache_params& params_, const KvRing<Config>& ring_,
                                         const Element* q_rows_)

@@ -7,8 +7,8 @@
 namespace flash {
 namespace decode {
 
-// Hides scores of a step whose first key is the mask's key `first`. Returns a bit for each key of the step that some row
-// of the warp sees: after all other masks.
+// Hides scores of a step whose first key is the mask's key `first`. Returns a bit for each key of the step that some
+// row of the warp sees: after all other masks.
 template <class Scores>
 __device__ __forceinline__ uint32_t apply_mask_bits(Scores& scores, const Flash_kvcache_params& params,
                                                     const PackedCoords& coords, int batch, int head_tile, int first) {
