@@ -141,8 +141,8 @@ GEMMA4 = {
 }  # fmt: skip
 LLAMA4 = {
     **TEXT, "layer_types": ["chunked_attention", "full_attention"], "attention_chunk_size": CHUNK,
-    "sliding_window": None, "intermediate_size_mlp": 64, "num_local_experts": 1, "num_experts_per_tok": 1, "moe_layers": [],
-    "no_rope_layers": [1, 0],
+    "sliding_window": None, "intermediate_size_mlp": 64, "num_local_experts": 1, "num_experts_per_tok": 1,
+    "moe_layers": [], "no_rope_layers": [1, 0],
 }  # fmt: skip
 MODELS = {  # configuration, its options, name of the types of tokens, their values in images and in text
     "gemma3": ("Gemma3Config", {"text_config": TEXT, "vision_config": VISION}, ("token_type_ids", 1, 0)),
