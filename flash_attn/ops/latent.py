@@ -13,7 +13,16 @@ from flash_attn.ops import arguments
 from flash_attn.ops.attention_args import AttentionArgs, KvCacheArgs, KvCachePlanArgs
 
 KERNEL_DIMS = (64, 512)  # head dims of q and of qv that CUDA kernels have
-_NOT_OVER_A_CACHE = ("k", "v", "rotary_cos", "rotary_sin", "cache_batch_idx", "k_token_descale", "v_token_descale")
+_NOT_OVER_A_CACHE = (
+    "k",
+    "v",
+    "rotary_cos",
+    "rotary_sin",
+    "cache_batch_idx",
+    "k_token_descale",
+    "v_token_descale",
+    "mask_bits",
+)
 
 
 def is_computed(device_type: str, head_dim: int, head_dim_v: int) -> bool:

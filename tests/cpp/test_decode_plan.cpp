@@ -95,6 +95,9 @@ void check_variant() {
   problem.options.has_rotary = true;
   check::that(!is_plain(problem), "rotary queries");
   problem = plain;
+  problem.options.has_mask_bits = true;
+  check::that(!is_plain(problem) && flash::plan::plan_decode(problem, kH200).masks_bits, "mask bits");
+  problem = plain;
   problem.options.q_vectors = false;
   check::that(!is_plain(problem), "rows of q without 16-byte vectors");
   problem = plain;
@@ -150,6 +153,9 @@ void check_options_that_stay(DecodeProblem& problem, const Stays& stays) {
   problem.head_dim = 100;
   stays("head dim");
   problem.head_dim = 128;
+  problem.options.has_mask_bits = true;
+  stays("mask bits");
+  problem.options.has_mask_bits = false;
 }
 
 // Long queries: which kernels take them.

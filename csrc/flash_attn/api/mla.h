@@ -119,6 +119,7 @@ inline void mla(const KvCacheCall& call, const at::Tensor& qv) {
   absent("q_descale", call.quant.q.has_value());
   absent("k_descale", call.quant.k.has_value());
   absent("v_descale", call.quant.v.has_value());
+  absent("mask_bits", call.mask_bits.mask_bits.has_value());
   mla(mla_call(call, qv), "k_cache", "v_cache");
   lengths("cache_seqlens", call.seqlens, call.q, call.q.size(0));
   lengths("cache_leftpad", call.leftpad, call.q, call.q.size(0));
