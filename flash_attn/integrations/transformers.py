@@ -159,8 +159,8 @@ def attention(
         key: (batch, heads_k, seqlen_k, head_dim)
         value: (batch, heads_k, seqlen_k, head_dim_v)
         attention_mask: None, or (batch, columns): which columns, of the cache and of the batch, hold tokens. The
-            queries are the last ones. Or what the queries see, causal and windows included: an
-            AttentionMask, a bool tensor (batch, 1 or heads, seqlen_q, columns), or numbers that are added to the scores.
+            queries are the last ones. Or what the queries see, causal and windows included: an AttentionMask, a bool
+            tensor (batch, 1 or heads, seqlen_q, columns), or one of numbers that are added to the scores.
         dropout: float in [0, 1). Probability of dropping a weight.
         scaling: float or None, which is 1 / sqrt(head_dim). Multiplies the scores.
         softcap: float or None. Scores become softcap * tanh(score / softcap).
