@@ -258,6 +258,7 @@ struct BwdMainloop {
       } else if (warp / 2 == i) {  // half of the keys
         add_transposed_float_box(scores, box, 16 * (warp % 2), has_rows);
       }
+      tma::fence_buffer();  // the arrival waits for no load
       storage.bias_empty[bias_state.stage].arrive();
       bias_state.advance();
     }
