@@ -93,7 +93,13 @@ static std::function<void()> body;
 static long bank_conflicts = 0, votes = 0, yes_votes = 0;  // votes of warps
 static long progress = 0;                                  // what fibers have done so far
 static bool at_random = false, lands_early = false;
-static std::vector<std::function<void()>> copies;  // by TMA, in flight
+
+struct BulkCopy {
+  std::function<void()> land;
+  int due;  // not before so many calls of land_some()
+};
+static std::vector<BulkCopy> copies;  // by TMA, in flight
+static int landing_calls = 0;
 
 inline void fail(const char* what) {
   std::fprintf(stderr, "emulation: %s\n", what);
@@ -123,15 +129,23 @@ void wait_until(const Condition& condition) {
   ++progress;
 }
 
-// Lands a copy of TMA now and then, in any order.
+// By TMA: some copies take much longer than others.
+inline void start_copy(const std::function<void()>& land) {
+  static std::mt19937 generator(3);
+  copies.push_back({land, landing_calls + (generator() % 4 == 0 ? static_cast<int>(generator() % 200000) : 0)});
+}
+
+// Lands a copy now and then, in any order.
 inline void land_some() {
   static std::mt19937 generator(2);
-  static int calls = 0;
-  if (copies.empty() || ++calls % (lands_early ? 1 : 16) != 0) return;
+  if (copies.empty()) return;
+  ++progress;  // time passes
+  if (++landing_calls % (lands_early ? 1 : 16) != 0) return;
   const size_t chosen = generator() % copies.size();
-  const std::function<void()> copy = std::move(copies[chosen]);
+  if (copies[chosen].due > landing_calls) return;
+  const BulkCopy copy = std::move(copies[chosen]);
   copies.erase(copies.begin() + static_cast<std::ptrdiff_t>(chosen));
-  copy();
+  copy.land();
 }
 
 // Publishes a slot and returns when every thread of the scope has published one for the same operation.
