@@ -84,6 +84,7 @@ struct Fiber {
   bool started = false, done = false;
   std::vector<Copy> open_copies;
   std::vector<std::vector<Copy>> groups;
+  std::vector<std::function<void()>> loads;  // not complete yet
 };
 
 static std::vector<Fiber> fibers;
@@ -127,6 +128,13 @@ template <class Condition>
 void wait_until(const Condition& condition) {
   while (!condition()) yield();
   ++progress;
+}
+
+// A plain load of shared memory takes until its registers are read or a proxy fence: an arrival waits for none.
+inline void start_load(const std::function<void()>& load) { fibers[current].loads.push_back(load); }
+inline void finish_loads() {
+  for (const auto& load : fibers[current].loads) load();
+  fibers[current].loads.clear();
 }
 
 // By TMA: some copies take much longer than others.
@@ -186,7 +194,7 @@ inline void run_block(int threads, const std::function<void()>& work) {
       fiber.counts[scope] = 0;
       fiber.slots[scope][0] = fiber.slots[scope][1] = {};
     }
-    fiber.open_copies.clear(), fiber.groups.clear();
+    fiber.open_copies.clear(), fiber.groups.clear(), fiber.loads.clear();
     getcontext(&fiber.start);
     fiber.start.uc_stack.ss_sp = fiber.stack.get();
     fiber.start.uc_stack.ss_size = kStackBytes;

@@ -221,6 +221,7 @@ struct WideDkvConsumer {
 #pragma unroll
     for (int chunk = 0; chunk < Config::kHeldChunks; ++chunk)
       products.hold(chunk, storage.streams[kIndex].other[chunk]);
+    tma::fence_buffer();  // the ring's first chunks land here next
     __syncwarp();
     arrive(barriers.held);
   }

@@ -141,6 +141,7 @@ struct WideDqConsumer {
     storage.resident_full[kIndex].wait(0);
 #pragma unroll
     for (int chunk = 0; chunk < Config::kHeldChunks; ++chunk) products.hold(chunk, storage.place(kIndex, chunk));
+    tma::fence_buffer();  // V lands here next
     __syncwarp();
     arrive(storage.held[kIndex]);
   }

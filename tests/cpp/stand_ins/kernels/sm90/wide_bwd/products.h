@@ -41,18 +41,15 @@ struct WideBwdProducts : emulation::Wgmma {
   using Element = typename Config::Element;
   Registers<32> acc_s;
   Registers<128> gradient;
-  uint32_t held[Config::kHeldSlices * 4], operand[16];
-  std::vector<float> held_rows;
+  uint32_t operand[16];
+  emulation::HeldRows<Config::kHeldSlices> held;
 
   void clear_gradient() { std::fill(gradient.values, gradient.values + 128, 0.0f); }
-  void hold(int chunk, const Element* from) {
-    for (int pair = 0; pair < 16; ++pair)
-      std::memcpy(&held[chunk * 16 + pair], pair_of(const_cast<Element*>(from), pair), 4);
-    if (chunk == Config::kHeldChunks - 1) held_rows = rows_of(held, Config::kHeldSlices);
-  }
+  void hold(int chunk, const Element* from) { held.load(chunk, from); }
 
   template <int kChunk, int kSlots>
   void start_scores(const Element* resident, const Element* ring, int slot) {
+    held.read();
     issue([=] {
       if (kChunk == 0) std::fill(acc_s.values, acc_s.values + 32, 0.0f);
       const Element* const right = ring + slot * Config::kChunkElements;
@@ -60,8 +57,7 @@ struct WideBwdProducts : emulation::Wgmma {
         for (int at = 0; at < 16; ++at) {
           for (int k = 0; k < 64; ++k) {
             const int unheld = 64 * (kChunk - Config::kHeldChunks) + k;
-            const float left = unheld < 0 ? held_rows[i * 64 * Config::kHeldChunks + 64 * kChunk + k]
-                                          : element(resident, row(i), unheld);
+            const float left = unheld < 0 ? held(i, 64 * kChunk + k) : element(resident, row(i), unheld);
             row_col_view(acc_s)(i, at) += left * element(right, at / 2 * 8 + threadIdx.x % 4 * 2 + at % 2, k);
           }
         }
