@@ -27,6 +27,10 @@ struct float2 {
   float x, y;
 };
 inline float __ldcg(const float* value) { return *value; }
+template <class T>
+T __ldg(const T* value) {
+  return *value;
+}
 inline float __fdividef(float a, float b) { return a / b; }
 inline int __float_as_int(float value) {
   int bits;

@@ -145,7 +145,7 @@ void check_memory() {
 void check_stages() {
   using flash::plan::BwdStage;
   for (const Device& device : {kH100, kA100, kL40}) {
-    for (int head_dim : {32, 64, 128, 192, 256}) {
+    for (int head_dim : {32, 64, 128, 192, 256, 512}) {
       BwdProblem problem = dense(32, 512, 32, head_dim);
       problem.stage = BwdStage::kBegin;
       const BwdPlan begin = plan_of(problem, device);

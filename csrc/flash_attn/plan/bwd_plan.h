@@ -220,9 +220,10 @@ inline BwdPlan plan_bwd_wide(const BwdProblem& problem, const Device& device) {
   return plan;
 }
 
-// Whether its kernels support the call.
+// Whether its kernels support the call. They keep no sum of dQ for other calls.
 constexpr bool may_use_wide_backward(const BwdProblem& problem) {
-  return is_wide(problem.max_head_dim()) && problem.is_plain() && !problem.has_mask() && !problem.accumulates_dkv;
+  return is_wide(problem.max_head_dim()) && problem.is_plain() && !problem.has_mask() && !problem.accumulates_dkv &&
+         problem.stage == BwdStage::kAll;
 }
 
 // Whether the wgmma family has a kernel for a backward. V with another head dim than K must consist of whole 16-byte

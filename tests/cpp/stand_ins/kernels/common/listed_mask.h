@@ -13,9 +13,10 @@ struct ListedQOrder {
   template <class... T>
   explicit ListedQOrder(const T&...);
 };
+template <class Element>
 struct FactorMask {};
-template <class... T>
-int factors_of(const T&...);
+template <class Element, class... T>
+FactorMask<Element> factor_mask(const T&...);
 template <class... T>
 const uint32_t* seen_rows(const T&...);
 template <class... T>
