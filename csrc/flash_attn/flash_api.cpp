@@ -90,7 +90,7 @@ cudaError_t run_mha_bwd(const Flash_bwd_mask_params& params, const plan::BwdPlan
     return HEADDIM_SWITCH(plan.head_dim, [&] {
       return BOOL_SWITCH(plan.has_value_dim(), kHasValueDim, [&] {
         if constexpr (!kHasValueDim) {
-          if constexpr (plan::sm90_bwd_tile(kHeadDim, kHeadDim).head_dim == kHeadDim) {
+          if constexpr (plan::is_wide(kHeadDim) || plan::sm90_bwd_tile(kHeadDim, kHeadDim).head_dim == kHeadDim) {
             if (plan.family == plan::Family::kWgmma) return run_mha_bwd_wgmma_<kDtype, kHeadDim>(params, plan, stream);
           }
           return run_mha_bwd_<kDtype, kHeadDim>(params, plan, stream);

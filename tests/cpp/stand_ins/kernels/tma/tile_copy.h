@@ -36,7 +36,7 @@ template <int kAtoms, int kAtomCols, int kTileRows>
 void load_tile(const CUtensorMap& map, Barrier& full, bf16* smem, const TmaRows& rows, int row, int head,
                cute::TMA::CacheHintSm90, int first_col = 0) {
   for (int atom = 0; atom < kAtoms; ++atom) {
-    emulation::copies.push_back([=, &map, &full] {
+    emulation::start_copy([=, &map, &full] {
       bf16* const to = smem + atom * kTileRows * kAtomCols;
       for (int i = 0; i < kTileRows; ++i) {
         const bf16* const from = rows.at(map, row + i, head);
