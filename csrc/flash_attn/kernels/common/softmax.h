@@ -171,10 +171,7 @@ struct Softmax {
   __device__ __forceinline__ bool may_exceed_threshold(const Scores& scores, float scale, float threshold_log2) const {
     return may_exceed(scores, [&](int mi, float top) {
       const float exponent = (top - row_max[mi]) * scale;
-      float sum = row_sum[mi][0];
-#pragma unroll
-      for (int i = 1; i < kSums; ++i) sum += row_sum[mi][i];
-      const bool is_heavy = top > 0.0f && exp2f(exponent) > fmaxf(kMostOfRowForOne * sum, 1.0f);
+      const bool is_heavy = top > 0.0f && exp2f(exponent) > fmaxf(kMostOfRowForOne * row_sum[mi][0], 1.0f);
       return exponent > threshold_log2 || is_heavy;
     });
   }
