@@ -130,10 +130,7 @@ def existing_first(indices: Tensor, count: int, length: Tensor | None) -> tuple[
     if length is not None:
         exists = exists & (torch.arange(indices.shape[-1], device=indices.device) < length[..., None])
     counts = exists.sum(-1, keepdim=True)
-    place = (
-        torch.where(exists, exists.cumsum(-1), counts + (~exists).cumsum(-1)) - 1
-    )  # of each index; no sort is as fast
-    order = torch.empty_like(place).scatter_(
-        -1, place, torch.arange(indices.shape[-1], device=indices.device).expand_as(place)
-    )
+    place = torch.where(exists, exists.cumsum(-1), counts + (~exists).cumsum(-1)) - 1  # a sort would be slower
+    every = torch.arange(indices.shape[-1], device=indices.device).expand_as(place)
+    order = torch.empty_like(place).scatter_(-1, place, every)
     return order, counts.squeeze(-1).to(torch.int32)
