@@ -17,48 +17,58 @@ struct MlaFp8Producer {
   using Element = typename Config::Element;
   static constexpr int kWarps = 4, kKeys = Config::kKeys / kWarps;  // kKeys: of a warp
   static constexpr int kVectorBytes = 16, kRowLanes = Config::kHalf / kVectorBytes;
+  static constexpr int kAtomLanes = Config::kAtomCols / kVectorBytes;
   static constexpr int kKeysAtATime = 32 / kRowLanes, kVectors = kKeys / kKeysAtATime;  // kVectors: of a lane
-  static constexpr int kScaleCols = kMlaScaleCols, kHalfScales = Config::kHalf / kScaleCols;
-  static_assert(kKeys == 16 && kRowLanes == 16, "a lane looks up one key");
+  static constexpr int kScaleCols = kMlaScaleCols;
+  static_assert(kKeys == 16 && kRowLanes == 16 && kKeysAtATime * kAtomLanes == 8, "a lane looks up one key");
 
   const Flash_mla_params& params;
   MlaWgmmaStorage<Config>& storage;
   const MlaWork& work;
   const int warp, lane = threadIdx.x % 32;
-  const int key_of_lane = lane / kRowLanes, vector = lane % kRowLanes;
+  // Eight lanes store half of the columns of an atom of two keys: of one key, two of them would meet in a bank.
+  const int key_of_lane = lane / kAtomLanes % kKeysAtATime, vector = lane / 8 * kAtomLanes + lane % kAtomLanes;
+  const int64_t to_scales;  // bytes from a row's latent columns to its scales
 
   struct Rows {
-    int64_t at = 0;       // bytes, of the key lane % 16
-    uint32_t exists = 0;  // a bit of each key
+    const char* at = nullptr;  // latent columns of the key lane % 16
+    uint32_t exists = 0;       // a bit of each key
   };
   uint4 values[kVectors];
   float scales[kVectors];
 
   __device__ __forceinline__ MlaFp8Producer(const Flash_mla_params& params_, MlaWgmmaStorage<Config>& storage_,
                                             const MlaWork& work_, int warp_)
-      : params(params_), storage(storage_), work(work_), warp(warp_) {}
+      : params(params_),
+        storage(storage_),
+        work(work_),
+        warp(warp_),
+        to_scales(static_cast<const char*>(params_.scales_ptr) - static_cast<const char*>(params_.latent_ptr)) {}
 
   __device__ __forceinline__ Rows find_rows(int step) const {
     const int key = step * Config::kKeys + warp * kKeys + lane % kKeys;
     const PageRow at =
         page_row(params.paged, work.table(params), key, step < work.to && key >= work.begin && key < work.end);
     Rows rows;
-    if (at.valid) rows.at = at.page * params.latent_strides.batch + at.row * params.latent_strides.row;
+    rows.at = static_cast<const char*>(params.latent_ptr);
+    if (at.valid) rows.at += at.page * params.latent_strides.batch + at.row * params.latent_strides.row;
     rows.exists = __ballot_sync(0xffffffffu, at.valid);
     return rows;
   }
 
+  __device__ __forceinline__ static const char* row_of(const Rows& rows, int key) {
+    return reinterpret_cast<const char*>(__shfl_sync(0xffffffffu, reinterpret_cast<uint64_t>(rows.at), key));
+  }
+
   // Keys that do not exist become 0: NaN there would pass a probability of 0.
   __device__ __forceinline__ void load(const Rows& rows, int half, int i) {
-    const int key = i * kKeysAtATime + key_of_lane;
-    const int64_t at = __shfl_sync(0xffffffffu, rows.at, key);
     const int first_col = half * Config::kHalf + vector * kVectorBytes;
+    const char* const row = row_of(rows, i * kKeysAtATime + key_of_lane);
     values[i] = uint4{};
     scales[i] = 0.0f;
-    if (rows.exists >> key & 1) {
-      values[i] = *reinterpret_cast<const uint4*>(static_cast<const char*>(params.latent_ptr) + at + first_col);
-      scales[i] = *reinterpret_cast<const float*>(static_cast<const char*>(params.scales_ptr) + at +
-                                                  first_col / kScaleCols * sizeof(float));
+    if (rows.exists >> key_of_lane & 1u << i * kKeysAtATime) {
+      values[i] = *reinterpret_cast<const uint4*>(row + first_col);
+      scales[i] = reinterpret_cast<const float*>(row + to_scales)[first_col / kScaleCols];
     }
   }
 
@@ -68,31 +78,26 @@ struct MlaFp8Producer {
             two(decode::e4m3_to_floats<false>(second)), two(decode::e4m3_to_floats<true>(second))};
   }
 
-  // The lane's 16 columns of a key are two vectors of an atom. Lanes of every second atom store the second one first:
-  // otherwise two lanes would meet in a bank.
   __device__ __forceinline__ void store(int stage, int half, int i) const {
-    constexpr int kAtomLanes = Config::kAtomCols / kVectorBytes;
     const int row = warp * kKeys + i * kKeysAtATime + key_of_lane;
     const int atom = half * Config::kHalfAtoms + vector / kAtomLanes, first = vector % kAtomLanes * 2;
-    const int swaps = vector / kAtomLanes % 2;
     const auto store_vector = [&](int at, uint32_t low, uint32_t high) {
       Element* const to = vector_in_atom<Config>(storage.kv[stage], atom, row, first + at);
       *reinterpret_cast<uint4*>(to) = dequantise(low, high, scales[i]);
     };
-    const uint4 own = values[i];
-    store_vector(swaps, swaps ? own.z : own.x, swaps ? own.w : own.y);
-    store_vector(1 - swaps, swaps ? own.x : own.z, swaps ? own.y : own.w);
+    store_vector(0, values[i].x, values[i].y);
+    store_vector(1, values[i].z, values[i].w);
   }
 
   __device__ __forceinline__ void copy_rope(const Rows& rows, int stage) const {
     const int copied = lane % kCopyLanes;
+    const int64_t to_rope = static_cast<const char*>(params.rope_ptr) - static_cast<const char*>(params.latent_ptr);
 #pragma unroll
     for (int i = 0; i < kKeys * kCopyLanes / 32; ++i) {
       const int key = i * (32 / kCopyLanes) + lane / kCopyLanes;
-      const int64_t at = __shfl_sync(0xffffffffu, rows.at, key);
+      const char* const from = row_of(rows, key) + to_rope + copied * kVectorBytes;
       sm80::copy16_async(vector_in_atom<Config>(storage.kv[stage], Config::kRopeAtom, warp * kKeys + key, copied),
-                         static_cast<const char*>(params.rope_ptr) + at + copied * kVectorBytes,
-                         rows.exists >> key & 1);
+                         from, rows.exists >> key & 1);
     }
     sm80::commit_copies();
   }
