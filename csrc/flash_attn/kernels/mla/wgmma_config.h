@@ -21,9 +21,9 @@ struct MlaWgmmaConfig {
   static constexpr int kRows = 64, kKeys = 64, kStages = 2;
   static constexpr int kLatent = kMlaLatentDim, kDim = kMlaLatentDim + kMlaRopeDim;
   static constexpr int kConsumers = 2, kHalf = kLatent / kConsumers;  // kHalf: columns of O of a consumer
-  static constexpr int kThreads = 128 * (1 + kConsumers);
+  static constexpr int kProducerWarps = 4, kThreads = 32 * kProducerWarps + 128 * kConsumers;
   static constexpr int kLaunchRegisters = 168;  // 65536 of kThreads, a multiple of 8
-  static constexpr int kProducerRegisters = kFp8 ? 88 : 40, kConsumerRegisters = kFp8 ? 208 : 232;
+  static constexpr int kProducerRegisters = kFp8 ? 88 : 56, kConsumerRegisters = kFp8 ? 208 : 224;
   static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= (1 + kConsumers) * kLaunchRegisters);
 
   // Q, K and P are sequences of matrices of 64 columns, in which 128-byte rows are swizzled.
@@ -64,10 +64,9 @@ struct MlaWgmmaStorage {
   alignas(1024) Element probs[Config::kAtomElements];
   MlaReference references[Config::kRows];  // with `probs`
   float row_sums[Config::kConsumers][Config::kRows];
-  tma::Barrier kv_full[Config::kStages][Config::kAtoms];
+  tma::Barrier kv_full[Config::kStages][Config::kAtoms];  // arrivals: one of each producer warp
   // Of a half of the latent columns; the rotated ones belong to the half of the consumer that has the step.
   tma::Barrier kv_empty[Config::kStages][2];
-  tma::Barrier kv_begun[Config::kStages];       // the half with the rotated columns has been asked for (not FP8)
   tma::Barrier probs_full[Config::kConsumers];  // by the consumer that wrote them
 };
 
@@ -77,6 +76,17 @@ template <class Config>
 __device__ __forceinline__ typename Config::Element* vector_in_atom(typename Config::Element* atoms, int atom, int row,
                                                                     int vector) {
   return atoms + atom * Config::kAtomElements + tma::swizzle_offset(Config::kAtomCols, row, vector);
+}
+
+// By a producer warp, which has written its keys of a half of the latent columns, and of the rotated ones that come
+// with the half of the consumer that has the step.
+template <class Config>
+__device__ __forceinline__ void arrive_landed(MlaWgmmaStorage<Config>& storage, int stage, int half) {
+  tma::fence_buffer();
+  __syncwarp();
+  const int lane = threadIdx.x % 32;
+  if (lane < Config::kHalfAtoms) storage.kv_full[stage][half * Config::kHalfAtoms + lane].arrive();
+  if (lane == Config::kHalfAtoms && half == stage) storage.kv_full[stage][Config::kRopeAtom].arrive();
 }
 
 }  // namespace mla

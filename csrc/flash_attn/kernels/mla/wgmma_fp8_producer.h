@@ -15,7 +15,7 @@ namespace mla {
 template <class Config>
 struct MlaFp8Producer {
   using Element = typename Config::Element;
-  static constexpr int kWarps = 4, kKeys = Config::kKeys / kWarps;  // kKeys: of a warp
+  static constexpr int kKeys = Config::kKeys / Config::kProducerWarps;  // of a warp
   static constexpr int kVectorBytes = 16, kRowLanes = Config::kHalf / kVectorBytes;
   static constexpr int kAtomLanes = Config::kAtomCols / kVectorBytes;
   static constexpr int kKeysAtATime = 32 / kRowLanes, kVectors = kKeys / kKeysAtATime;  // kVectors: of a lane
@@ -45,10 +45,12 @@ struct MlaFp8Producer {
         warp(warp_),
         to_scales(static_cast<const char*>(params_.scales_ptr) - static_cast<const char*>(params_.latent_ptr)) {}
 
-  __device__ __forceinline__ Rows find_rows(int step) const {
+  __device__ __forceinline__ PageRow find_page(int step) const {
     const int key = step * Config::kKeys + warp * kKeys + lane % kKeys;
-    const PageRow at =
-        page_row(params.paged, work.table(params), key, step < work.to && key >= work.begin && key < work.end);
+    return page_row(params.paged, work.table(params), key, step < work.to && key >= work.begin && key < work.end);
+  }
+
+  __device__ __forceinline__ Rows rows_of(const PageRow& at) const {
     Rows rows;
     rows.at = static_cast<const char*>(params.latent_ptr);
     if (at.valid) rows.at += at.page * params.latent_strides.batch + at.row * params.latent_strides.row;
@@ -96,8 +98,8 @@ struct MlaFp8Producer {
     for (int i = 0; i < kKeys * kCopyLanes / 32; ++i) {
       const int key = i * (32 / kCopyLanes) + lane / kCopyLanes;
       const char* const from = row_of(rows, key) + to_rope + copied * kVectorBytes;
-      sm80::copy16_async(vector_in_atom<Config>(storage.kv[stage], Config::kRopeAtom, warp * kKeys + key, copied),
-                         from, rows.exists >> key & 1);
+      sm80::copy16_async(vector_in_atom<Config>(storage.kv[stage], Config::kRopeAtom, warp * kKeys + key, copied), from,
+                         rows.exists >> key & 1);
     }
     sm80::commit_copies();
   }
@@ -109,24 +111,22 @@ struct MlaFp8Producer {
       store(stage, half, i);
       load(next, next_half, i);
     }
-    const bool has_rope = half == stage;
-    if (has_rope) sm80::wait_for_copies_but(0);
-    tma::fence_buffer();
-    __syncwarp();
-    if (lane < Config::kHalfAtoms) storage.kv_full[stage][half * Config::kHalfAtoms + lane].arrive();
-    if (lane == Config::kHalfAtoms && has_rope) storage.kv_full[stage][Config::kRopeAtom].arrive();
+    if (half == stage) sm80::wait_for_copies_but(0);
+    arrive_landed(storage, stage, half);
   }
 
   __device__ __forceinline__ void run() {
     const int count = work.to - work.from;
-    Rows rows = find_rows(work.from);
+    Rows rows = rows_of(find_page(work.from));
+    PageRow at = find_page(work.from + 1);  // the table is read a step before the row: on the way of neither
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) load(rows, 0, i);
 #pragma unroll 1
     for (int i = 0; i < count; ++i) {
       const int stage = i % Config::kStages, other = 1 - stage;
       const uint32_t free = (i / Config::kStages & 1) ^ 1;
-      const Rows next = find_rows(work.from + i + 1);
+      const Rows next = rows_of(at);
+      at = find_page(work.from + i + 2);
       storage.kv_empty[stage][stage].wait(free);
       copy_rope(rows, stage);
       store_half(stage, stage, rows, other);

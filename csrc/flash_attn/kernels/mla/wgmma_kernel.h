@@ -298,10 +298,9 @@ struct MlaConsumer {
 template <class Config>
 __device__ __forceinline__ void init_barriers(MlaWgmmaStorage<Config>& storage) {
   for (int stage = 0; stage < Config::kStages; ++stage) {
-    for (tma::Barrier& barrier : storage.kv_full[stage]) barrier.init(Config::kFp8 ? 4 : 1);
+    for (tma::Barrier& barrier : storage.kv_full[stage]) barrier.init(Config::kProducerWarps);
     for (tma::Barrier& barrier : storage.kv_empty[stage]) barrier.init(4);
   }
-  for (tma::Barrier& barrier : storage.kv_begun) barrier.init(1);
   for (tma::Barrier& barrier : storage.probs_full) barrier.init(4);
   tma::Barrier::fence_init();
 }
