@@ -75,12 +75,11 @@ std::vector<bf16> normal(size_t count) {
   return values;
 }
 
-constexpr int kRowBytes = kLatent + kLatent / flash::kMlaScaleCols * 4 + 2 * kRope;
+constexpr int kRowBytes = flash::kMlaRopeByte + 2 * kRope;
 
 // Makes FP8 bytes at `bytes`, and a row of the numbers that they mean of one whose rotated columns are known.
 void make_fp8_row(char* bytes, std::vector<bf16>& row) {
-  const int groups = kLatent / flash::kMlaScaleCols;
-  float scales[groups];
+  float scales[flash::kMlaScales];
   for (float& scale : scales) scale = std::uniform_real_distribution<float>(0.001f, 0.005f)(generator);
   for (int i = 0; i < kLatent; ++i) {
     const int byte = static_cast<int>(generator() % 127) + 128 * static_cast<int>(generator() % 2);
@@ -198,8 +197,7 @@ void run(const Case& c, int tile_rows, const Launch& launch) {
   params.q_strides = params.qv_strides = {seqlen_q * h * kDim, int64_t{h} * kDim, kDim};
   params.latent_strides = params.rope_strides = {int64_t{c.page_size} * kDim, kDim, 0};
   if (c.fp8) {
-    params.latent_ptr = bytes.data(), params.scales_ptr = bytes.data() + kLatent;
-    params.rope_ptr = bytes.data() + kRowBytes - 2 * kRope;
+    params.latent_ptr = bytes.data(), params.has_fp8_rows = true;
     params.latent_strides = {int64_t{c.page_size} * kRowBytes, kRowBytes, 0};
   }
   params.o_ptr = out.data(), params.o_strides = {seqlen_q * h * kLatent, int64_t{h} * kLatent, kLatent};

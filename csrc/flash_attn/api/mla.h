@@ -42,7 +42,7 @@ struct MlaCall {
   const OptionalTensor& seqlens;  // of a cache
   const OptionalTensor& leftpad;  // likewise
   const OptionalTensor& plan;     // likewise: workspace
-  const OptionalTensor& scales;   // (pages, page_size, 1, kMlaLatentDim / kMlaScaleCols) where v is e4m3
+  const OptionalTensor& scales;   // (pages, page_size, 1, kMlaScales) where v is e4m3
   Flash_fwd_params sequences;     // of packed queries
 
   bool is_packed() const { return sequences.is_varlen(); }
@@ -85,16 +85,20 @@ inline void absent(const char* name, bool given) {
   if (given) fail(name, "expected None with qv on CUDA, got one");
 }
 
-// Parts of rows of bytes, at the same distance from a row to the next.
+// The parts of FP8 rows.
 inline void fp8_rows(const MlaCall& call, const char* k_name, const char* v_name) {
   const at::Tensor &k = call.k, &v = call.v, &scales = *call.scales;
   if (v.scalar_type() != at::kFloat8_e4m3fn) {
     fail(v_name, "expected dtype float8_e4m3fn with v_descale, got ", dtype_name(v.scalar_type()));
   }
-  like_query("v_descale", scales, call.q, {v.size(0), v.size(1), 1, kMlaLatentDim / kMlaScaleCols},
-             "blocks, page_size, heads, groups", true);
+  like_query("v_descale", scales, call.q, {v.size(0), v.size(1), 1, kMlaScales}, "blocks, page_size, heads, groups",
+             true);
   if (scales.scalar_type() != at::kFloat) {
     fail("v_descale", "expected dtype float32, got ", dtype_name(scales.scalar_type()));
+  }
+  const char* const row = static_cast<const char*>(v.const_data_ptr());
+  if (v.numel() > 0 && (scales.const_data_ptr() != row + kMlaLatentDim || k.const_data_ptr() != row + kMlaRopeByte)) {
+    fail("v_descale", "expected it in rows of bytes: ", v_name, ", v_descale, ", k_name);
   }
   for (const int axis : {0, 1}) {
     const int64_t step = v.stride(axis);
@@ -220,7 +224,7 @@ inline Flash_mla_params set_params_mla(const MlaCall& call, const plan::MlaPlan&
   params.softmax_lse_ptr = lse.mutable_data_ptr<float>();
   params.q_strides = matrix_strides(q);
   params.qv_strides = matrix_strides(qv);
-  if (call.scales.has_value()) params.scales_ptr = call.scales->const_data_ptr<float>();
+  params.has_fp8_rows = call.scales.has_value();
   params.rope_strides = cache_strides(call.k);
   params.latent_strides = cache_strides(call.v);
   params.o_strides = matrix_strides(out);

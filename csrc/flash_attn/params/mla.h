@@ -9,18 +9,17 @@
 namespace flash {
 
 constexpr int kMlaLatentDim = 512, kMlaRopeDim = 64;
-constexpr int kMlaScaleCols = 128;  // latent columns of a scale
+// Bytes of an FP8 row: e4m3 latent columns, a float32 scale of each kMlaScaleCols of them, rotated columns of 16 bits.
+constexpr int kMlaScaleCols = 128, kMlaScales = kMlaLatentDim / kMlaScaleCols;
+constexpr int kMlaRopeByte = kMlaLatentDim + 4 * kMlaScales;
 
 // One K/V head. Rows of all operands have 16-byte vectors. Of a packed batch seqlen_q is total_q, and the shapes of q,
 // o, the LSE and their partial results have one sequence of that length.
 struct Flash_mla_params {
-  const void* __restrict__ q_ptr = nullptr;       // (b, seqlen_q, h, kMlaRopeDim)
-  const void* __restrict__ qv_ptr = nullptr;      // (b, seqlen_q, h, kMlaLatentDim)
-  const void* __restrict__ rope_ptr = nullptr;    // (pages, page_size, kMlaRopeDim)
-  const void* __restrict__ latent_ptr = nullptr;  // (pages, page_size, kMlaLatentDim)
-  // Of rows whose latent part is e4m3, else null: float32 (pages, page_size, kMlaLatentDim / kMlaScaleCols). Then all
-  // parts of a row have the strides of the latent part, in bytes.
-  const void* __restrict__ scales_ptr = nullptr;
+  const void* __restrict__ q_ptr = nullptr;                                      // (b, seqlen_q, h, kMlaRopeDim)
+  const void* __restrict__ qv_ptr = nullptr;                                     // (b, seqlen_q, h, kMlaLatentDim)
+  const void* __restrict__ rope_ptr = nullptr;                                   // (pages, page_size, kMlaRopeDim)
+  const void* __restrict__ latent_ptr = nullptr;                                 // (pages, page_size, kMlaLatentDim)
   void* __restrict__ o_ptr = nullptr;                                            // as qv
   float* __restrict__ softmax_lse_ptr = nullptr;                                 // (b, h, seqlen_q)
   MatrixStrides q_strides, qv_strides, rope_strides, latent_strides, o_strides;  // of pages: batch is a page
@@ -40,6 +39,7 @@ struct Flash_mla_params {
   int box_rows = 0;   // of a TMA box of keys, which crosses no page; 0: keys are copied one by one
   FastDiv heads;      // h
   bool is_causal = false;
+  bool has_fp8_rows = false;        // at latent_ptr, by latent_strides in bytes
   float softmax_scale_log2 = 0.0f;  // > 0
   int device = 0;
 };

@@ -19,7 +19,6 @@ struct MlaFp8Producer {
   static constexpr int kVectorBytes = 16, kRowLanes = Config::kHalf / kVectorBytes;
   static constexpr int kAtomLanes = Config::kAtomCols / kVectorBytes;
   static constexpr int kKeysAtATime = 32 / kRowLanes, kVectors = kKeys / kKeysAtATime;  // kVectors: of a lane
-  static constexpr int kScaleCols = kMlaScaleCols;
   static_assert(kKeys == 16 && kRowLanes == 16 && kKeysAtATime * kAtomLanes == 8, "a lane looks up one key");
 
   const Flash_mla_params& params;
@@ -28,10 +27,9 @@ struct MlaFp8Producer {
   const int warp, lane = threadIdx.x % 32;
   // Eight lanes store half of the columns of an atom of two keys: of one key, two of them would meet in a bank.
   const int key_of_lane = lane / kAtomLanes % kKeysAtATime, vector = lane / 8 * kAtomLanes + lane % kAtomLanes;
-  const int64_t to_scales;  // bytes from a row's latent columns to its scales
 
   struct Rows {
-    const char* at = nullptr;  // latent columns of the key lane % 16
+    const char* at = nullptr;  // of the key lane % 16
     uint32_t exists = 0;       // a bit of each key
   };
   uint4 values[kVectors];
@@ -39,22 +37,24 @@ struct MlaFp8Producer {
 
   __device__ __forceinline__ MlaFp8Producer(const Flash_mla_params& params_, MlaWgmmaStorage<Config>& storage_,
                                             const MlaWork& work_, int warp_)
-      : params(params_),
-        storage(storage_),
-        work(work_),
-        warp(warp_),
-        to_scales(static_cast<const char*>(params_.scales_ptr) - static_cast<const char*>(params_.latent_ptr)) {}
+      : params(params_), storage(storage_), work(work_), warp(warp_) {}
 
-  __device__ __forceinline__ PageRow find_page(int step) const {
-    const int key = step * Config::kKeys + warp * kKeys + lane % kKeys;
-    return page_row(params.paged, work.table(params), key, step < work.to && key >= work.begin && key < work.end);
+  __device__ __forceinline__ int key_of(int step) const { return step * Config::kKeys + warp * kKeys + lane % kKeys; }
+
+  // The entry of the block_table for the lane's key of a step, whatever it is; -1 if that is none of the keys.
+  __device__ __forceinline__ int find_page(int step) const {
+    const int key = key_of(step);
+    return page_row(params.paged, work.table(params), key, step < work.to && key >= work.begin && key < work.end).page;
   }
 
-  __device__ __forceinline__ Rows rows_of(const PageRow& at) const {
+  __device__ __forceinline__ Rows rows_of(int step, int page) const {
+    const FastDiv& page_size = params.paged.page_size;
+    const int key = key_of(step), row = key - page_size.divide(key) * page_size.divisor;
+    const bool exists = static_cast<unsigned>(page) < static_cast<unsigned>(params.paged.num_pages);
     Rows rows;
     rows.at = static_cast<const char*>(params.latent_ptr);
-    if (at.valid) rows.at += at.page * params.latent_strides.batch + at.row * params.latent_strides.row;
-    rows.exists = __ballot_sync(0xffffffffu, at.valid);
+    if (exists) rows.at += page * params.latent_strides.batch + row * params.latent_strides.row;
+    rows.exists = __ballot_sync(0xffffffffu, exists);
     return rows;
   }
 
@@ -70,7 +70,7 @@ struct MlaFp8Producer {
     scales[i] = 0.0f;
     if (rows.exists >> key_of_lane & 1u << i * kKeysAtATime) {
       values[i] = *reinterpret_cast<const uint4*>(row + first_col);
-      scales[i] = reinterpret_cast<const float*>(row + to_scales)[first_col / kScaleCols];
+      scales[i] = reinterpret_cast<const float*>(row + kMlaLatentDim)[first_col / kMlaScaleCols];
     }
   }
 
@@ -93,11 +93,10 @@ struct MlaFp8Producer {
 
   __device__ __forceinline__ void copy_rope(const Rows& rows, int stage) const {
     const int copied = lane % kCopyLanes;
-    const int64_t to_rope = static_cast<const char*>(params.rope_ptr) - static_cast<const char*>(params.latent_ptr);
 #pragma unroll
     for (int i = 0; i < kKeys * kCopyLanes / 32; ++i) {
       const int key = i * (32 / kCopyLanes) + lane / kCopyLanes;
-      const char* const from = row_of(rows, key) + to_rope + copied * kVectorBytes;
+      const char* const from = row_of(rows, key) + kMlaRopeByte + copied * kVectorBytes;
       sm80::copy16_async(vector_in_atom<Config>(storage.kv[stage], Config::kRopeAtom, warp * kKeys + key, copied), from,
                          rows.exists >> key & 1);
     }
@@ -117,16 +116,16 @@ struct MlaFp8Producer {
 
   __device__ __forceinline__ void run() {
     const int count = work.to - work.from;
-    Rows rows = rows_of(find_page(work.from));
-    PageRow at = find_page(work.from + 1);  // the table is read a step before the row: on the way of neither
+    Rows rows = rows_of(work.from, find_page(work.from));
+    int page = find_page(work.from + 1);  // read a step before the row
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) load(rows, 0, i);
 #pragma unroll 1
     for (int i = 0; i < count; ++i) {
       const int stage = i % Config::kStages, other = 1 - stage;
       const uint32_t free = (i / Config::kStages & 1) ^ 1;
-      const Rows next = rows_of(at);
-      at = find_page(work.from + i + 2);
+      const Rows next = rows_of(work.from + i + 1, page);
+      page = find_page(work.from + i + 2);
       storage.kv_empty[stage][stage].wait(free);
       copy_rope(rows, stage);
       store_half(stage, stage, rows, other);

@@ -93,7 +93,7 @@ cudaError_t run_mla_wgmma(const Flash_mla_params& params, cudaStream_t stream) {
 template <Dtype kDtype, int kHeadDim, int kHeadDimV>
 cudaError_t run_mha_mla_wgmma_(const Flash_mla_params& params, cudaStream_t stream) {
   static_assert(kHeadDim == kMlaRopeDim && kHeadDimV == kMlaLatentDim);
-  if (params.scales_ptr == nullptr) return mla::run_mla_wgmma<kDtype, false>(params, stream);
+  if (!params.has_fp8_rows) return mla::run_mla_wgmma<kDtype, false>(params, stream);
   if constexpr (kDtype == Dtype::kBf16) return mla::run_mla_wgmma<kDtype, true>(params, stream);
   return cudaErrorInvalidValue;  // rotated columns of FP8 rows are bf16
 }
