@@ -65,7 +65,7 @@ def mask_of(
     Two ranges a query where they can say it, else bits, of scores evaluated by transformers. Waits for the GPU once
     where there are blocks.
     """
-    if q_length > 1:
+    if q_length > 1 and not torch.compiler.is_compiling():  # which cannot look into closures
         try:
             return _ranges_mask(function, q_length, kv_length, q_offset, kv_offset, tokens, device)
         except _NoRanges:

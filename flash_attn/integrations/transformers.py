@@ -80,7 +80,7 @@ def padding_mask(
     """
     if isinstance(attention_mask, AttentionMask):  # a model that makes masks passes them to one that makes them too
         return attention_mask
-    if use_vmap or is_other_mask(mask_function):
+    if use_vmap or is_other_mask(mask_function, q_length):
         tokens = None if attention_mask is None else attention_mask.bool()
         sizes = batch_size, q_length, kv_length, q_offset, kv_offset
         return mask_functions.mask_of(mask_function, *sizes, tokens, use_vmap, device)
@@ -114,15 +114,18 @@ def reject_other_masks(mask_function: Any, use_vmap: bool) -> None:
         raise NotImplementedError(
             "mask_function: expected a causal mask or a window, got one with an or_mask_function or and_mask_function"
         )
-    if is_other_mask(mask_function):
-        kind = mask_functions.other_mask(mask_function)
+    kind = None if torch.compiler.is_compiling() else mask_functions.other_mask(mask_function)
+    if kind is not None:
         raise NotImplementedError(f"mask_function: expected a causal mask or a window, got one of {kind}")
 
 
-def is_other_mask(mask_function: Any) -> bool:
-    """Whether it is more than a causal mask, a window and packed sequences."""
-    if torch.compiler.is_compiling():  # closures are not traced; the prompt, not compiled, went through here
-        return False
+def is_other_mask(mask_function: Any, q_length: int) -> bool:
+    """Whether it is more than a causal mask, a window and packed sequences. Compiled code cannot look into closures:
+    it takes each intersection for one of these, but for one query, whose mask it evaluates.
+    """
+    if torch.compiler.is_compiling():
+        name = mask_function.__code__.co_name
+        return name == "or_mask" or (q_length == 1 and name == "and_mask")
     return mask_functions.other_mask(mask_function) is not None
 
 

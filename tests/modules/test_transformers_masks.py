@@ -230,6 +230,32 @@ def test_generate(device, name, cache):
     assert torch.equal(*tokens)
 
 
+@pytest.mark.devices("cpu")
+def test_a_compiled_step_of_chunks(device):
+    """Whose mask is evaluated: compiled code cannot tell chunks from a window."""
+    ids = inputs_of("llama4", device)["input_ids"]
+    results = {}
+    for attention in ("eager", NAME):
+        model = build("llama4", attention, device)
+        cache = transformers.StaticCache(config=model.config, max_cache_len=40)
+        with torch.no_grad():
+            model(input_ids=ids, **{CACHE: cache})
+            step = torch.compile(model.forward, backend="aot_eager") if attention == NAME else model
+            logits = [step(input_ids=ids[:, i : i + 1], **{CACHE: cache}).logits for i in range(7)]
+        results[attention] = torch.cat(logits, 1)
+    torch.testing.assert_close(results[NAME], results["eager"], atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.devices("cpu")
+def test_compiled_images(device):
+    given = inputs_of("gemma3", device, "left")
+    kept = given["attention_mask"].bool()
+    model, eager = build("gemma3", NAME, device), build("gemma3", "eager", device)
+    with torch.no_grad():
+        logits = torch.compile(model.forward, backend="aot_eager")(**given).logits
+        torch.testing.assert_close(logits[kept], eager(**given).logits[kept], atol=1e-3, rtol=1e-3)
+
+
 # ---- masks of scores ----
 
 
