@@ -52,9 +52,9 @@ class set_batch_invariant:
     FLASH_ATTN_BATCH_INVARIANT=1, read at import, has the same effect.
 
     A block, `with set_batch_invariant(True):`, sets the mode of the thread or asyncio task that is in it, and of tasks
-    started in it, until it ends; threads started in it do not have the mode. Blocks may be nested, and one object may be
-    entered many times, also at once. On a GPU a checkpoint that a backward recomputes has the mode of the block opened
-    last in any thread, because autograd computes it in a separate thread.
+    started in it, until it ends; threads started in it do not have the mode. Blocks may be nested, and one object may
+    be entered many times, also at once. On a GPU a checkpoint that a backward recomputes has the mode of the block
+    opened last in any thread, because autograd computes it in a separate thread.
 
     An object that is kept (`mode = set_batch_invariant(True)`) holds for the thread that made it, until it is entered
     or the thread makes another; dropped before, it holds for the process.

@@ -697,8 +697,8 @@ def flash_attn_varlen_func(
 ) -> TensorOrTuple:
     """Exact attention over sequences of different lengths, concatenated without padding.
 
-    Rows of q that belong to no sequence (beyond cu_seqlens_q[-1]) have output 0 and LSE +inf. The call does not wait for
-    the GPU: cu_seqlens are replaced by their running maximum, clamped to the number of rows.
+    Rows of q that belong to no sequence (beyond cu_seqlens_q[-1]) have output 0 and LSE +inf. The call does not wait
+    for the GPU: cu_seqlens are replaced by their running maximum, clamped to the number of rows.
 
     Arguments:
         q: (total_q, nheads, head_dim), float16 or bfloat16, on the CPU also float32 and float64.

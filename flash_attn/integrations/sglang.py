@@ -265,8 +265,8 @@ def flash_attn_varlen_func(
         window_size: (left, right), -1 for unbounded. softcap: 0 for none, else softcap * tanh(score / softcap).
         q_descale, k_descale, v_descale: (batch, nheads_k), of float8_e4m3fn q, k and v; None is 1. No effect on those
             of 16-bit ones.
-        qv: (total_q, nheads, head_dim_v). Its products with v add to the scores. On CUDA over pages alone, with the head
-            dims 64 of q and 512 of v.
+        qv: (total_q, nheads, head_dim_v). Its products with v add to the scores. On CUDA over pages alone, with the
+            head dims 64 of q and 512 of v.
         sinks: (nheads,). A logit of each query head in the softmax.
         sm_margin: int. Multiprocessors left to other kernels, where the grid is persistent.
         out: (total_q, nheads, head_dim_v). Receives the result and is returned.

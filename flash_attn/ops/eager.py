@@ -1,6 +1,7 @@
 """Eager attention of plain CUDA tensors in one call of the extension, which records its autograd node in C++.
 
-`csrc/flash_attn/api/autograd_node.h` decides which calls it takes; `FlashAttnFunc` computes the same results for all of them.
+`csrc/flash_attn/api/autograd_node.h` decides which calls it takes; `FlashAttnFunc` has the same results
+for all of them.
 """
 
 from __future__ import annotations
