@@ -40,7 +40,7 @@ class AttentionMask:
     def __init__(self, factors: MaskFactors, seqlen_q: int | None = None, seqlen_k: int | None = None) -> None:
         if not isinstance(factors, MaskFactors):
             raise TypeError(f"factors: expected MaskFactors, got {type(factors).__name__}")
-        require(bool(factors.tensors()), "factors", "at least one tensor", "none")
+        require(len(factors.tensors()) > 0, "factors", "at least one tensor", "none")
         self.factors, self.seqlen_q, self.seqlen_k = factors, seqlen_q, seqlen_k
 
     # ---- ranges of keys for each query ----
