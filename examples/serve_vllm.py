@@ -1,4 +1,4 @@
-# pip install . vllm==0.33.0 examples/vllm_plugin    (the dry run: pip install .)
+# pip install vllm==0.33.0, then pip install --no-deps . examples/vllm_plugin    (the dry run: pip install .)
 """Serves a model by vLLM with these kernels, through the plugin in examples/vllm_plugin.
 
 python examples/serve_vllm.py MODEL [more options of `vllm serve`]

@@ -31,10 +31,12 @@ sinks, s_aux, learnable_sink: (nheads,) float32 or half precision, one argument 
 _SCORE_TENSORS = """\
 mask: `flash_attn.AttentionMask`, or a bool tensor <of_scores>,
     True where a score takes part (docs/masks.md); causal and window hide further scores. On CUDA for compute
-    capability 9.0.
+    capability 9.0, head dims up to 256, without pages and 8-bit tensors.
 attn_bias: of q's dtype or float32, <of_scores>.
     Added to the scores, after softcap, in natural-log units; -inf hides a score. Learnable.
-rel_bias: float32 (nheads, 2 R + 1). Adds its column R + clamp(j - p, -R, R) to a score, likewise. Learnable."""
+    On CUDA without 8-bit tensors.
+rel_bias: float32 (nheads, 2 R + 1). Adds its column R + clamp(j - p, -R, R) to a score, after softcap, in
+    natural-log units. Learnable. On CUDA without 8-bit tensors."""
 
 _LSE_CONVENTION = """\
 lse_convention: "fa2": the LSE is a natural logarithm, +inf in a fully masked row; "fa3": -inf there;

@@ -138,7 +138,7 @@ def dropout_mask(
     """Regenerate the dropout mask that a forward call used.
 
     Arguments:
-        rng_state: int64 (2,), [seed, offset], as the forward returned it.
+        rng_state: int64 (2,), [seed, offset]: the fourth result of `flash_attn_interface._flash_attn_forward`.
         dropout_p: drop probability of that call, in [0, 1).
         batch_size, nheads: batch (for variable length: number of sequences) and number of query heads.
         seqlen_q, seqlen_k: query rows and key columns to generate; the mask of a shorter sequence is a slice of it.

@@ -70,12 +70,12 @@ def explain(*args: Any, **kwargs: Any) -> Explanation:
         variant, dtype, head_dim, head_dim_v: of the instantiation, whose head dims are those of the call rounded up.
         kv_dtype: "e4m3" or "int8", of 8-bit k and v on CUDA. qkv_dtype: "e4m3" if the kernel multiplies 8-bit values.
         block_m, block_n: rows and keys of a tile. tile_heads: its K/V heads ("split_kv").
-        stages, warps, smem_bytes: of a thread block.
+        kv_stages (of a backward: stages), warps, smem_bytes: of a thread block.
         grid, num_work_tiles: thread blocks launched, and the tiles that they take.
         num_splits, split: how keys are split. row_max: "lagging" or, by FLASH_ATTN_ROW_MAX (docs/build.md), "exact" or
             "of each block".
         workspace_bytes: memory besides the results.
-        stages: the launches, in order, on CUDA.
+        stages: of a forward the launches, in order, on CUDA.
         threads: of the CPU.
 
     Raises the errors of the call for its arguments, and TypeError for another function.

@@ -98,7 +98,8 @@ def flash_attn_func(
     Arguments:
         q: (batch, seqlen_q, nheads, head_dim), float16, bfloat16 or float8_e4m3fn; on the CPU float32 and float64 too.
         k: (batch, seqlen_k, nheads_k, head_dim) of q's dtype. Query head i reads K/V head i // (nheads / nheads_k).
-        v: (batch, seqlen_k, nheads_k, head_dim_v) of q's dtype. Head dims up to 256, any strides.
+        v: (batch, seqlen_k, nheads_k, head_dim_v) of q's dtype. Any strides. Head dims up to 512, of 8-bit tensors
+            on CUDA 256.
         <fa3_descales>
         <fa3_options>
         <fa3_unserved>
@@ -157,7 +158,8 @@ def flash_attn_qkvpacked_func(
 
     Arguments:
         qkv: (batch, seqlen, 3, nheads, head_dim), or (batch, seqlen, num_heads_q + 2 * nheads_k, head_dim); float16,
-            bfloat16 or float8_e4m3fn, on the CPU float32 and float64 too. Head dims up to 256.
+            bfloat16 or float8_e4m3fn, on the CPU float32 and float64 too. Head dims up to 512, of 8-bit tensors on
+            CUDA 256.
         <fa3_descales>
         <fa3_options>
         attention_chunk: int, has to be 0, others raise NotImplementedError.
@@ -225,7 +227,8 @@ def flash_attn_varlen_func(
     Arguments:
         q: (total_q, nheads, head_dim), float16, bfloat16 or float8_e4m3fn; on the CPU float32 and float64 too.
         k: (total_k, nheads_k, head_dim) of q's dtype. Query head i reads K/V head i // (nheads / nheads_k).
-        v: (total_k, nheads_k, head_dim_v) of q's dtype. Head dims up to 256, any strides.
+        v: (total_k, nheads_k, head_dim_v) of q's dtype. Any strides. Head dims up to 512, of 8-bit tensors
+            on CUDA 256.
         cu_seqlens_q: int32 or int64 (batch + 1,). Sequence i has the rows cu_seqlens_q[i] to cu_seqlens_q[i + 1] of q.
         cu_seqlens_k: int32 or int64 (batch + 1,), the same for k and v.
         max_seqlen_q, max_seqlen_k: int, or integer tensor of one element: upper bounds of the lengths.
@@ -317,7 +320,7 @@ def flash_attn_with_kvcache(
 
     Arguments:
         q: (batch, seqlen_q, nheads, head_dim), or (total_q, nheads, head_dim) with cu_seqlens_q; float16, bfloat16 or
-            float8_e4m3fn, on the CPU float32 and float64 too. Head dims up to 256.
+            float8_e4m3fn, on the CPU float32 and float64 too. Head dims up to 512, of 8-bit tensors on CUDA 256.
         k_cache: (batch_cache, seqlen_cache, nheads_k, head_dim), or (num_pages, page_size, nheads_k, head_dim) with
             page_table, of any page size; q's dtype or float8_e4m3fn. Any strides with a contiguous last dimension.
         v_cache: like k_cache; without new keys its head dim may be another.

@@ -40,7 +40,8 @@ def use(devices: str | Sequence[str] = ("cuda",)) -> Iterator[None]:
     Calls that they support come here, all others go to PyTorch as before. Supported: query, key and value of four
     dimensions, float16 or bfloat16 (or cast to them by torch.autocast), head dims up to 512, of plain tensors outside
     of torch.func transforms. attn_mask may be one of `torch.nn.attention.bias`, a tensor of numbers, or a bool one (on
-    CUDA for compute capability 9.0). is_causal is aligned to the top left corner, as PyTorch's, whatever the lengths.
+    CUDA for compute capability 9.0, head dims up to 256). is_causal is aligned to the top left corner, as PyTorch's,
+    whatever the lengths.
 
     The scope is that of the thread or asyncio task; while one is open anywhere, checkpoints that a backward on a GPU
     recomputes belong to it. It reaches callers that look the function up in torch.nn.functional at each call, as

@@ -328,7 +328,7 @@ inline plan::Explanation explain(const MlaCall& call, const char* direction) {
   fields["head_dim_v"] = int64_t{kMlaLatentDim};
   fields["block_m"] = int64_t{plan.tile_rows};
   fields["block_n"] = int64_t{plan.keys};
-  fields["stages"] = int64_t{plan.stages};
+  fields["kv_stages"] = int64_t{plan.stages};
   fields["box_rows"] = int64_t{plan.box_rows};
   fields["grid"] = (problem.is_packed ? 1 : problem.batch) * plan.row_tiles * plan.splits;
   fields["num_splits"] = int64_t{plan.splits};

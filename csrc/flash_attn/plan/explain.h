@@ -29,7 +29,7 @@ Explanation common_fields(const char* direction, const Plan& plan) {
 inline void explain_launch(const FwdPlan& plan, Explanation& result) {
   result["block_m"] = int64_t{plan.block_m};
   result["block_n"] = int64_t{plan.block_n};
-  result["stages"] = int64_t{plan.kv_stages};
+  result["kv_stages"] = int64_t{plan.kv_stages};
   result["warps"] = int64_t{plan.threads / 32};
   result["consumer_groups"] = int64_t{plan.consumer_groups};
   result["grid"] = plan.grid;
@@ -82,7 +82,7 @@ inline void explain_split(const DecodeProblem& problem, const DecodePlan& plan, 
   result["block_n"] = int64_t{plan.block_n};
   result["tile_heads"] = int64_t{plan.tile_heads};
   result["warps"] = int64_t{kv_threads(tile) / 32};
-  result["stages"] = int64_t{plan.stages};
+  result["kv_stages"] = int64_t{plan.stages};
   result["smem_bytes"] = int64_t{kv_smem_bytes(tile, plan.stages)};
   result["grid"] = int64_t{plan.thread_blocks};
   result["cluster"] = int64_t{plan.in_clusters ? 2 : 1};
