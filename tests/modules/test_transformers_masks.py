@@ -79,6 +79,8 @@ def make(kind, options, attention, tokens, **given):
 @pytest.mark.parametrize("side", (None, "left", "right"))
 def test_masks(name, side):
     kind, options, has_ranges = CASES[name]
+    if not set(options) <= set(inspect.signature(getattr(masking_utils, f"create_{kind}_mask")).parameters):
+        pytest.skip(f"this transformers has no {', '.join(options)} for {kind}")
     tokens = None
     if side is not None:
         tokens = torch.ones(2, SEQLEN, dtype=torch.long)

@@ -254,7 +254,7 @@ def checks(device):
         yield name, "", run_check
 
 
-def module(name):
+def loaded(name):
     """Cases of equal value load about the same modules."""
     return re.search(r"\bd(\d+(x\d+)?)|$", name)[0], "mma_sync" in name
 
@@ -281,7 +281,7 @@ def main(arguments=None):
     print(f"flash_attn {flash_attn.__version__} {flash_attn.__build__}")
     wrong = 0
     cases = sorted(
-        (case for case in checks(options.device) if options.only in case[0]), key=lambda case: module(case[0])
+        (case for case in checks(options.device) if options.only in case[0]), key=lambda case: loaded(case[0])
     )
     part, parts = options.shard
     for name, family, run_check in cases[len(cases) * part // parts : len(cases) * (part + 1) // parts]:

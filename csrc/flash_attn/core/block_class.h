@@ -135,7 +135,7 @@ struct ListedTile {
       const BlockClass value = beyond || every ? BlockClass::kWhole : some ? BlockClass::kPartial : BlockClass::kHidden;
       visited |= !beyond && some;
       is_whole &= value == BlockClass::kWhole;
-      result.set(strip, value);
+      result.set(strip, beyond && of_keys ? BlockClass::kHidden : value);  // their dS may be stored
     }
     return result;
   }

@@ -47,7 +47,8 @@ struct MlaPlan {
 
 constexpr int64_t mla_quotient(int64_t x, int64_t y) { return (x + y - 1) / y; }
 
-// `rows`: of a request. One token's rows decide for a batch-invariant call: the two kernels round differently.
+// `rows`: of a request. One token's rows decide for a batch-invariant call, and not the pages: the two kernels round
+// differently.
 inline MlaPlan mla_kernel(const Device& device, const MlaProblem& problem, int64_t rows, const char* forced) {
   MlaPlan plan;
   const auto is_forced = [forced](const char* name) { return forced != nullptr && std::strcmp(forced, name) == 0; };
@@ -56,7 +57,7 @@ inline MlaPlan mla_kernel(const Device& device, const MlaProblem& problem, int64
   const int64_t deciding = problem.batch_invariant ? problem.heads : rows;
   const bool has_boxes = problem.fits_page_maps && !problem.has_fp8_rows;
   const int box_rows = has_boxes ? page_box_rows(problem.page_size, kMlaWgmmaKeys) : 0;
-  const int least_rows = box_rows > 0 ? kMlaBoxLeastRows : kMlaWgmmaLeastRows;
+  const int least_rows = box_rows > 0 && !problem.batch_invariant ? kMlaBoxLeastRows : kMlaWgmmaLeastRows;
   const bool prefers_wgmma = !is_forced("mma_sync") && (is_forced("wgmma") || deciding >= least_rows);
   if (has_wgmma && (prefers_wgmma || problem.has_fp8_rows)) {
     plan.family = Family::kWgmma;
