@@ -63,6 +63,8 @@ def train(attention, collator, data, vocabulary, options):
             logging_steps=1, save_strategy="no", report_to="none", disable_tqdm=True, use_cpu=options.device == "cpu",
             bf16=options.device == "cuda",
         )  # fmt: skip
+        if arguments.n_gpu > 1:
+            arguments._n_gpu = 1  # without torchrun Trainer would split a packed batch, which is one row, over all GPUs
         trainer = transformers.Trainer(model, arguments, train_dataset=data, data_collator=collator)
         trainer.train()
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
