@@ -12,6 +12,7 @@ from flash_attn._docstrings import documented
 from flash_attn._types import Descale, TensorOrTuple, WindowSize
 from flash_attn.batch_invariance import is_batch_invariant
 from flash_attn.kvcache_plan import KvCachePlan
+from flash_attn.masks import arguments as mask_arguments
 from flash_attn.ops import arguments, head_tables, latent, library
 from flash_attn.ops import combine as combine_ops
 from flash_attn.ops import lse as lse_ops
@@ -57,6 +58,8 @@ def flash_attn_with_kvcache(
     out_dtype: torch.dtype | None = None,
     k_descale_axis: str | None = None,
     qv: Tensor | None = None,
+    mask_bits: Tensor | None = None,
+    mask_keys: int | None = None,
 ) -> TensorOrTuple:
     """Exact attention of new queries over a KV cache, which first receives the new k and v in place. No backward.
 
@@ -129,6 +132,13 @@ def flash_attn_with_kvcache(
             absorbed form, where v_cache has the latent rows and k_cache the rotated ones (two views of one tensor). Not
             with 8 bits. On CUDA head_dim is 64, head_dim_v 512, nheads_k 1 and block_table given, and k, v, rotary_cos,
             cache_batch_idx, a window, softcap and alibi_slopes are not.
+        mask_bits: which of the last mask_keys keys of its sequence each query sees, such as the tree of a draft;
+            earlier keys are seen. Bool (batch or 1, seqlen_q, mask_keys), or with an axis of mask heads, which divide
+            nheads, in second place; or its bits, the first key in the lowest one, as int32 (..., ceil(mask_keys / 32))
+            or uint8 (..., ceil(mask_keys / 8)), which saves packing them in each layer. Causal and window hide further
+            keys. NaN in rows of keys that no query sees reaches no result. Not with qv on CUDA, and not with a
+            block_table of each K/V head.
+        mask_keys: int, the keys that bits of mask_bits are of. Default: seqlen_q, the drafted tokens themselves.
 
     Returns:
         out: (batch, seqlen_q, nheads, head_dim), with qv head_dim_v; contiguous unless given; with return_softmax_lse
@@ -178,6 +188,8 @@ def flash_attn_with_kvcache(
             sinks=arguments.named_sinks(sinks, s_aux, learnable_sink),
             quant=quant,
             qv=qv,
+            mask_bits=mask_bits,
+            mask_keys=mask_keys,
         )
     except (RuntimeError, TypeError) as error:
         arguments.rename(error, {"sinks": arguments.name_of_sinks(sinks, s_aux, learnable_sink)})
@@ -213,6 +225,8 @@ def attend_over_cache(
     quant: QuantArgs = NO_QUANT,
     sm_margin: int = 0,
     qv: Tensor | None = None,
+    mask_bits: Tensor | None = None,
+    mask_keys: int | None = None,
 ) -> TensorOrTuple:
     """What `flash_attn_with_kvcache` returns for its arguments.
 
@@ -224,6 +238,10 @@ def attend_over_cache(
     )
     if alibi_slopes is not None:
         arguments.check_constant("alibi_slopes", alibi_slopes)
+    if mask_keys is not None:
+        mask_keys = arguments.integer("mask_keys", mask_keys, least=0)
+        if mask_bits is None:
+            raise RuntimeError(f"mask_keys: expected None without mask_bits, got {mask_keys}")
     if block_table is not None and block_table.dim() == 3:
         reject = {
             "k": k,
@@ -232,6 +250,7 @@ def attend_over_cache(
             "rotary_sin": rotary_sin,
             "sinks": sinks,
             "cache_batch_idx": cache_batch_idx,
+            "mask_bits": mask_bits,
         }
         return head_tables.attend(
             attend_over_cache,
@@ -281,6 +300,9 @@ def attend_over_cache(
     else:
         arguments.check_kvcache_ranks(q, k_cache, k, block_table)
         lengths = arguments.cache_lengths(cache_seqlens, q, k_cache, k, block_table)
+    if mask_bits is not None:
+        arguments.check_kvcache_ranks(q, k_cache, k, block_table)
+        mask_bits, mask_keys = mask_arguments.mask_bits(mask_bits, mask_keys, q.shape[1])
     score_dim = arguments.head_dim("q", q) if qv is None else latent.score_dim(q, qv)
     scale = arguments.scale(softmax_scale, score_dim)
     fields = {} if quant is NO_QUANT else quant.cache_fields(q, (k_cache, v_cache), k)
@@ -312,6 +334,8 @@ def attend_over_cache(
         sinks=sinks,
         sm_margin=sm_margin,
         qv=qv,
+        mask_bits=mask_bits,
+        mask_keys=mask_keys or 0,
         **fields,
     )
     out, lse = library.kvcache_attention(args)

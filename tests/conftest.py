@@ -74,7 +74,7 @@ class FailureNames:
 def pytest_configure(config):
     config.addinivalue_line("markers", "big: needs tens of GiB of GPU memory")
     config.addinivalue_line("markers", "by_both_paths: on cuda also with every call by FlashAttnFunc")
-    config.addinivalue_line("markers", "each: on the CPU each value of each parameter, otherwise every pair of values")
+    config.addinivalue_line("markers", "each: on CPU tensors each value of each parameter, not every pair of values")
     config.addinivalue_line("markers", "needs_torch(version, why): the oldest torch that a test runs with")
     config.addinivalue_line("markers", "devices(*names): the devices a test runs on, when it is not all of them")
     workerinput = getattr(config, "workerinput", None)

@@ -9,7 +9,7 @@ import dataclasses
 
 import torch
 from fp8_harness import E4M3, INT8, LSE, WIDE_P, decode, lse_bound, lse_error, relative_rmse
-from kvcache_harness import get_rows, make_problem, run
+from kvcache_harness import get_rows, make_problem, run, seen_by_mask
 from reference import attention
 
 FORMATS = (E4M3, INT8)
@@ -98,7 +98,7 @@ def check(problem, out, lse, k_descale, v_descale, queries=None, bound=WIDE_P, q
         slopes = None if problem.slopes is None else problem.slopes[i : i + 1]
         expected = attention(
             queries[i : i + 1], k, v, causal=case.causal, window=case.window, softcap=case.softcap,
-            alibi_slopes=slopes, sinks=problem.sinks,
+            alibi_slopes=slopes, sinks=problem.sinks, mask=seen_by_mask(problem, i, k.shape[1]),
         )  # fmt: skip
         lse_limit = of_lse(problem, out.device.type, expected.max_logit, q_descale, k_descale)
         error = lse_error(lse[i : i + 1], expected.lse)

@@ -25,7 +25,8 @@ class KvCase:
 
     leftpad: unused rows at the start of each sequence, which count in lengths. page_size 0: no pages. layout: how the
     cache lies in memory, see `allocate`, or "latent": values, then keys in one row. rotary_dim 0: no rotation.
-    head_dim_v: that of qv and of the values, 0 without a qv.
+    head_dim_v: that of qv and of the values, 0 without a qv. mask_keys: how many of the last keys the mask is of, by
+    mask heads and, unless mask_shared, by sequence; 0: no mask.
     """
 
     lengths: tuple[int, ...] = (40, 0, 91, 17)
@@ -47,6 +48,9 @@ class KvCase:
     interleaved: bool = False
     layout: str = "contiguous"
     head_dim_v: int = 0
+    mask_keys: int = 0
+    mask_heads: int = 1
+    mask_shared: bool = False
 
     @property
     def new(self) -> int:
@@ -75,6 +79,7 @@ class KvProblem:
     slopes: torch.Tensor | None = None
     sinks: torch.Tensor | None = None
     qv: torch.Tensor | None = None
+    mask: torch.Tensor | None = None  # bool (batch or 1, mask heads, seqlen_q, last keys)
 
     def clone(self) -> KvProblem:
         """The same problem with new caches, in the same layout."""
@@ -133,6 +138,9 @@ def make_problem(case: KvCase, device: str) -> KvProblem:
     if case.alibi:
         problem.slopes = torch.rand(batch, case.nheads, device=device) * 0.3
     _fill_cache(problem, dtype, device)
+    if case.mask_keys:
+        shape = (1 if case.mask_shared else batch, case.mask_heads, case.seqlen_q, case.mask_keys)
+        problem.mask = torch.rand(shape, device=device) < 0.6
     if case.sinks:
         problem.sinks = 3 * torch.randn(case.nheads, device=device)
     return problem
@@ -191,7 +199,7 @@ def run(problem: KvProblem, **overrides):
         "cache_seqlens": problem.lengths, "cache_batch_idx": problem.rows, "cache_leftpad": problem.leftpad,
         "block_table": problem.table, "causal": case.causal, "window_size": case.window, "softcap": case.softcap,
         "rotary_interleaved": case.interleaved, "alibi_slopes": problem.slopes, "sinks": problem.sinks,
-        "return_softmax_lse": True, "qv": problem.qv,
+        "return_softmax_lse": True, "qv": problem.qv, "mask_bits": problem.mask,
     }  # fmt: skip
     return flash_attn_with_kvcache(problem.q, problem.k_cache, problem.v_cache, **{**arguments, **overrides})
 
@@ -279,6 +287,7 @@ def check_attention(problem: KvProblem, out, lse, takes_part=None):
             queries, keys = torch.cat([queries, problem.qv[i]], -1), torch.cat([keys, values], -1)
         operands = [x[None] for x in (queries, keys, values)]
         options = {"causal": case.causal, "window": case.window, "softcap": case.softcap, "sinks": problem.sinks}
+        options["mask"] = seen_by_mask(problem, i, keys.shape[0])
         options["alibi_slopes"] = None if problem.slopes is None else problem.slopes[i : i + 1]
         reference, plain = attention(*operands, **options), attention(*operands, **options, dtype=out.dtype)
         assert_accurate(out[i : i + 1], reference.out, plain.out, f"out of sequence {i}", slack=slack)
@@ -292,6 +301,16 @@ def shortened(case: KvCase) -> KvCase:
     leftpad = None if case.leftpad is None else tuple(min(n, 800) for n in case.leftpad)
     lengths = tuple(min(n, 1100) for n in case.lengths)
     return dataclasses.replace(case, lengths=lengths, leftpad=leftpad, capacity=1100 + case.new)
+
+
+def seen_by_mask(problem, i, seqlen_k):
+    """What the mask leaves of the scores of sequence i: bool (1, nheads, seqlen_q, seqlen_k), or None."""
+    if problem.mask is None:
+        return None
+    mask = problem.mask[i % len(problem.mask)].repeat_interleave(problem.case.nheads // problem.case.mask_heads, 0)
+    count = min(mask.shape[-1], seqlen_k)
+    earlier = mask.new_ones(*mask.shape[:2], seqlen_k - count)
+    return torch.cat([earlier, mask[..., mask.shape[-1] - count :]], -1)[None]
 
 
 def check_call(case: KvCase, device: str, **overrides):

@@ -90,7 +90,7 @@ cudaError_t run_mha_bwd(const Flash_bwd_mask_params& params, const plan::BwdPlan
     return HEADDIM_SWITCH(plan.head_dim, [&] {
       return BOOL_SWITCH(plan.has_value_dim(), kHasValueDim, [&] {
         if constexpr (!kHasValueDim) {
-          if constexpr (plan::sm90_bwd_tile(kHeadDim, kHeadDim).head_dim == kHeadDim) {
+          if constexpr (plan::is_wide(kHeadDim) || plan::sm90_bwd_tile(kHeadDim, kHeadDim).head_dim == kHeadDim) {
             if (plan.family == plan::Family::kWgmma) return run_mha_bwd_wgmma_<kDtype, kHeadDim>(params, plan, stream);
           }
           return run_mha_bwd_<kDtype, kHeadDim>(params, plan, stream);
@@ -247,12 +247,13 @@ auto with_kvcache_call(const at::Tensor& q, const at::Tensor& kcache, const at::
   CacheQuantArgs quant;
   LaunchOptions launch;
   LatentOptions latent;
-  set_named(named, scores, quant, launch, latent);
+  MaskBitsArgs mask_bits;
+  set_named(named, scores, quant, launch, latent, mask_bits);
   const CallGuard guard;
   const KvCacheCall call{
-      q,          wide_query(q, quant), kcache,    vcache,          k,   v,      seqlens_k,          rotary_cos,
-      rotary_sin, cache_batch_idx,      leftpad_k, block_table,     out, scores, rotary_interleaved, num_splits,
-      plan,       batch_invariant,      quant,     launch.sm_margin};
+      q,          wide_query(q, quant), kcache,    vcache,           k,        v,      seqlens_k,          rotary_cos,
+      rotary_sin, cache_batch_idx,      leftpad_k, block_table,      out,      scores, rotary_interleaved, num_splits,
+      plan,       batch_invariant,      quant,     launch.sm_margin, mask_bits};
   return latent.qv.has_value() ? kLatentFunction(call, *latent.qv) : kFunction(call);
 }
 

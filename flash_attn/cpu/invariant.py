@@ -9,6 +9,7 @@ that it sees.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 
@@ -81,6 +82,13 @@ def _update_by_block(
     s = torch.bmm(queries.view(keys.shape[0], -1, keys.shape[2]), keys.transpose(1, 2))
     tile = Tile(slice(0, 1), slice(0, queries.shape[0]), row, row + 1, col0, col0 + BLOCK_KEYS)
     rule.logits_(s.view(1, queries.shape[0], 1, BLOCK_KEYS), tile, sq, sk, None)
+    heads, cols = queries.shape[0], min(BLOCK_KEYS, sk - col0)
+    seen_keys = rule.visible(replace(tile, col1=col0 + cols), sq, sk)
+    if seen_keys is not None:
+        hidden = ~seen_keys.expand(1, heads, 1, cols).view(keys.shape[0], -1, cols)
+        s[..., :cols].masked_fill_(hidden, -math.inf)
+        values = values.clone()
+        values[:, :cols].masked_fill_(hidden.all(1)[..., None], 0.0)
     if last - first < BLOCK_KEYS:
         s[..., :first] = -math.inf
         s[..., last:] = -math.inf

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from .invariant import BLOCK_KEYS, attend_invariant
 from .kvcache_plan import PlanKey, check_plan
 from .kvcache_scaling import Quantizer, TokenDescales, check_new_dtypes, check_tokens
 from .latent import check_qv
+from .mask_bits import MaskBits
 from .overlap import check_written, same_view
 from .scaling import EightBit, check_descales, check_operands, output_dtype, result_like, scaling_of
 from .scores import ScoreOptions, ScoreRule, compute_dtype, is_unbounded
@@ -146,6 +148,8 @@ def fwd_kvcache(
     k_token_descale: torch.Tensor | None = None,
     v_token_descale: torch.Tensor | None = None,
     qv: torch.Tensor | None = None,
+    mask_bits: torch.Tensor | None = None,
+    mask_keys: int = 0,
     **named: Any,
 ) -> list[torch.Tensor] | dict[str, Any]:
     """Attention of new queries over a cache that is first extended, in place, by new keys and values.
@@ -174,6 +178,7 @@ def fwd_kvcache(
             h_k), or (blocks, page_size, h_k), of each row. Those of the new rows are computed and written.
         qv: None or (b, sq, h, d_v), whose products with the values add to the scores; vcache then has a head dim d_v of
             its own, up to 512, and d may be 0.
+        mask_bits, mask_keys: see MaskBits; mask_bits is None or its words.
         explain, named: as in `fwd`. A skipped entry has no sink.
 
     Returns [out, lse] as in `fwd`.
@@ -198,6 +203,8 @@ def fwd_kvcache(
     quantizer = Quantizer(given, tokens)
     cache = _check_tensors(q, kcache, vcache, seqlens_k, block_table, options, out, plan, call, qv)
     _check_new_keys(q, cache, k, v, seqlens_k, rotary_cos, call)
+    mask = MaskBits(mask_bits, mask_keys)
+    mask.check(q)
     check_tokens(kcache, vcache, k, v, given, tokens)
     checks.require(num_splits >= 0, "num_splits", "a value >= 0", num_splits)
     entries = check_entries(q, cache, k, seqlens_k, cache_batch_idx, leftpad_k, window_left)
@@ -215,6 +222,7 @@ def fwd_kvcache(
         "alibi_slopes": alibi_slopes,
         "sinks": options.sinks,
         "qv": qv,
+        "mask_bits": mask_bits,
         **dict(zip(("q_descale", "k_descale", "v_descale"), given[:3])),
     }
     alike = rotary_cos is None and (call is None or k is None or k.dtype in EIGHT_BIT or quantizer.is_alike())
@@ -229,7 +237,7 @@ def fwd_kvcache(
     if explain:
         problems = [Problem(1, sq, entry.total - entry.start) for entry in entries if not entry.is_padding]
         block_keys = BLOCK_KEYS if batch_invariant else 0
-        is_plain = options.sinks is None and qv is None
+        is_plain = options.sinks is None and qv is None and mask_bits is None
         fields = explain_attention("kvcache", q, kcache, vcache, rule, problems, is_plain, block_keys)
         return {**fields, "appends": k is not None, "rotates": rotary_cos is not None}
     if out is None:
@@ -262,7 +270,8 @@ def fwd_kvcache(
             queries, keys = torch.cat([queries, qv[i]], -1), torch.cat([keys, values], -1)
         result = result_like(out[i], scaling)
         operands = [x.unsqueeze(0) for x in (queries, keys, values, result, lse[i])]
-        attend_entry(*operands, rule.for_batch(i), sinks=options.sinks)
+        rule_i = replace(rule.for_batch(i), tensors=mask.of_entry(i, keys.shape[0], heads))
+        attend_entry(*operands, rule_i, sinks=options.sinks)
         if scaling is not None:
             scaling.store(out[i], result, i)
     return [out, lse]

@@ -13,22 +13,21 @@ transformers_cp.py has another one, for sequences whose tokens lie on several ra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import flash_attn
+from flash_attn import AttentionMask
 from flash_attn.bert_padding import index_first_axis, pad_input
-from flash_attn.integrations import token_layout
+from flash_attn.integrations import mask_functions, token_layout
 from flash_attn.integrations.token_layout import PaddingLayout
 from flash_attn.ops.rows import equal_steps
 
 NAME = "fa_native"
 _UNSUPPORTED = ("position_bias", "head_mask", "output_attentions")
-# Parts of transformers' mask functions that are no window, by the beginnings of their names.
-_OTHER_MASKS = ("or_masks", "chunked_overlay", "blockwise_overlay")
 
 
 def register(name: str = NAME) -> None:
@@ -67,19 +66,24 @@ def padding_mask(
     q_offset: int | Tensor = 0,
     kv_offset: int = 0,
     mask_function: Any = None,
-    attention_mask: Tensor | None = None,
+    attention_mask: AttentionMask | Tensor | None = None,
     use_vmap: bool = False,
     device: Any = None,
     **options: Any,
-) -> Tensor | None:
+) -> AttentionMask | Tensor | None:
     """Which columns of the keys hold tokens, bool (batch, columns), or None: all. An entry of `AttentionMaskInterface`.
 
     Causal masks and windows are the attention function's matter. A mask may have fewer columns than there are keys, as
     for a static cache: the other keys are none. Waits for the GPU where a static cache receives several tokens.
 
-    Raises NotImplementedError for masks that are no windows (chunks, blocks, functions of the model's).
+    Other masks (chunks, blocks, functions of the model's) become an AttentionMask with causal, window and padding.
     """
-    reject_other_masks(mask_function, use_vmap)
+    if isinstance(attention_mask, AttentionMask):  # a model that makes masks passes them to one that makes them too
+        return attention_mask
+    if use_vmap or is_other_mask(mask_function, q_length):
+        tokens = None if attention_mask is None else attention_mask.bool()
+        sizes = batch_size, q_length, kv_length, q_offset, kv_offset
+        return mask_functions.mask_of(mask_function, *sizes, tokens, use_vmap, device)
     columns: int | Tensor = kv_length
     if "allow_is_bidirectional_skip" not in options:  # causal: columns after the last query hold no tokens yet
         columns = q_offset + q_length - kv_offset
@@ -110,23 +114,19 @@ def reject_other_masks(mask_function: Any, use_vmap: bool) -> None:
         raise NotImplementedError(
             "mask_function: expected a causal mask or a window, got one with an or_mask_function or and_mask_function"
         )
-    if torch.compiler.is_compiling():  # closures are not traced; the prompt, not compiled, went through here
-        return
-    for part in _parts(mask_function):
-        if part.startswith(_OTHER_MASKS):
-            kind = part.split(".")[0]
-            raise NotImplementedError(f"mask_function: expected a causal mask or a window, got one of {kind}")
+    kind = None if torch.compiler.is_compiling() else mask_functions.other_mask(mask_function)
+    if kind is not None:
+        raise NotImplementedError(f"mask_function: expected a causal mask or a window, got one of {kind}")
 
 
-def _parts(function: Any) -> Iterator[str]:
-    """The qualified names of a mask function and of the functions that it is made of."""
-    if isinstance(function, (tuple, list)):
-        for one in function:
-            yield from _parts(one)
-    elif callable(function):
-        yield getattr(function, "__qualname__", "")
-        for cell in getattr(function, "__closure__", None) or ():
-            yield from _parts(cell.cell_contents)
+def is_other_mask(mask_function: Any, q_length: int) -> bool:
+    """Whether it is more than a causal mask, a window and packed sequences. Compiled code cannot look into closures:
+    it takes each intersection for one of these, but for one query, whose mask it evaluates.
+    """
+    if torch.compiler.is_compiling():
+        name = mask_function.__code__.co_name
+        return name == "or_mask" or (q_length == 1 and name == "and_mask")
+    return mask_functions.other_mask(mask_function) is not None
 
 
 # ---- attention ----
@@ -137,7 +137,7 @@ def attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: AttentionMask | Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
     sliding_window: int | None = None,
@@ -162,7 +162,8 @@ def attention(
         key: (batch, heads_k, seqlen_k, head_dim)
         value: (batch, heads_k, seqlen_k, head_dim_v)
         attention_mask: None, or (batch, columns): which columns, of the cache and of the batch, hold tokens. The
-            queries are the last ones.
+            queries are the last ones. Or what the queries see, causal and windows included: an AttentionMask, a bool
+            tensor (batch, 1 or heads, seqlen_q, columns), or one of numbers that are added to the scores.
         dropout: float in [0, 1). Probability of dropping a weight.
         scaling: float or None, which is 1 / sqrt(head_dim). Multiplies the scores.
         softcap: float or None. Scores become softcap * tanh(score / softcap).
@@ -179,11 +180,14 @@ def attention(
 
     Returns (out (batch, seqlen_q, heads, head_dim_v), None).
 
-    Raises NotImplementedError, by name, for head_mask, output_attentions and masks per query.
+    Raises NotImplementedError, by name, for head_mask and output_attentions.
     """
     (q, k, v), score, training = read_arguments(
         module, query, key, value, dropout, scaling, sliding_window, softcap, is_causal, s_aux, options
     )
+    if isinstance(attention_mask, AttentionMask) or (attention_mask is not None and attention_mask.dim() == 4):
+        score.update(causal=False, window_size=(-1, -1))
+        return _masked(module, q, k, v, attention_mask, position_bias, score, training), None
     if position_bias is not None:
         for name, other in (("cu_seq_lens_q", cu_seq_lens_q), ("k_cache", k_cache)):
             if other is not None:
@@ -237,6 +241,41 @@ def read_arguments(
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     return (q, k, v), score, {"dropout_p": dropout, "deterministic": deterministic, "sinks": s_aux}
+
+
+def _masked(
+    module: torch.nn.Module,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: AttentionMask | Tensor,
+    position_bias: Tensor | None,
+    score: dict[str, Any],
+    training: dict[str, Any],
+) -> Any:
+    """Attention by a mask of scores, of the first keys where it has fewer columns than there are keys."""
+    bias = position_bias
+    if not isinstance(mask, AttentionMask):
+        k, v = k[:, : mask.shape[3]], v[:, : mask.shape[3]]
+        bias = None if bias is None else bias[..., : mask.shape[3]]
+        if mask.dtype == torch.bool:
+            mask = _as_bits(mask, q.shape[1], module)
+        else:
+            bias, mask = mask if bias is None else mask + bias, None  # type: ignore[assignment]
+            bias = bias.to(q.dtype)
+    return flash_attn.flash_attn_func(q, k, v, mask=mask, attn_bias=bias, **score, **training)
+
+
+def _as_bits(mask: Tensor, seqlen_q: int, module: torch.nn.Module) -> AttentionMask:
+    """A bool mask of scores, packed once for all layers."""
+
+    def pack() -> AttentionMask:
+        return AttentionMask.from_tensor(mask, seqlen_q)
+
+    if token_layout.is_traced():
+        return pack()
+    packed: AttentionMask = token_layout.once_a_pass(mask, module, ("bits", seqlen_q), pack)
+    return packed
 
 
 def _biased(

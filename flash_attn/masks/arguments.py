@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .attention_mask import AttentionMask
 from .checks import dtype_name, require
-from .factors import MaskFactors
+from .factors import MaskFactors, pack_bits
 
 DEVICES = ("cpu", "cuda")  # whose backends take them
 MAX_MASKED_HEAD_DIM = 256  # of the kernels with a mask on CUDA
@@ -26,6 +26,23 @@ def mask_factors(
     expected = "an AttentionMask or dtype bool; numbers are an attn_bias"
     require(mask.dtype == torch.bool, "mask", expected, f"dtype {dtype_name(mask.dtype)}")
     return AttentionMask.from_tensor(mask, seqlen_q, packed=packed).factors
+
+
+def mask_bits(bits: Tensor, keys: int | None, seqlen_q: int) -> tuple[Tensor, int]:
+    """(int32 words (1 or b, h_m, sq, ceil(keys / 32)), keys) of a mask of the last keys, from any of its forms."""
+    if not isinstance(bits, Tensor):
+        raise TypeError(f"mask_bits: expected a Tensor, got {type(bits).__name__}")
+    require(bits.dim() in (3, 4), "mask_bits", "shape (b, sq, n) or (b, h_m, sq, n)", list(bits.shape))
+    dtypes = (torch.bool, torch.int32, torch.uint8)
+    require(bits.dtype in dtypes, "mask_bits", "dtype bool, int32 or uint8", dtype_name(bits.dtype))
+    bits = bits[:, None] if bits.dim() == 3 else bits
+    if bits.dtype == torch.bool:
+        columns = bits.shape[-1]
+        require(keys in (None, columns), "mask_keys", f"None or {columns}, as mask_bits has", keys)
+        return pack_bits(bits), columns
+    if bits.dtype == torch.uint8:
+        bits = torch.nn.functional.pad(bits, (0, -bits.shape[-1] % 4)).view(torch.int32)
+    return bits.contiguous(), seqlen_q if keys is None else keys
 
 
 def check_bias(attn_bias: Tensor | None) -> None:

@@ -357,6 +357,22 @@ class AttentionMask:
         return self.factors.is_packed
 
     @property
+    def shape(self) -> tuple[int | None, ...]:
+        """Of `to_dense()`, by which code that passes masks on tells them from those of tokens; None: not known."""
+        require(not self.is_packed, "mask", "a dense mask", "a packed one")
+        tensors = self.factors.tensors().values()
+        return (
+            max(x.shape[0] for x in tensors),
+            math.lcm(*(x.shape[1] for x in tensors)),
+            self.seqlen_q,
+            self.seqlen_k,
+        )
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
     def device(self) -> torch.device:
         return next(iter(self.factors.tensors().values())).device
 
@@ -383,8 +399,8 @@ class AttentionMask:
         require(not self.is_packed, "mask", "a dense mask; see `sequence`", "a packed one")
         sq = check_length("seqlen_q", self.seqlen_q if seqlen_q is None else seqlen_q)
         sk = check_length("seqlen_k", self.seqlen_k if seqlen_k is None else seqlen_k)
-        tensors = self.factors.tensors().values()
-        batch, heads = max(x.shape[0] for x in tensors), math.lcm(*(x.shape[1] for x in tensors))
+        batch, heads, *_ = self.shape
+        assert batch is not None and heads is not None
         seen = self.factors.visible(slice(0, batch), slice(0, heads), slice(0, sq), slice(0, sk), heads)
         assert seen is not None  # some factor hides
         return seen

@@ -402,10 +402,14 @@ class KvCacheArgs(NamedTuple):
     out_dtype: Optional[torch.dtype] = None
     sm_margin: int = 0
     qv: Optional[Tensor] = None
+    mask_bits: Optional[Tensor] = None  # int32 (1 or batch, mask heads, seqlen_q, words), of the last mask_keys keys
+    mask_keys: int = 0
 
     def named(self) -> dict[str, Any]:
-        """Those of NAMED_OPTIONS that it has, and sm_margin, that are given, by name."""
+        """Those of NAMED_OPTIONS that it has, the mask and sm_margin, that are given, by name."""
         given: dict[str, Any] = {} if self.sinks is None else {"sinks": self.sinks}
+        if self.mask_bits is not None:
+            given.update(mask_bits=self.mask_bits, mask_keys=self.mask_keys)
         if self.sm_margin:
             given["sm_margin"] = self.sm_margin
         return given

@@ -488,7 +488,7 @@ def kvcache_forward(args: KvCacheArgs, backend: Any = None) -> tuple[torch.Tenso
         latent.check_cached(args)
     backend, scaling = backend or backends.of(args.q), {}
     if args.is_scaled():
-        if not args.q.is_cpu:
+        if not args.q.is_cpu and args.qv is None:
             scaled.check_cache(args)
         scaling = args.scaling()
     if args.qv is not None:

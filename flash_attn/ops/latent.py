@@ -7,13 +7,23 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from flash_attn.ops import arguments
 from flash_attn.ops.attention_args import AttentionArgs, KvCacheArgs, KvCachePlanArgs
 
 KERNEL_DIMS = (64, 512)  # head dims of q and of qv that CUDA kernels have
-_NOT_OVER_A_CACHE = ("k", "v", "rotary_cos", "rotary_sin", "cache_batch_idx", "k_token_descale", "v_token_descale")
+_NOT_OVER_A_CACHE = (
+    "k",
+    "v",
+    "rotary_cos",
+    "rotary_sin",
+    "cache_batch_idx",
+    "k_token_descale",
+    "v_token_descale",
+    "mask_bits",
+)
 
 
 def is_computed(device_type: str, head_dim: int, head_dim_v: int) -> bool:
@@ -60,10 +70,18 @@ def _reason(args: AttentionArgs | KvCacheArgs, k: Tensor | None, v: Tensor | Non
         return "kernels have no window"
     if args.softcap > 0 or args.alibi_slopes is not None or args.softmax_scale <= 0:
         return "kernels have no softcap, ALiBi and scales of at most 0"
-    if args.is_scaled():
+    if args.is_scaled() and not has_fp8_rows(args):
         return "kernels have no 8-bit tensors, descales and out_dtype"
     name = next((name for name, value in more.items() if value is not None and value is not False), None)
     return None if name is None else f"kernels have no {name}"
+
+
+def has_fp8_rows(args: AttentionArgs | KvCacheArgs) -> bool:
+    """Whether the values are e4m3 and their descales (pages, page_size, 1, groups), as `flash_mla` gives them."""
+    if not isinstance(args, KvCacheArgs) or args.v_descale is None or args.v_cache.dtype != torch.float8_e4m3fn:
+        return False
+    others = (args.q_descale, args.k_descale, args.k_token_descale, args.v_token_descale, args.out_dtype)
+    return args.v_descale.dim() == 4 and args.k_cache.dtype == args.q.dtype and all(x is None for x in others)
 
 
 def score_dim(q: Tensor, qv: Tensor) -> int:

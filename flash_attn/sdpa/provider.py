@@ -9,7 +9,9 @@ import torch
 from torch.nn import attention
 
 from flash_attn import backends
-from flash_attn.sdpa.operators import OPERATORS
+from flash_attn.sdpa import biased_operators, operators
+
+OPERATORS = {**operators.OPERATORS, **biased_operators.OPERATORS}
 
 
 def register(name: str = "flash_attn", *, disable_cudnn: bool = True) -> None:

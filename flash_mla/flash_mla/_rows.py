@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from flash_attn.ops import head_tables
+import flash_attn
+from flash_attn.ops import head_tables, latent
 
 _BYTES = (torch.float8_e4m3fn, torch.int8, torch.uint8)
 _ROPE = 64  # columns in bfloat16
@@ -61,9 +63,22 @@ class Rows:
         """Of a row as numbers."""
         return self.cache.shape[3] if self._layout is None else self._layout.columns + _ROPE
 
+    @property
+    def stored(self) -> Tensor:
+        """The cache as 16-bit numbers or uint8."""
+        return self.cache.view(torch.uint8) if self.is_fp8 else self.cache
+
     def pool(self) -> tuple[Tensor, int, int]:
-        """(pages of one row each, their distance from a page to the next, from a row to the next): 16-bit rows."""
-        return head_tables.pool_of_heads(self.cache.transpose(1, 2))
+        """(pages of one row each, their distance from a page to the next, from a row to the next)."""
+        return head_tables.pool_of_heads(self.stored.transpose(1, 2))
+
+    def has_kernel(self, q: Tensor, head_dim_v: int) -> bool:
+        """Whether attention reads the rows as they are stored."""
+        if not self.is_fp8:
+            return True
+        if q.device.type != "cuda" or q.dtype != torch.bfloat16 or self._layout != _LAYOUTS[656]:
+            return False
+        return head_dim_v == self._layout.columns and _has_fp8_kernel(q.device.index or 0)
 
     def gather(self, indices: Tensor, dtype: torch.dtype) -> Tensor:
         """The rows (..., columns) of indices (...) that exist, as numbers."""
@@ -91,6 +106,21 @@ class Rows:
         return self._bytes[page[..., None], first[..., None] + torch.arange(count, device=page.device)]
 
 
+@cache
+def _has_fp8_kernel(index: int) -> bool:
+    """Whether the wgmma kernel, which alone reads FP8 rows, runs on a GPU."""
+    build = flash_attn.__build__
+    is_built = "90" in build["archs"] and latent.KERNEL_DIMS[0] in build["head_dims"]
+    return torch.cuda.get_device_capability(index) == (9, 0) and is_built
+
+
+def parts(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(e4m3 values, their scales, columns in bfloat16) of rows (pages, page_size, 1, 656) of uint8: views."""
+    layout = _LAYOUTS[656]
+    values, scales, rope = rows.split((layout.columns, layout.scales, 2 * _ROPE), -1)
+    return values.view(torch.float8_e4m3fn), scales.view(torch.float32), rope.view(torch.bfloat16)
+
+
 def existing_first(indices: Tensor, count: int, length: Tensor | None) -> tuple[Tensor, Tensor]:
     """(a permutation (..., topk) that puts the indices of rows that exist first, how many they are (...) int32).
 
@@ -99,5 +129,8 @@ def existing_first(indices: Tensor, count: int, length: Tensor | None) -> tuple[
     exists = (indices >= 0) & (indices < count)
     if length is not None:
         exists = exists & (torch.arange(indices.shape[-1], device=indices.device) < length[..., None])
-    order = torch.argsort((~exists).to(torch.int8), dim=-1, stable=True)
-    return order, exists.sum(-1, dtype=torch.int32)
+    counts = exists.sum(-1, keepdim=True)
+    place = torch.where(exists, exists.cumsum(-1), counts + (~exists).cumsum(-1)) - 1  # a sort would be slower
+    every = torch.arange(indices.shape[-1], device=indices.device).expand_as(place)
+    order = torch.empty_like(place).scatter_(-1, place, every)
+    return order, counts.squeeze(-1).to(torch.int32)

@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 from flash_attn import flash_attn_with_kvcache
-from flash_attn.ops import arguments, latent
-from flash_mla._rows import Rows, existing_first
+from flash_attn.batch_invariance import is_batch_invariant
+from flash_attn.ops import arguments, latent, library
+from flash_attn.ops.attention_args import KvCacheArgs
+from flash_mla._rows import Rows, existing_first, parts
 
 _CHUNK = 1 << 24  # numbers that the scores of max_logits are computed from at a time
 
@@ -131,7 +133,7 @@ def flash_mla_with_kvcache(
     )  # fmt: skip
     if indices is None:
         out, lse = _attend(
-            q, _dequantised(cache, q.dtype), head_dim_v, block_table=block_table, cache_seqlens=cache_seqlens,
+            q, _readable(cache, q, head_dim_v), head_dim_v, block_table=block_table, cache_seqlens=cache_seqlens,
             softmax_scale=scale, causal=causal,
         )  # fmt: skip
     else:
@@ -243,8 +245,10 @@ def _check_selection(
 
 
 def _attend(q: Tensor, rows: Tensor, head_dim_v: int, **options: Any) -> tuple[Tensor, Tensor]:
-    """(out, lse) of q (batch, seqlen_q, nheads, head_dim) over rows (pages, page_size, nheads_k, head_dim)."""
+    """(out, lse) of q (batch, seqlen_q, nheads, head_dim) over rows (pages, page_size, nheads_k, head_dim or bytes)."""
     try:
+        if rows.dtype == torch.uint8:
+            return _attend_to_bytes(q, rows, head_dim_v, **options)
         result = flash_attn_with_kvcache(
             _rotated(q, head_dim_v), _rotated(rows, head_dim_v), rows[..., :head_dim_v], qv=q[..., :head_dim_v],
             return_softmax_lse=True, **options,
@@ -255,6 +259,30 @@ def _attend(q: Tensor, rows: Tensor, head_dim_v: int, **options: Any) -> tuple[T
     return result[0], result[1]
 
 
+def _attend_to_bytes(
+    q: Tensor,
+    rows: Tensor,
+    head_dim_v: int,
+    *,
+    block_table: Tensor,
+    cache_seqlens: Tensor,
+    softmax_scale: float,
+    causal: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """The same over rows (pages, page_size, 1, 656) of uint8, which the kernel converts as it reads them."""
+    values, scales, rope = parts(rows)
+    names = ("k", "v", "rotary_cos", "rotary_sin", "cache_batch_idx", "cache_leftpad", "alibi_slopes", "out", "plan",
+              "k_token_descale", "v_token_descale")  # fmt: skip
+    absent: dict[str, Any] = dict.fromkeys(names)
+    args = KvCacheArgs(
+        q=q[..., head_dim_v:], qv=q[..., :head_dim_v], k_cache=rope, v_cache=values, v_descale=scales,
+        block_table=block_table, cache_seqlens=cache_seqlens, softmax_scale=softmax_scale, causal=causal,
+        window_left=-1, window_right=-1, softcap=0.0, rotary_interleaved=False, num_splits=0,
+        batch_invariant=is_batch_invariant(), **absent,
+    )  # fmt: skip
+    return library.kvcache_attention(args)
+
+
 def _rotated(x: Tensor, head_dim_v: int) -> Tensor:
     """The columns after the values; without any, zeros of those that CUDA kernels read."""
     columns = x[..., head_dim_v:]
@@ -263,12 +291,12 @@ def _rotated(x: Tensor, head_dim_v: int) -> Tensor:
     return x.new_zeros(latent.KERNEL_DIMS[0]).expand(*x.shape[:-1], -1)
 
 
-def _dequantised(cache: Rows, dtype: torch.dtype) -> Tensor:
-    """All rows of a cache as numbers; those of 16 bits are not copied."""
-    if not cache.is_fp8:
-        return cache.cache
-    indices = torch.arange(cache.count, device=cache.cache.device)
-    return cache.gather(indices, dtype).view(*cache.cache.shape[:3], cache.columns)
+def _readable(cache: Rows, q: Tensor, head_dim_v: int) -> Tensor:
+    """All rows of a cache as `_attend` reads them: not copied where there is a kernel for that."""
+    if cache.has_kernel(q, head_dim_v):
+        return cache.stored
+    indices = torch.arange(cache.count, device=q.device)
+    return cache.gather(indices, q.dtype).view(*cache.cache.shape[:3], cache.columns)
 
 
 def _attend_selected(
@@ -285,7 +313,7 @@ def _attend_selected(
     """(out, lse) of queries (batch, seqlen_q, nheads, head_dim), each a request over its own rows."""
     batch, seqlen_q = q.shape[:2]
     options: dict[str, Any] = {"softmax_scale": scale}
-    if extra is None and not cache.is_fp8:
+    if extra is None and cache.has_kernel(q, head_dim_v):
         order, lengths = existing_first(indices, cache.count, None if length is None else length[:, None])
         rows, page_step, row_step = cache.pool()
         table = indices.long().gather(-1, order)

@@ -51,7 +51,8 @@ SIGNATURES = {
     "cache_seqlens=None, cache_batch_idx=None, cache_leftpad=None, block_table=None, softmax_scale=None, "
     "causal=False, window_size=(-1, -1), softcap=0.0, rotary_interleaved=True, alibi_slopes=None, num_splits=0, "
     "return_softmax_lse=False, *, out=None, plan=None, batch_invariant=False, lse_convention='fa2', sinks=None, "
-    f"s_aux=None, learnable_sink=None, {SCALING}, k_descale_axis=None, qv=None)",
+    f"s_aux=None, learnable_sink=None, {SCALING}, k_descale_axis=None, qv=None, "
+    "mask_bits=None, mask_keys=None)",
     "flash_attn_combine": "(out_partial, lse_partial, out=None, out_dtype=None, *, lse_convention='fa2')",
 }
 

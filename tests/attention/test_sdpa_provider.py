@@ -19,6 +19,7 @@ import flash_attn.sdpa
 from flash_attn import backends
 from flash_attn.dropout import dropout_mask, keep_scale
 from flash_attn.sdpa import operators
+from flash_attn.sdpa.provider import OPERATORS
 
 if not hasattr(attention, "register_flash_attention_impl"):
     pytest.skip("this torch has no registry of flash attention implementations", allow_module_level=True)
@@ -67,7 +68,7 @@ def test_registry(device):
 def kernels(key):
     """Where the kernel of each operator for a dispatch key was registered, as torch tells."""
     found = {}
-    for name in operators.OPERATORS:
+    for name in OPERATORS:
         if hasattr(torch.ops.aten, name):
             lines = torch._C._dispatch_dump(f"aten::{name}").splitlines()
             found[name] = [line.split("::")[0] for line in lines if line.startswith(f"{key}: ")]

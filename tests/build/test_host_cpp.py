@@ -36,7 +36,10 @@ def test_host_program(source, tmp_path):
     assert " 0 failures" in result.stdout
 
 
-@pytest.mark.parametrize("name", ["emulated_mla", "emulated_softmax", "emulated_wide_fwd"])
+EMULATED = ["emulated_mask_bits", "emulated_mla", "emulated_softmax", "emulated_wide_bwd", "emulated_wide_fwd"]
+
+
+@pytest.mark.parametrize("name", EMULATED)
 def test_emulated_kernels(name, tmp_path):
     program, cpp = tmp_path / name, ROOT / "tests" / "cpp"
     flags = [*FLAGS, "-O1", "-Wno-unknown-pragmas", f"-I{cpp / 'stand_ins'}", f"-I{cpp}", *INCLUDES]

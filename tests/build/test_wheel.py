@@ -1,4 +1,4 @@
-"""Wheels with kernels, and releases: name, tag, notices, run path. torch is a fake one, so that nothing big is compiled."""
+"""Wheels with kernels, and releases: name, tag, notices, run path. torch is a fake one: nothing big is compiled."""
 
 import contextlib
 import json

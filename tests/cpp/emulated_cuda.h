@@ -84,6 +84,7 @@ struct Fiber {
   bool started = false, done = false;
   std::vector<Copy> open_copies;
   std::vector<std::vector<Copy>> groups;
+  std::vector<std::function<void()>> loads;  // not complete yet
 };
 
 static std::vector<Fiber> fibers;
@@ -93,7 +94,13 @@ static std::function<void()> body;
 static long bank_conflicts = 0, votes = 0, yes_votes = 0;  // votes of warps
 static long progress = 0;                                  // what fibers have done so far
 static bool at_random = false, lands_early = false;
-static std::vector<std::function<void()>> copies;  // by TMA, in flight
+
+struct BulkCopy {
+  std::function<void()> land;
+  int due;  // not before so many calls of land_some()
+};
+static std::vector<BulkCopy> copies;  // by TMA, in flight
+static int landing_calls = 0;
 
 inline void fail(const char* what) {
   std::fprintf(stderr, "emulation: %s\n", what);
@@ -123,15 +130,30 @@ void wait_until(const Condition& condition) {
   ++progress;
 }
 
-// Lands a copy of TMA now and then, in any order.
+// A plain load of shared memory takes until its registers are read or a proxy fence: an arrival waits for none.
+inline void start_load(const std::function<void()>& load) { fibers[current].loads.push_back(load); }
+inline void finish_loads() {
+  for (const auto& load : fibers[current].loads) load();
+  fibers[current].loads.clear();
+}
+
+// By TMA: some copies take much longer than others.
+inline void start_copy(const std::function<void()>& land) {
+  static std::mt19937 generator(3);
+  copies.push_back({land, landing_calls + (generator() % 4 == 0 ? static_cast<int>(generator() % 200000) : 0)});
+}
+
+// Lands a copy now and then, in any order.
 inline void land_some() {
   static std::mt19937 generator(2);
-  static int calls = 0;
-  if (copies.empty() || ++calls % (lands_early ? 1 : 16) != 0) return;
+  if (copies.empty()) return;
+  ++progress;  // time passes
+  if (++landing_calls % (lands_early ? 1 : 16) != 0) return;
   const size_t chosen = generator() % copies.size();
-  const std::function<void()> copy = std::move(copies[chosen]);
+  if (copies[chosen].due > landing_calls) return;
+  const BulkCopy copy = std::move(copies[chosen]);
   copies.erase(copies.begin() + static_cast<std::ptrdiff_t>(chosen));
-  copy();
+  copy.land();
 }
 
 // Publishes a slot and returns when every thread of the scope has published one for the same operation.
@@ -172,7 +194,7 @@ inline void run_block(int threads, const std::function<void()>& work) {
       fiber.counts[scope] = 0;
       fiber.slots[scope][0] = fiber.slots[scope][1] = {};
     }
-    fiber.open_copies.clear(), fiber.groups.clear();
+    fiber.open_copies.clear(), fiber.groups.clear(), fiber.loads.clear();
     getcontext(&fiber.start);
     fiber.start.uc_stack.ss_sp = fiber.stack.get();
     fiber.start.uc_stack.ss_size = kStackBytes;

@@ -1,8 +1,9 @@
 // Runs the MLA decode kernels thread by thread on the CPU (emulated_cuda.h) against attention in double: pages
 // of any size, causal tokens, splits with their combine in double, left padding, invalid requests, missing pages,
-// sinks, packed queries. Rows that are no keys are NaN.
+// sinks, packed queries, FP8 rows. Rows that are no keys are NaN.
 #include "emulated_cuda.h"
 
+#include <numeric>
 #include <random>
 
 #include "check.h"
@@ -29,7 +30,9 @@ inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 inline float __frcp_rn(float a) { return 1.0f / a; }
 
 #include "kernels/mla/kernel.h"
+#include "kernels/mla/wgmma_fp8_producer.h"
 #include "kernels/mla/wgmma_kernel.h"
+#include "kernels/mla/wgmma_producer.h"
 
 namespace {
 
@@ -37,10 +40,12 @@ using flash::Dtype;
 using flash::Flash_mla_params;
 using flash::mla::MlaConfig;
 using flash::mla::MlaConsumer;
+using flash::mla::MlaFp8Producer;
 using flash::mla::MlaProducer;
 using flash::mla::MlaStorage;
 using flash::mla::MlaTile;
 using flash::mla::MlaWgmmaConfig;
+using flash::mla::MlaWgmmaLaunch;
 using flash::mla::MlaWgmmaStorage;
 using flash::mla::MlaWork;
 
@@ -56,6 +61,7 @@ struct Case {
   int missing = -1;     // the request without its first page
   float growth = 0.0f;  // of the keys from one to the next
   int capacity = 128;   // in keys, rounded up to pages
+  bool fp8 = false;
 };
 
 struct Queries {
@@ -67,6 +73,21 @@ std::vector<bf16> normal(size_t count) {
   std::vector<bf16> values(count);
   for (bf16& value : values) value.bits = to_bf16(distribution(generator));
   return values;
+}
+
+constexpr int kRowBytes = flash::kMlaRopeByte + 2 * kRope;
+
+// Makes FP8 bytes at `bytes`, and a row of the numbers that they mean of one whose rotated columns are known.
+void make_fp8_row(char* bytes, std::vector<bf16>& row) {
+  float scales[flash::kMlaScales];
+  for (float& scale : scales) scale = std::uniform_real_distribution<float>(0.001f, 0.005f)(generator);
+  for (int i = 0; i < kLatent; ++i) {
+    const int byte = static_cast<int>(generator() % 127) + 128 * static_cast<int>(generator() % 2);
+    bytes[i] = static_cast<char>(byte);
+    row[i].bits = to_bf16(emulation::from_e4m3(byte) * scales[i / flash::kMlaScaleCols]);
+  }
+  std::memcpy(bytes + kLatent, scales, sizeof(scales));
+  std::memcpy(bytes + kLatent + sizeof(scales), row.data() + kLatent, 2 * kRope);
 }
 
 struct Expected {
@@ -143,16 +164,19 @@ void run(const Case& c, int tile_rows, const Launch& launch) {
   std::vector<int> table(batch * slots), order(pages);
   for (int i = 0; i < pages; ++i) order[i] = i;
   std::shuffle(order.begin(), order.end(), generator);
-  const auto row_of = [&](int request, int key) {
+  std::vector<char> bytes(c.fp8 ? static_cast<size_t>(pages) * c.page_size * kRowBytes : 0, '\x7f');
+  const auto index_of = [&](int request, int key) {
     const int page = order[request * slots + key / c.page_size];
-    return rows.data() + (static_cast<size_t>(page) * c.page_size + key % c.page_size) * kDim;
+    return static_cast<size_t>(page) * c.page_size + key % c.page_size;
   };
+  const auto row_of = [&](int request, int key) { return rows.data() + index_of(request, key) * kDim; };
   for (int i = 0; i < batch; ++i) {
     const int first = c.leftpad.empty() ? 0 : c.leftpad[i], end = std::min(c.lengths[i], capacity);
     key_ranges.insert(key_ranges.end(), {first, std::max(end - first, 0)});
     for (int key = first; key < end; ++key) {
       std::vector<bf16> row = normal(kDim);
       for (bf16& value : row) value.bits = to_bf16(to_float(value) * (1.0f + static_cast<float>(key) * c.growth));
+      if (c.fp8) make_fp8_row(bytes.data() + index_of(i, key) * kRowBytes, row);
       std::copy(row.begin(), row.end(), row_of(i, key));
     }
     for (int slot = 0; slot < slots; ++slot) {
@@ -172,6 +196,10 @@ void run(const Case& c, int tile_rows, const Launch& launch) {
   params.latent_ptr = rows.data(), params.rope_ptr = rows.data() + kLatent;
   params.q_strides = params.qv_strides = {seqlen_q * h * kDim, int64_t{h} * kDim, kDim};
   params.latent_strides = params.rope_strides = {int64_t{c.page_size} * kDim, kDim, 0};
+  if (c.fp8) {
+    params.latent_ptr = bytes.data(), params.has_fp8_rows = true;
+    params.latent_strides = {int64_t{c.page_size} * kRowBytes, kRowBytes, 0};
+  }
   params.o_ptr = out.data(), params.o_strides = {seqlen_q * h * kLatent, int64_t{h} * kLatent, kLatent};
   params.softmax_lse_ptr = lse.data(), params.partial_o = partial_o.data(), params.partial_lse = partial_lse.data();
   params.paged.block_table = table.data(), params.paged.block_table_stride = slots;
@@ -231,20 +259,38 @@ struct Timing {
   bool computes_late, lands_early, at_random;
 };
 
+template <bool kFp8 = false>
 void run_wgmma(Case c, const Timing& timing) {
   c.capacity = 320;
-  using Config = MlaWgmmaConfig<Dtype::kBf16>;
+  c.fp8 = kFp8;
+  using Config = MlaWgmmaConfig<Dtype::kBf16, kFp8>;
   static MlaWgmmaStorage<Config> storage;
   emulation::computes_late = timing.computes_late;
   emulation::lands_early = timing.lands_early;
   emulation::at_random = timing.at_random;
-  run(c, Config::kRows, [](const Flash_mla_params& params) {
+  const int box_rows = std::gcd(c.page_size, Config::kKeys);
+  run(c, Config::kRows, [box_rows](const Flash_mla_params& given) {
+    MlaWgmmaLaunch launch{given, {}, {}};
+    const Flash_mla_params& params = launch.params;
+    if (!kFp8 && box_rows % 8 == 0) {
+      const auto map = [&](const void* data, const flash::MatrixStrides& strides, int columns) {
+        bf16* const first = const_cast<bf16*>(static_cast<const bf16*>(data));
+        return CUtensorMap{first, strides.batch, strides.row, 0, given.paged.page_size.divisor, columns, box_rows};
+      };
+      launch.params.box_rows = box_rows;
+      launch.latent_map = map(given.latent_ptr, given.latent_strides, kLatent);
+      launch.rope_map = map(given.rope_ptr, given.rope_strides, kRope);
+    }
     std::memset(static_cast<void*>(&storage), 0xff, sizeof(storage));
     flash::mla::init_barriers(storage);
     emulation::run_block(Config::kThreads, [&] {
       const MlaWork work(params, Config::kRows, Config::kKeys);
       const int warp = threadIdx.x / 32;
-      if (warp < 4) MlaProducer<Config>(params, storage, work, warp).run();
+      if constexpr (kFp8) {
+        if (warp < 4) MlaFp8Producer<Config>(params, storage, work, warp).run();
+      } else {
+        if (warp < 4) MlaProducer<Config>(launch, storage, work, warp).run();
+      }
       if (warp / 4 == 1) MlaConsumer<Config, 0>(params, storage, work).run();
       if (warp / 4 == 2) MlaConsumer<Config, 1>(params, storage, work).run();
     });
@@ -266,7 +312,13 @@ int main() {
     run_wgmma({{70, 0, -1, 330}, {1, 1, 1, 1}, 16, 1, 1, false, {}, false}, timing);
     run_wgmma({{300, 31}, {4, 4}, 20, 7, 1, true, {20, 31}, true}, timing);
   }
+  for (const Timing& timing : {early, late, mixed}) {
+    run_wgmma<true>({{70, 0, -1, 320}, {1, 1, 1, 1}, 16, 1, 1, false, {}, false}, timing);
+    run_wgmma<true>({{300, 31}, {4, 4}, 20, 16, 2, true, {20, 31}, false}, timing);
+  }
   run_wgmma({{280, 5}, {1, 1}, 70, 64, 2, true, {}, false}, mixed);
+  run_wgmma({{320, 200}, {2, 2}, 3, 64, 1, true, {70, 0}, false}, late);
+  run_wgmma({{320, 300}, {1, 1}, 3, 16, 1, false, {0, 9}, false, false, 0}, mixed);
   run_wgmma({{70, 60}, {1, 1}, 4, 16, 2, false, {3, 17}, false, false, 1}, random);
   run_wgmma({{70, 9, 0, 270}, {-2, 1, 0, 3, 5, -1}, 12, 16, 1, true, {}, true, true}, late);
   run_wgmma({{300, 150}, {1, 1}, 3, 64, 1, false, {}, false, false, -1, 0.02f}, mixed);

@@ -55,4 +55,24 @@ struct Wgmma {
   }
 };
 
+// The chunks of an operand that a warp holds in registers, kSlices slices of 16 columns.
+template <int kSlices>
+struct HeldRows {
+  uint32_t registers[kSlices * 4];
+  std::vector<float> rows;
+
+  void load(int chunk, const bf16* from) {
+    start_load([=] {
+      for (int pair = 0; pair < 16; ++pair)
+        std::memcpy(&registers[chunk * 16 + pair], Wgmma::pair_of(const_cast<bf16*>(from), pair), 4);
+    });
+  }
+  // Before the first product, by all lanes.
+  void read() {
+    finish_loads();
+    if (rows.empty()) rows = Wgmma::rows_of(registers, kSlices);
+  }
+  float operator()(int i, int col) const { return rows[i * 16 * kSlices + col]; }
+};
+
 }  // namespace emulation

@@ -96,7 +96,11 @@ std::vector<Row> table() {
       {"d 192 on L40", dense(1, 512, 8, 192), kL40, kMma, V::kPlain, 192, 64, 1, 256, 90112, 64, false},
       {"d 256, dropout, on L40", changed(dense(1, 512, 8, 256), dropout), kL40, kMma, V::kDropout, 256, 64, 1, 256,
        90112, 64, false},
-      {"d 512", dense(1, 512, 8, 512), kH100, kMma, V::kPlain, 512, 32, 2, 256, 200704, 128, false},
+      {"d 512", dense(1, 512, 8, 512), kH100, kWgmma, V::kPlain, 512, 64, 1, 384, 231424, 128, false},
+      {"d 512, dropout", changed(dense(1, 512, 8, 512), dropout), kH100, kMma, V::kDropout, 512, 32, 2, 256, 200704,
+       128, false},
+      {"d 320, sums", changed(dense(1, 512, 8, 320), sums), kH100, kMma, V::kAccumulate, 512, 32, 2, 256, 200704, 128,
+       false},
       {"d 512 on A100", dense(1, 512, 8, 512), kA100, kMma, V::kPlain, 512, 32, 1, 256, 135168, 128, false},
       {"d 512 on L40", dense(1, 512, 8, 512), kL40, kMma, V::kPlain, 512, 32, 1, 256, 100352, 128, false},
       {"d 256 on A100", dense(1, 512, 8, 256), kA100, kMma, V::kPlain, 256, 64, 1, 256, 147456, 64, false},
@@ -109,9 +113,8 @@ void check_table() {
     check::that(plan.family == row.family && plan.variant == row.variant && plan.head_dim == row.head_dim, "kernel",
                 row.name, flash::plan::family_name(plan.family), flash::plan::variant_name(plan.variant),
                 plan.head_dim);
-    const int block_m = plan.head_dim == 512                      ? (plan.small_tile ? 16 : 32)
-                        : plan.small_tile && plan.head_dim == 256 ? 32
-                                                                  : 64;
+    const bool small_rows = plan.head_dim == 512 && plan.family == Family::kMmaSync;
+    const int block_m = small_rows ? (plan.small_tile ? 16 : 32) : plan.small_tile && plan.head_dim == 256 ? 32 : 64;
     check::that(plan.block_m == block_m && plan.block_n == row.block_n && plan.stages == row.stages, "tile", row.name,
                 plan.block_n, plan.stages);
     check::that(plan.threads == row.threads && plan.smem_bytes == row.smem_bytes, "threads", row.name, plan.threads,
@@ -142,7 +145,7 @@ void check_memory() {
 void check_stages() {
   using flash::plan::BwdStage;
   for (const Device& device : {kH100, kA100, kL40}) {
-    for (int head_dim : {32, 64, 128, 192, 256}) {
+    for (int head_dim : {32, 64, 128, 192, 256, 512}) {
       BwdProblem problem = dense(32, 512, 32, head_dim);
       problem.stage = BwdStage::kBegin;
       const BwdPlan begin = plan_of(problem, device);

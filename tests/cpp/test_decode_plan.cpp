@@ -1,6 +1,7 @@
 // Plans of the decode kernels and of calls over a KV cache: a table of calls and their plans, and rules for all sizes.
 #include <algorithm>
 #include <string>
+#include <utility>
 
 #include "check.h"
 #include "plan/call_plan.h"
@@ -95,6 +96,9 @@ void check_variant() {
   problem.options.has_rotary = true;
   check::that(!is_plain(problem), "rotary queries");
   problem = plain;
+  problem.options.has_mask_bits = true;
+  check::that(!is_plain(problem) && flash::plan::plan_decode(problem, kH200).masks_bits, "mask bits");
+  problem = plain;
   problem.options.q_vectors = false;
   check::that(!is_plain(problem), "rows of q without 16-byte vectors");
   problem = plain;
@@ -150,6 +154,9 @@ void check_options_that_stay(DecodeProblem& problem, const Stays& stays) {
   problem.head_dim = 100;
   stays("head dim");
   problem.head_dim = 128;
+  problem.options.has_mask_bits = true;
+  stays("mask bits");
+  problem.options.has_mask_bits = false;
 }
 
 // Long queries: which kernels take them.
@@ -514,6 +521,24 @@ void check_mla_families() {
   check::that(family(kA100, 1, 128, false, "wgmma") == Family::kMmaSync, "MLA on another GPU");
 }
 
+// Boxes lie within pages; FP8 rows are read by wgmma alone, one by one.
+void check_mla_pages() {
+  const auto plan = [](const Device& device, int page_size, int64_t heads, bool fits_page_maps, bool has_fp8_rows) {
+    flash::plan::MlaProblem problem{64, 1, heads, 4096, false, 0, true};
+    problem.page_size = page_size, problem.fits_page_maps = fits_page_maps, problem.has_fp8_rows = has_fp8_rows;
+    return flash::plan::plan_mla(device, problem, has_fp8_rows ? "mma_sync" : nullptr);
+  };
+  for (const auto& [page_size, box_rows] : {std::pair{64, 64}, {256, 64}, {784, 16}, {24, 8}, {7, 0}, {4, 0}, {1, 0}}) {
+    check::that(plan(kH200, page_size, 128, true, false).box_rows == box_rows, "MLA box of pages of", page_size);
+    check::that(plan(kH200, page_size, 128, false, false).box_rows == 0, "MLA strides of pages of", page_size);
+    check::that(plan(kA100, page_size, 128, true, false).box_rows == 0, "MLA boxes of another GPU", page_size);
+    const bool is_wgmma = plan(kH200, page_size, 16, true, false).family == Family::kWgmma;
+    check::that(is_wgmma == (box_rows > 0), "MLA 16 heads, pages of", page_size);
+    const flash::plan::MlaPlan bytes = plan(kH200, page_size, 1, true, true);
+    check::that(bytes.family == Family::kWgmma && bytes.box_rows == 0, "MLA FP8 rows, pages of", page_size);
+  }
+}
+
 void check_mla() {
   for (const Device& device : kDevices) {
     for (const int64_t batch : {0, 1, 7, 500}) {
@@ -553,5 +578,6 @@ int main() {
   check_clusters();
   check_mla();
   check_mla_families();
+  check_mla_pages();
   return check::report();
 }

@@ -161,6 +161,18 @@ def test_dense_decoding_over_fp8_rows(device, row_bytes):
     check(out[0], lse[0], q[0], held[table[0].long()].flatten(0, 1)[:40], causal=True)
 
 
+@pytest.mark.parametrize("page_size", (1, 64))
+def test_fp8_rows_are_their_numbers(device, page_size, monkeypatch):
+    """Bit by bit, where the kernel converts them too."""
+    monkeypatch.setenv("FLASH_ATTN_FAMILY", "wgmma")
+    cache, held = fp8_cache(normal(device, 384 // page_size, page_size, 576), 656)
+    q, lengths = normal(device, 2, 3, 20, 576), int32(device, [150, 31])
+    table = torch.arange(384 // page_size, device=device).flip(0).int().view(2, -1)
+    kinds = (cache, True), (held.unsqueeze(2), False)
+    results = [decode(q, rows, table, lengths, causal=True, is_fp8_kvcache=is_fp8) for rows, is_fp8 in kinds]
+    assert all(torch.equal(ours, expected) for ours, expected in zip(*results))
+
+
 def test_sparse_prefill(device):
     q, kv, sink = normal(device, 6, 12, 576), normal(device, 50, 1, 576), torch.randn(12, device=device)
     indices = torch.randint(-1, 45, (6, 1, 20), device=device).int()

@@ -22,6 +22,7 @@ CASES = (
     KvCase((17, 40), 8, page_size=1, causal=True, sinks=True, layout="latent", **{**LATENT, "nheads": 20}),
     KvCase((2000, 0, 700, 31), page_size=64, capacity=2048, layout="latent", **LATENT),
     KvCase((513, 1200), 2, page_size=512, causal=True, leftpad=(100, 7), capacity=1536, **{**LATENT, "nheads": 8}),
+    KvCase((1000, 200), 3, page_size=24, causal=True, leftpad=(130, 7), capacity=1008, **{**LATENT, "nheads": 40}),
     KvCase((300, 90), 90, page_size=16, causal=True, sinks=True, capacity=320, layout="latent", **LATENT),
     KvCase((31, 64), page_size=16, dtype="float16", layout="sliced", **{**LATENT, "nheads": 1}),
     KvCase(page_size=7, layout="latent", **{**LATENT, "nheads": 1, "head_dim": 0}),
@@ -222,7 +223,7 @@ def test_compiled(device):
 
 
 def test_explained_and_counted(device):
-    problem = make_problem(KvCase((32, 32), page_size=16, layout="latent", **LATENT), device)
+    problem = make_problem(KvCase((32, 32), page_size=1, layout="latent", **LATENT), device)
     plan = flash_attn.explain(
         flash_attn_with_kvcache, problem.q, problem.k_cache, problem.v_cache, qv=problem.qv,
         cache_seqlens=problem.lengths, block_table=problem.table,

@@ -27,8 +27,9 @@ import train_context_parallel
 
 SMALL_ONES = (
     "nanogpt", "fp8_cache", "graph_decode", "meanflow", "second_order", "serve_vllm", "train_llama",
-    "llama_context_parallel",
+    "llama_context_parallel", "prefix_tree", "image_blocks", "t5",
 )  # fmt: skip
+OF_TRANSFORMERS = ("llama_context_parallel", "image_blocks", "t5")
 SMALL = train_char_lm.Config(layers=2, heads=4, kv_heads=2, head_dim=16, window=12, context=48, steps=12, warmup=3)
 
 
@@ -77,7 +78,7 @@ def test_train_transformers(device, capsys):
 @pytest.mark.parametrize("name", SMALL_ONES)
 def test_small_examples(device, name, capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: device == "cuda")
-    if name == "llama_context_parallel":
+    if name in OF_TRANSFORMERS:
         pytest.importorskip("transformers.masking_utils", reason="transformers is not installed")
     status = importlib.import_module(name).main(["--dry"] if name == "serve_vllm" else ["--device", device])
     printed = capsys.readouterr().out

@@ -506,20 +506,3 @@ def test_unsupported_arguments_are_named(device):
         call(device, head_mask=torch.zeros(1))
     with pytest.raises(NotImplementedError, match="^output_attentions: expected None, got bool"):
         call(device, output_attentions=True)
-
-
-def test_masks_that_are_no_windows_are_named(device):
-    from transformers import masking_utils
-
-    with pytest.raises(NotImplementedError, match="^attention_mask: expected None or a mask of tokens"):
-        call(device, torch.zeros(3, 1, SEQLEN, SEQLEN, device=device))
-    model = build("llama", NAME, device, dtype_of(device))
-    options = {"config": model.config, "inputs_embeds": torch.zeros(1, 4, 64), "attention_mask": None}
-    options.update({CACHE: None, "position_ids": None})
-    masking_utils.create_causal_mask(**options)
-    for change in ({"or_mask_function": lambda *_: True}, {"block_sequence_ids": torch.zeros(1, 4, dtype=torch.long)}):
-        with pytest.raises(NotImplementedError, match="^mask_function: expected a causal mask or a window"):
-            masking_utils.create_causal_mask(**options, **change)
-    model.config.attention_chunk_size = 2
-    with pytest.raises(NotImplementedError, match="got one of chunked_overlay"):
-        masking_utils.create_chunked_causal_mask(**options)

@@ -49,6 +49,10 @@ CASES = (
     # So many tiles that each has two K/V heads.
     (KvCase((150, 0, -1, 17), 1, 1, 160, page_size=16, **PAIRS), {}),
     (KvCase((150, 17, 64, 0), 2, 2, 160, head_dim=24, layout="unaligned", causal=True, **PAIRS), {"num_splits": 3}),
+    # Trees of drafts: several tiles, mask heads, pages that a mask straddles, two K/V heads of a tile.
+    (KvCase((300, 0, -1, 17), 9, 9, 330, page_size=5, head_dim=128, mask_keys=9), {"num_splits": 3}),
+    (KvCase((300, 3), 40, None, 330, nheads=8, mask_keys=70, mask_heads=4, leftpad=(7, 0)), {}),
+    (KvCase((150, 17), 2, 2, 160, page_size=16, mask_keys=2, mask_shared=True, **PAIRS), {"batch_invariant": True}),
     # Latent rows: many query rows to a key, and few.
     (KvCase((300, 0, -1, 17), 3, capacity=330, page_size=1, causal=True, sinks=True, nheads=40, **LATENT), {}),
     (KvCase((400, 64), capacity=420, page_size=16, nheads=16, **LATENT), {"num_splits": 3}),
@@ -71,6 +75,8 @@ EIGHT_BIT_CASES = (
     (KvCase((300, 0, -1, 64), 130, None, 400, page_size=16, leftpad=(7, 0, 0, 64), dtype="float16"), INT8, "token", {}),
     (KvCase((300, 64), 90, 3, 400, page_size=7, window=(50, 0), head_dim=72, sinks=True), E4M3, "page", {}),
     (KvCase((300, 64), 90, None, 400, layout="unaligned", causal=True, nheads_k=4), INT8, "inline", {}),
+    (KvCase((300, 64), 9, 3, 400, page_size=7, head_dim=72, mask_keys=40), E4M3, "token", {}),
+    (KvCase((300, 64), 2, None, 400, head_dim=256, mask_keys=2, mask_heads=2), INT8, "head", {"num_splits": 2}),
     # So many tiles that each has two K/V heads.
     (KvCase((150, 0, -1, 17), 1, 1, 160, page_size=16, head_dim=128, **PAIRS), E4M3, "token", {"num_splits": 3}),
     (KvCase((150, 0, -1, 17), 2, 2, 160, page_size=3, causal=True, rotary_dim=32, **PAIRS), INT8, "inline", {}),

@@ -96,6 +96,7 @@ inline plan::DecodeProblem decode_problem(const KvCacheCall& call) {
   options.q_vectors = vector_bytes(call.q) == 16;
   options.kv_vector_bytes = std::min(vector_bytes(call.k_cache), vector_bytes(call.v_cache));
   options.v_per_channel = call.quant.v_per_channel;
+  options.has_mask_bits = call.mask_bits.given();
   return problem;
 }
 
@@ -162,6 +163,17 @@ inline void set_params_rotary(Flash_kvcache_params& params, const KvCacheCall& c
   rotary.one_position = has_one_position(params.window);
 }
 
+inline void set_params_mask_bits(Flash_kvcache_params& params, const KvCacheCall& call) {
+  if (!call.mask_bits.given()) return;
+  const at::Tensor& bits = *call.mask_bits.mask_bits;
+  MaskBits& mask = params.mask_bits;
+  mask.words = reinterpret_cast<const uint32_t*>(bits.const_data_ptr<int>());
+  mask.matrices = mask_matrices(bits, params.h);
+  mask.rows = params.seqlen_q;
+  mask.row_words = static_cast<int>(bits.size(3));
+  mask.keys = static_cast<int>(call.mask_bits.mask_keys);
+}
+
 inline Flash_kvcache_params set_params_kvcache(const KvCacheCall& call, const plan::DecodeProblem& problem,
                                                const plan::DecodePlan& plan, const KernelScales& scales,
                                                const at::Tensor& out, const at::Tensor& lse) {
@@ -179,6 +191,7 @@ inline Flash_kvcache_params set_params_kvcache(const KvCacheCall& call, const pl
   set_params_new_rows(params, call);
   set_params_quant(params, call, scales);
   set_params_rotary(params, call);
+  set_params_mask_bits(params, call);
   return params;
 }
 

@@ -17,6 +17,20 @@
 
 namespace flash {
 
+// Of the last mask_keys keys of a sequence, which of them each query sees: words of kMaskWordKeys keys.
+struct MaskBitsArgs {
+  OptionalTensor mask_bits;  // int32 (1 or batch, mask heads, seqlen_q, words), contiguous
+  int64_t mask_keys = 0;
+
+  bool given() const { return mask_bits.has_value() && mask_bits->numel() > 0; }
+
+  template <class Visitor>
+  void visit_named(Visitor&& visit) {
+    visit("mask_bits", mask_bits, "a Tensor");
+    visit("mask_keys", mask_keys, "an int");
+  }
+};
+
 struct KvCacheCall {
   const at::Tensor& given_q;  // (batch, seqlen_q, heads, d)
   at::Tensor q;               // the same in 16 bits, or memory for it
@@ -38,6 +52,7 @@ struct KvCacheCall {
   bool batch_invariant;
   const CacheQuantArgs& quant;
   int64_t sm_margin;
+  const MaskBitsArgs& mask_bits;
 
   bool has_8bit_cache() const { return checks::is_8bit(k_cache); }
   bool has_8bit_q() const { return checks::is_8bit(given_q); }
@@ -193,6 +208,19 @@ inline void not_negative(const char* name, int64_t value) {
   }
 }
 
+inline void mask_bits(const MaskBitsArgs& mask, const at::Tensor& q) {
+  if (!mask.mask_bits.has_value()) return;
+  const at::Tensor& bits = *mask.mask_bits;
+  mask_factor("mask_bits", bits, q, 4, at::kInt);
+  if (bits.size(0) != 1 && bits.size(0) != q.size(0)) {
+    fail("mask_bits", "expected a batch of 1 or ", q.size(0), ", got shape ", bits.sizes());
+  }
+  if (mask.mask_keys < 0 || mask.mask_keys > kMaxLength) {
+    fail("mask_keys", "expected a value from 0 to ", int64_t{kMaxLength}, ", got ", mask.mask_keys);
+  }
+  mask_sizes("mask_bits", bits, q.size(1), mask_words(mask.mask_keys), false);
+}
+
 // Whether equal rows of K and V become equal 8-bit rows.
 inline bool quantizes_alike(const KvCacheCall& call) {
   if (!call.has_8bit_cache() || is_8bit(*call.k)) return true;
@@ -223,6 +251,7 @@ inline void kvcache_overlap(const KvCacheCall& call) {
                                   {"block_table", call.block_table},
                                   {"alibi_slopes", call.scores.alibi_slopes},
                                   {"sinks", call.scores.sinks},
+                                  {"mask_bits", call.mask_bits.mask_bits},
                                   {"q_descale", call.quant.q},
                                   {"k_descale", call.quant.k},
                                   {"v_descale", call.quant.v}};
@@ -244,6 +273,7 @@ inline void kvcache(const KvCacheCall& call) {
   if (call.scores.mask.given()) fail("mask", "expected None over a KV cache, got one");
   if (call.scores.origins.has_value()) fail("origins", "expected None over a KV cache, got a Tensor");
   num_splits(call.num_splits);
+  mask_bits(call.mask_bits, q);
   output(call.out, q, q.sizes());
   new_rows(q, call.k_cache, call.k, call.v, call.seqlens, call.has_8bit_q());
   cache_location(q, call.k_cache, call.cache_batch_idx, call.leftpad, call.block_table);

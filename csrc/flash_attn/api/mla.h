@@ -42,6 +42,7 @@ struct MlaCall {
   const OptionalTensor& seqlens;  // of a cache
   const OptionalTensor& leftpad;  // likewise
   const OptionalTensor& plan;     // likewise: workspace
+  const OptionalTensor& scales;   // (pages, page_size, 1, kMlaScales) where v is e4m3
   Flash_fwd_params sequences;     // of packed queries
 
   bool is_packed() const { return sequences.is_varlen(); }
@@ -53,31 +54,58 @@ struct MlaCall {
     // Of requests, the combine of splits would give inactive ones a sink.
     const bool may_split = !batch_invariant && (is_packed() || !scores.sinks.has_value());
     const int64_t tokens = is_packed() ? q.size(0) : q.size(1);
-    return {batch(), tokens, heads(), capacity(), is_packed(), num_splits, may_split, batch_invariant};
+    const auto fits_map = [](const at::Tensor& pages) {
+      const MatrixStrides strides = cache_strides(pages);
+      return plan::tensor_map_holds({false, pages.size(0), pages.size(1), 1, strides.batch, strides.row, 0},
+                                    dtype_of(pages));
+    };
+    return {batch(),
+            tokens,
+            heads(),
+            capacity(),
+            is_packed(),
+            num_splits,
+            may_split,
+            batch_invariant,
+            static_cast<int>(k.size(1)),
+            fits_map(k) && fits_map(v),
+            scales.has_value()};
   }
 };
 
 inline MlaCall mla_call(const KvCacheCall& call, const at::Tensor& qv) {
-  return {call.q,
-          qv,
-          call.k_cache,
-          call.v_cache,
-          call.out,
-          call.block_table,
-          call.scores,
-          call.num_splits,
-          call.batch_invariant,
-          call.sm_margin,
-          call.seqlens,
-          call.leftpad,
-          call.plan,
-          {}};
+  return {call.q,           qv,           call.k_cache,    call.v_cache,         call.out,
+          call.block_table, call.scores,  call.num_splits, call.batch_invariant, call.sm_margin,
+          call.seqlens,     call.leftpad, call.plan,       call.quant.v,         {}};
 }
 
 namespace checks {
 
 inline void absent(const char* name, bool given) {
   if (given) fail(name, "expected None with qv on CUDA, got one");
+}
+
+// The parts of FP8 rows.
+inline void fp8_rows(const MlaCall& call, const char* k_name, const char* v_name) {
+  const at::Tensor &k = call.k, &v = call.v, &scales = *call.scales;
+  if (v.scalar_type() != at::kFloat8_e4m3fn) {
+    fail(v_name, "expected dtype float8_e4m3fn with v_descale, got ", dtype_name(v.scalar_type()));
+  }
+  like_query("v_descale", scales, call.q, {v.size(0), v.size(1), 1, kMlaScales}, "blocks, page_size, heads, groups",
+             true);
+  if (scales.scalar_type() != at::kFloat) {
+    fail("v_descale", "expected dtype float32, got ", dtype_name(scales.scalar_type()));
+  }
+  const char* const row = static_cast<const char*>(v.const_data_ptr());
+  if (v.numel() > 0 && (scales.const_data_ptr() != row + kMlaLatentDim || k.const_data_ptr() != row + kMlaRopeByte)) {
+    fail("v_descale", "expected it in rows of bytes: ", v_name, ", v_descale, ", k_name);
+  }
+  for (const int axis : {0, 1}) {
+    const int64_t step = v.stride(axis);
+    const bool is_same = k.stride(axis) * k.element_size() == step && scales.stride(axis) * 4 == step;
+    if (v.size(axis) > 1 && !is_same) fail(k_name, "expected the strides of ", v_name, " and v_descale in bytes");
+  }
+  if (call.plan.has_value()) fail("plan", "expected None with v_descale, got one");
 }
 
 // The kernel reads rows of kMlaRopeDim and kMlaLatentDim columns through a block_table, without ScoreMod and window.
@@ -94,7 +122,8 @@ inline void mla(const MlaCall& call, const char* k_name, const char* v_name) {
   like_query("qv", call.qv, q, shape, q_axes);
   if (!call.block_table.has_value()) fail("block_table", "expected a tensor with qv on CUDA, got None");
   like_query(k_name, call.k, q, {-1, -1, 1, kMlaRopeDim}, axes);
-  like_query(v_name, call.v, q, {call.k.size(0), call.k.size(1), 1, kMlaLatentDim}, axes);
+  like_query(v_name, call.v, q, {call.k.size(0), call.k.size(1), 1, kMlaLatentDim}, axes, call.scales.has_value());
+  if (call.scales.has_value()) fp8_rows(call, k_name, v_name);
   sizes(k_name, call.k, "pages");
   for (const auto& [name, cache] : {std::pair{k_name, call.k}, std::pair{v_name, call.v}}) {
     if (!is_aligned(cache)) fail(name, "expected rows at multiples of 16 bytes with qv on CUDA");
@@ -118,7 +147,7 @@ inline void mla(const KvCacheCall& call, const at::Tensor& qv) {
   absent("cache_batch_idx", call.cache_batch_idx.has_value());
   absent("q_descale", call.quant.q.has_value());
   absent("k_descale", call.quant.k.has_value());
-  absent("v_descale", call.quant.v.has_value());
+  absent("mask_bits", call.mask_bits.mask_bits.has_value());
   mla(mla_call(call, qv), "k_cache", "v_cache");
   lengths("cache_seqlens", call.seqlens, call.q, call.q.size(0));
   lengths("cache_leftpad", call.leftpad, call.q, call.q.size(0));
@@ -131,6 +160,7 @@ inline void mla(const KvCacheCall& call, const at::Tensor& qv) {
                                                             {"cache_seqlens", call.seqlens},
                                                             {"cache_leftpad", call.leftpad},
                                                             {"block_table", call.block_table},
+                                                            {"v_descale", call.quant.v},
                                                             {"sinks", call.scores.sinks}});
 }
 
@@ -170,7 +200,11 @@ inline void mla_schedule(const ScheduleSizes& sizes, int64_t head_dim_v) {
 }  // namespace checks
 
 inline plan::MlaPlan plan_of(const plan::MlaProblem& problem, const at::Device& device, int64_t sm_margin) {
-  return plan::plan_mla(device_of(device.index(), sm_margin), problem, forced_family());
+  const plan::MlaPlan plan = plan::plan_mla(device_of(device.index(), sm_margin), problem, forced_family());
+  if (problem.has_fp8_rows && plan.family != plan::Family::kWgmma) {
+    checks::fail("v_descale", "expected None on this GPU, got a tensor: it has no kernel of FP8 rows");
+  }
+  return plan;
 }
 
 // Floats of the partial results.
@@ -191,6 +225,7 @@ inline Flash_mla_params set_params_mla(const MlaCall& call, const plan::MlaPlan&
   params.softmax_lse_ptr = lse.mutable_data_ptr<float>();
   params.q_strides = matrix_strides(q);
   params.qv_strides = matrix_strides(qv);
+  params.has_fp8_rows = call.scales.has_value();
   params.rope_strides = cache_strides(call.k);
   params.latent_strides = cache_strides(call.v);
   params.o_strides = matrix_strides(out);
@@ -203,6 +238,7 @@ inline Flash_mla_params set_params_mla(const MlaCall& call, const plan::MlaPlan&
   params.seqlen_q = static_cast<int>(call.problem().tokens);
   params.splits = plan.splits;
   params.row_tiles = plan.row_tiles;
+  params.box_rows = plan.box_rows;
   params.heads = FastDiv(std::max(params.h, 1));
   params.is_causal = make_window(call.scores).right == 0;
   params.softmax_scale_log2 = static_cast<float>(call.scores.softmax_scale * kLog2e);
@@ -293,6 +329,7 @@ inline plan::Explanation explain(const MlaCall& call, const char* direction) {
   fields["block_m"] = int64_t{plan.tile_rows};
   fields["block_n"] = int64_t{plan.keys};
   fields["kv_stages"] = int64_t{plan.stages};
+  fields["box_rows"] = int64_t{plan.box_rows};
   fields["grid"] = (problem.is_packed ? 1 : problem.batch) * plan.row_tiles * plan.splits;
   fields["num_splits"] = int64_t{plan.splits};
   return fields;
@@ -300,12 +337,18 @@ inline plan::Explanation explain(const MlaCall& call, const char* direction) {
 
 // ---- over a KV cache ----
 
-// A plan has the workspace of calls without sinks.
+// A plan has the workspace of calls without sinks, over any pages.
 inline int64_t mla_plan_elements(plan::MlaProblem problem, const at::Device& device, int64_t sm_margin,
                                  bool batch_invariant) {
   problem.may_split = !batch_invariant;
   problem.batch_invariant = batch_invariant;
-  return mla_workspace(problem, plan_of(problem, device, sm_margin));
+  problem.page_size = plan::kMlaWgmmaKeys;
+  int64_t most = 0;
+  for (const bool fits_page_maps : {false, true}) {
+    problem.fits_page_maps = fits_page_maps;
+    most = std::max(most, mla_workspace(problem, plan_of(problem, device, sm_margin)));
+  }
+  return most;
 }
 
 // Packed queries with qv, which have the results of mha_fwd().
@@ -329,6 +372,7 @@ Result packed_mla(const FwdCall& given, const PackedArgs& packed, const at::Tens
                      0,
                      given.batch_invariant,
                      given.launch.sm_margin,
+                     none,
                      none,
                      none,
                      none,

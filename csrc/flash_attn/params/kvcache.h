@@ -2,6 +2,7 @@
 #pragma once
 
 #include "core/kv_schedule.h"
+#include "core/mask_bits.h"
 #include "params/flash.h"
 
 namespace flash {
@@ -88,6 +89,8 @@ struct Flash_kvcache_params : Flash_fwd_params {
   int head_tiles = 0;  // tiles of all K/V heads
   int tile_query_heads = 1;
   FastDiv tile_group;  // tile_query_heads; kernels that read the divisor from it take more registers
+
+  MaskBits mask_bits;
 };
 
 // Where 8-bit K and V go as fp16, for kernels that do not read 8 bits.

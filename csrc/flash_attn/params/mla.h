@@ -9,6 +9,9 @@
 namespace flash {
 
 constexpr int kMlaLatentDim = 512, kMlaRopeDim = 64;
+// Bytes of an FP8 row: e4m3 latent columns, a float32 scale of each kMlaScaleCols of them, rotated columns of 16 bits.
+constexpr int kMlaScaleCols = 128, kMlaScales = kMlaLatentDim / kMlaScaleCols;
+constexpr int kMlaRopeByte = kMlaLatentDim + 4 * kMlaScales;
 
 // One K/V head. Rows of all operands have 16-byte vectors. Of a packed batch seqlen_q is total_q, and the shapes of q,
 // o, the LSE and their partial results have one sequence of that length.
@@ -33,8 +36,10 @@ struct Flash_mla_params {
   int b = 0, h = 0, seqlen_q = 0;
   int splits = 1;     // of the keys of each request
   int row_tiles = 0;  // of a request's seqlen_q * h rows; of a packed batch all
+  int box_rows = 0;   // of a TMA box of keys, which crosses no page; 0: keys are copied one by one
   FastDiv heads;      // h
   bool is_causal = false;
+  bool has_fp8_rows = false;        // at latent_ptr, by latent_strides in bytes
   float softmax_scale_log2 = 0.0f;  // > 0
   int device = 0;
 };

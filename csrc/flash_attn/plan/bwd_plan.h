@@ -211,16 +211,46 @@ inline BwdPlan plan_bwd_wgmma(const BwdProblem& problem, const Device& device) {
   return plan;
 }
 
+// Of head dims above kMaxWgmmaHeadDim: both kernels have a thread block for each work tile, that of dK and dV two.
+inline BwdPlan plan_bwd_wide(const BwdProblem& problem, const Device& device) {
+  BwdPlan plan;
+  plan.family = Family::kWgmma;
+  plan.head_dim = plan.head_dim_v = kSm90WideHeadDim;
+  plan.block_m = plan.block_n = 64;
+  plan.stages = 1;
+  plan.threads = plan.dq_threads = kSm90WideThreads;
+  plan.smem_bytes = sm90_wide_dkv_smem_bytes(problem.dtype);
+  plan.dq_smem_bytes = sm90_wide_dq_smem_bytes(problem.dtype);
+  plan.dq_pass = true;
+  const int64_t rows = problem.is_varlen && problem.batch > 0 ? problem.seqlen_q / problem.batch : problem.seqlen_q;
+  plan.running_n_blocks =
+      running_n_blocks(false, problem.window.may_mask_right(), rows / plan.block_m, problem.group(), plan.block_n);
+  plan.order = n_block_grid(problem, plan.block_n, device.multiprocessors, plan.running_n_blocks);
+  plan.grid = product(plan.order.blocks, 2);
+  plan.dq_tiles = product(problem.heads, m_blocks(problem.is_varlen, static_cast<int>(problem.batch),
+                                                  static_cast<int>(problem.seqlen_q), plan.block_m));
+  plan.dq_grid = plan.dq_tiles;
+  return plan;
+}
+
+// Whether its kernels support the call. They keep no sum of dQ for other calls.
+constexpr bool may_use_wide_backward(const BwdProblem& problem) {
+  return is_wide(problem.max_head_dim()) && problem.is_plain() && !problem.has_mask() && !problem.accumulates_dkv &&
+         problem.stage == BwdStage::kAll;
+}
+
 // Whether the wgmma family has a kernel for a backward. V with another head dim than K must consist of whole 16-byte
 // vectors.
 inline bool wgmma_supports(const BwdProblem& problem, const Device& device) {
   if (!problem.fits_tensor_maps || problem.seqlen_q == 0 || problem.seqlen_k == 0) return false;
-  if (problem.max_head_dim() > kMaxWgmmaHeadDim) return false;
+  const bool whole_vectors = problem.head_dim == problem.head_dim_v || problem.head_dim_v % 8 == 0;
+  if (is_wide(problem.max_head_dim())) {
+    return may_use_wide_backward(problem) && has_wgmma_kernels(device, kSm90WideHeadDim) && whole_vectors;
+  }
   const Sm90BwdTile tile =
       problem.has_mask() ? listed_tile(problem) : sm90_bwd_tile(problem.head_dim, problem.head_dim_v);
   if (problem.has_mask() && device.capability != kWgmmaCapability) return false;
-  return has_wgmma_kernels(device, tile.head_dim) &&
-         (problem.head_dim == problem.head_dim_v || problem.head_dim_v % 8 == 0);
+  return has_wgmma_kernels(device, tile.head_dim) && whole_vectors;
 }
 
 // `forced`: the value of FLASH_ATTN_FAMILY, or null (choose_backward_family()). If no kernel takes V with another head
@@ -238,7 +268,9 @@ inline BwdPlan plan_bwd(const BwdProblem& given, const Device& device, const cha
     plan.pad_head_dim = padded.head_dim;
     return plan;
   }
-  BwdPlan plan = by_wgmma ? plan_bwd_wgmma(problem, device) : plan_bwd_mma_sync(problem, device);
+  BwdPlan plan = !by_wgmma                         ? plan_bwd_mma_sync(problem, device)
+                 : is_wide(problem.max_head_dim()) ? plan_bwd_wide(problem, device)
+                                                   : plan_bwd_wgmma(problem, device);
   plan.dtype = problem.dtype;
   plan.deterministic = problem.deterministic;
   plan.stage = problem.stage;

@@ -9,10 +9,11 @@ namespace flash {
 namespace plan {
 
 // The kernel of a call over a cache. The decode kernels are made for tiles of 16 packed rows; of larger queries they
-// take only those whose m_blocks would leave multiprocessors idle.
+// take only those whose m_blocks would leave multiprocessors idle, and those with mask bits, which no other kernel has.
 inline FwdPlan plan_cached_kernel(const FwdProblem& problem, const Device& device, const char* forced) {
   const DecodeProblem& decode = problem.decode;
-  const bool may_choose = decode.num_splits == 0 && !decode.batch_invariant && problem.has_prefill_view;
+  const bool may_choose =
+      decode.num_splits == 0 && !decode.batch_invariant && problem.has_prefill_view && !decode.options.has_mask_bits;
   const bool has_many_rows = decode.rows() > kv_tile(decode.head_dim, 0).rows();
   if (decode.has_queries() && may_choose && has_many_rows && decode.head_dim % 8 == 0) {
     return plan_fwd_kernel(problem, device, forced);

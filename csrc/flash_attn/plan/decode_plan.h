@@ -56,6 +56,7 @@ struct DecodePlan {
 
   // ---- the kernel: by the options too ----
   bool is_plain;     // KvVariant::kPlain (kernels/decode/variant.h)
+  bool masks_bits;   // KvVariant::kMaskBits
   bool in_clusters;  // CTAs are launched as clusters of two (kernels/decode/cluster_pair.h)
 };
 
@@ -196,7 +197,7 @@ constexpr bool kv_is_plain(const DecodeProblem& problem, const DecodePlan& plan)
       plan.split_points.rule == SplitRule::kAnywhere || plan.split_points.rule == SplitRule::kNowhere;
   const int64_t max_blocks = plan.work_items * plan.head_tiles * (problem.capacity / plan.block_n + 1);
   return tile.has_plain && !options.v_per_channel && !problem.is_packed && !options.has_score_mod &&
-         !options.has_rotary && problem.head_dim == tile.head_dim && options.q_vectors &&
+         !options.has_rotary && !options.has_mask_bits && problem.head_dim == tile.head_dim && options.q_vectors &&
          options.kv_vector_bytes == 16 && whole_steps && any_split_point && plan.split_blocks == kUnbounded &&
          max_blocks < kMaxBlocks32;
 }
@@ -204,6 +205,7 @@ constexpr bool kv_is_plain(const DecodeProblem& problem, const DecodePlan& plan)
 // The variant of the kernel.
 constexpr void plan_variant(const DecodeProblem& problem, const Device& device, DecodePlan& plan) {
   plan.is_plain = kv_is_plain(problem, plan);
+  plan.masks_bits = problem.options.has_mask_bits;
   const bool has_clusters = device.capability >= 90;
   plan.in_clusters = plan.in_clusters && plan.combines && has_clusters && kv_may_cluster(plan.is_plain, plan.tile_size);
 }

@@ -75,7 +75,7 @@ inline const char* split_rule_name(SplitRule rule) {
 // Fields of the decode kernels: tile, grid, KV splits and combine.
 inline void explain_split(const DecodeProblem& problem, const DecodePlan& plan, Explanation& result) {
   const KvTile tile = kv_tile(problem.head_dim, plan.tile_size, problem.kv_dtype);
-  result["variant"] = std::string(plan.is_plain ? "plain" : "all features");
+  result["variant"] = std::string(plan.is_plain ? "plain" : plan.masks_bits ? "mask bits" : "all features");
   if (is_eight_bit(problem.kv_dtype)) result["kv_dtype"] = std::string(dtype_name(problem.kv_dtype));
   result["head_dim"] = int64_t{tile.head_dim};
   result["block_m"] = int64_t{tile.rows()};  // packed rows (query token, query head)

@@ -332,7 +332,7 @@ constexpr AnyProblem with_lists(AnyProblem problem, Family family) {
 // wgmma for head dims above 32 that it has, in deterministic mode too.
 inline Family choose_backward_family(int capability, int head_dim, const char* forced) {
   const bool declined = forced != nullptr && std::strcmp(forced, "mma_sync") == 0;
-  const bool has_kernel = capability == kWgmmaCapability && 32 < head_dim && head_dim <= kMaxWgmmaHeadDim;
+  const bool has_kernel = capability == kWgmmaCapability && head_dim > 32;
   return has_kernel && !declined ? Family::kWgmma : Family::kMmaSync;
 }
 

@@ -7,6 +7,7 @@
 
 #include "core/block_range.h"
 #include "plan/family.h"
+#include "plan/grid.h"
 
 namespace flash {
 namespace plan {
@@ -15,14 +16,15 @@ constexpr int kMlaKeys = 32;               // of a step of mma.sync
 constexpr int kMlaLargeSmem = 147 * 1024;  // of a tile of 32 rows
 constexpr int kMlaWgmmaRows = 64, kMlaWgmmaKeys = 64, kMlaWgmmaStages = 2, kMlaWgmmaThreads = 384;
 constexpr int kMlaWgmmaSmem = 227 * 1024;
+constexpr int kMlaBoxCols = 64;  // 128 bytes, the period of the swizzle
 constexpr int kMlaHeadDim = 64;  // by which kernels are selected and built
 
 // Estimated, not measured. In keys, by the time that a multiprocessor takes to read them: until a thread block's first
 // keys have arrived; launch and latency of the combine; a row's partial results, written and read.
 constexpr int kMlaStartKeys = 128, kMlaCombineKeys = 128, kMlaLeastKeys = 128, kMaxMlaSplits = 128;
 constexpr int kMlaPartialBytes = 2 * 512 * 4, kMlaKeyBytes = 1152;
-// 16 rows: mma.sync is faster by 5 to 11 %. 64 rows: wgmma by 1.2 to 2.6 x (H200).
-constexpr int kMlaWgmmaLeastRows = 17;
+// 64 rows: wgmma is faster by 1.2 to 2.6 x. 16 rows whose keys are copied one by one: mma.sync by 5 to 11 % (H200).
+constexpr int kMlaWgmmaLeastRows = 17, kMlaBoxLeastRows = 16;
 
 struct MlaProblem {
   int64_t batch, tokens, heads;  // tokens: of each request; of a packed batch in all
@@ -31,11 +33,15 @@ struct MlaProblem {
   int64_t num_splits;  // the most, 0 for any
   bool may_split;      // rows may depend on the batch
   bool batch_invariant = false;
+  int page_size = 1;
+  bool fits_page_maps = false;  // strides of the pages (tensor_map_holds())
+  bool has_fp8_rows = false;    // which the wgmma kernel alone reads, one by one
 };
 
 struct MlaPlan {
   int tile_rows = 16, stages = 2, keys = kMlaKeys;  // keys: of a step
   int row_tiles = 0, splits = 1;                    // row_tiles: of a request; of a packed batch all
+  int box_rows = 0;                                 // of a TMA box of keys; 0: keys are copied one by one
   Family family = Family::kMmaSync;
 };
 
@@ -48,8 +54,13 @@ inline MlaPlan mla_kernel(const Device& device, const MlaProblem& problem, int64
   const bool has_wgmma = device.capability == kWgmmaCapability && device.smem_per_block >= kMlaWgmmaSmem &&
                          (device.wgmma_head_dims >> head_dim_index(kMlaHeadDim) & 1);
   const int64_t deciding = problem.batch_invariant ? problem.heads : rows;
-  if (has_wgmma && !is_forced("mma_sync") && (is_forced("wgmma") || deciding >= kMlaWgmmaLeastRows)) {
+  const bool has_boxes = problem.fits_page_maps && !problem.has_fp8_rows;
+  const int box_rows = has_boxes ? page_box_rows(problem.page_size, kMlaWgmmaKeys) : 0;
+  const int least_rows = box_rows > 0 ? kMlaBoxLeastRows : kMlaWgmmaLeastRows;
+  const bool prefers_wgmma = !is_forced("mma_sync") && (is_forced("wgmma") || deciding >= least_rows);
+  if (has_wgmma && (prefers_wgmma || problem.has_fp8_rows)) {
     plan.family = Family::kWgmma;
+    plan.box_rows = box_rows;
     plan.tile_rows = kMlaWgmmaRows, plan.stages = kMlaWgmmaStages, plan.keys = kMlaWgmmaKeys;
   } else if (device.smem_per_block >= kMlaLargeSmem) {
     plan.stages = 3;

@@ -55,6 +55,7 @@ struct DecodeOptions {
   bool q_vectors = true;       // rows of q may be read in 16-byte vectors
   int kv_vector_bytes = 16;    // bytes of the vectors in which k and v may be read
   bool v_per_channel = false;  // V has a scale for each column
+  bool has_mask_bits = false;
 };
 
 // A call as the decode kernels see it, without the lengths, which only the device reads.

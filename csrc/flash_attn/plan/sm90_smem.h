@@ -72,6 +72,29 @@ constexpr int sm90_wide_fwd_smem_bytes(Dtype dtype) {
   return storage.size(kSwizzleBytes);
 }
 
+// sizeof(sm90::WideDkvStorage): for Q and K, and for dO and V, chunks of the wanted half, others, and resident ones; P.
+constexpr int sm90_wide_dkv_smem_bytes(Dtype dtype) {
+  const int chunk = dtype_bytes(dtype) * 64 * kSm90WideChunkCols, chunks = kSm90WideHeadDim / kSm90WideChunkCols;
+  const int others = kSm90WideOtherSlots, barriers = 2 * (chunks + 2 * others + 3) + 2 + 2 * 2;
+  SmemLayout storage;
+  storage.add(2 * chunk * (chunks / 2 + others + chunks - kSm90WideHeldChunks), kSwizzleBytes)
+      .add(4 * 64 * 64, 16)
+      .add(2 * 2 * 4 * 64, 16)
+      .add(kBarrierBytes * barriers, kBarrierBytes);
+  return storage.size(kSwizzleBytes);
+}
+
+// sizeof(sm90::WideDqStorage): resident chunks of Q and dO, K, chunks of V, P in fp32 and dS.
+constexpr int sm90_wide_dq_smem_bytes(Dtype dtype) {
+  const int chunk = dtype_bytes(dtype) * 64 * kSm90WideChunkCols, chunks = kSm90WideHeadDim / kSm90WideChunkCols;
+  const int slots = kSm90WideBwdValueSlots, barriers = 4 + 2 * chunks + 2 * slots + 2 + 4;
+  SmemLayout storage;
+  storage.add(chunk * (2 * (chunks - kSm90WideHeldChunks) + chunks + slots + 1), kSwizzleBytes)
+      .add(4 * 64 * 64, 16)
+      .add(kBarrierBytes * barriers, kBarrierBytes);
+  return storage.size(kSwizzleBytes);
+}
+
 // sizeof(sm90::DkvStorage).
 constexpr int sm90_dkv_smem_bytes(const Sm90BwdTile& tile, bool may_drop, Dtype dtype) {
   const int element = dtype_bytes(dtype), m = tile.block_m, n = tile.block_n, key_tiles = n / 64;

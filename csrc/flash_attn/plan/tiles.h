@@ -217,6 +217,8 @@ constexpr Sm90FwdTile kSm90ValueDimTile = {192, 192, 64, 2, 2, false, 1, 128};
 constexpr int kSm90WideHeadDim = 512, kSm90WideBlockM = 64, kSm90WideBlockN = 64, kSm90WideThreads = 384;
 constexpr int kSm90WideChunkCols = 64, kSm90WidePartKeys = 16, kSm90WideHeldChunks = 2;
 constexpr int kSm90WideValueSlots = 6;  // for each half of the columns
+// Of the backward (kernels/sm90/wide_bwd/), which streams chunks: of Q and of dO that only scores read, of V for dQ.
+constexpr int kSm90WideOtherSlots = 3, kSm90WideBwdValueSlots = 5;
 
 // Whether head dims need the wide kernel above.
 constexpr bool is_wide(int max_head_dim) { return max_head_dim > kMaxWgmmaHeadDim; }

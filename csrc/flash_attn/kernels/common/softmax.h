@@ -15,12 +15,10 @@ struct Softmax {
   static constexpr float kThresholdLog2 = kRescaleThresholdLog2;
   static constexpr float kLog2e = 1.4426950408889634f;
   static constexpr float kLn2 = 0.69314718055994531f;
-  // Bounds of a thread's sum over a block. What is larger may hold a weight that decides the row's error, which only a
-  // P of 1 keeps from rounding (docs/how_it_works.md): more than 1, than this multiple of the mean block so far and
-  // than this part of row_sum. Equal scores of 192 keys sum to 48.
-  static constexpr float kMaxSpeculativeSum = 64.0f, kMostOfMean = 4.0f, kMostOfRow = 0.1f;
-  static constexpr float kMostOfRowForOne = 1.5f;  // bound of a single P, relative to row_sum
-  static constexpr float kMostRaised = 0x1p100f;   // has a reciprocal among the normal floats
+  // Bound of a thread's sum over a block. Equal scores of 192 keys sum to 48; what is larger is raised at once, since
+  // the rounding of a row's largest P is most of the error (docs/how_it_works.md).
+  static constexpr float kMaxSpeculativeSum = 64.0f;
+  static constexpr float kMostRaised = 0x1p100f;  // has a reciprocal among the normal floats
   // How far capped scores may exceed row_max when only a bound of their magnitude is known: fp16 holds 2^15.
   static constexpr float kSoftcapThresholdLog2 = 15.0f;
   static constexpr float kLargeLog2 = 1024.0f;      // beyond it exponents round by more than half a ulp of an fp16 1
@@ -32,7 +30,6 @@ struct Softmax {
   float row_max[kRows];         // lagging row max of the raw scores; kLowest while all were -inf
   float row_sum[kRows][kSums];  // over this thread's columns; after finalize() [0] is the row's sum
   Flag is_large = false;        // some row_max of the warp exceeds kLargeLog2
-  float reach = 0.0f;           // row_sum / reach bounds the next block's sum; grows with the speculative blocks
 
   __device__ __forceinline__ Softmax() {
 #pragma unroll
@@ -44,10 +41,9 @@ struct Softmax {
   }
 
   // Turns scores (rows, cols) into exp2(scale (score - row_max)). row_max lags the true running maximum by at most
-  // threshold_log2 / scale: out (rows, head dim) is rescaled only when some row of the warp would exceed that, or have
-  // a heavy weight. The result depends on the lag only through rounding. scale > 0. With kMayFall and a threshold below
-  // 0 row_max falls to the maximum of a block too, if it is not further below: the largest P of each block is 1, which
-  // is not rounded.
+  // threshold_log2 / scale: out (rows, head dim) is rescaled only when some row of the warp would exceed that. The
+  // result depends on the lag only through rounding. scale > 0. With kMayFall and a threshold below 0 row_max falls to
+  // the maximum of a block too, if it is not further below: the largest P of each block is 1, which is not rounded.
   template <bool kMayFall = false, class Scores, class Out>
   __device__ __forceinline__ void update(Scores& scores, Out& out, float scale, float threshold_log2 = kThresholdLog2) {
     if (__any_sync(0xffffffffu, may_exceed_threshold(scores, scale, threshold_log2))) {
@@ -165,24 +161,16 @@ struct Softmax {
     }
   }
 
-  // Whether some score of this thread may exceed row_max by more than threshold_log2 / scale, or by so much that it has
-  // most of the row's weight.
+  // Whether some score of this thread may exceed row_max by more than threshold_log2 / scale.
   template <class Scores>
   __device__ __forceinline__ bool may_exceed_threshold(const Scores& scores, float scale, float threshold_log2) const {
-    return may_exceed(scores, [&](int mi, float top) {
-      const float exponent = (top - row_max[mi]) * scale;
-      float sum = row_sum[mi][0];
-#pragma unroll
-      for (int i = 1; i < kSums; ++i) sum += row_sum[mi][i];
-      const bool is_heavy = top > 0.0f && exp2f(exponent) > fmaxf(kMostOfRowForOne * sum, 1.0f);
-      return exponent > threshold_log2 || is_heavy;
-    });
+    return may_exceed(scores, threshold_log2, [&](int mi, float top) { return (top - row_max[mi]) * scale; });
   }
 
-  // Whether exceeds(mi, top), monotone in `top`, for the largest score of this thread in some row. Non-negative floats
+  // Whether `exponent`, monotone in the score, may exceed `most` for some score of this thread. Non-negative floats
   // order like their bits, so three are compared by one integer instruction; negative scores count as 0.
-  template <class Scores, class Exceeds>
-  __device__ __forceinline__ bool may_exceed(const Scores& scores, const Exceeds& exceeds_in) const {
+  template <class Scores, class Exponent>
+  __device__ __forceinline__ bool may_exceed(const Scores& scores, float most, const Exponent& exponent) const {
     using namespace cute;
     static_assert(decltype(size<1>(scores))::value % 2 == 0, "scores are compared in pairs");
     bool exceeds = false;
@@ -193,7 +181,7 @@ struct Softmax {
       for (int ni = 0; ni < size<1>(scores); ni += 2) {
         bound = __vimax3_s32(bound, __float_as_int(scores(mi, ni)), __float_as_int(scores(mi, ni + 1)));
       }
-      exceeds |= exceeds_in(mi, __int_as_float(bound));
+      exceeds |= exponent(mi, __int_as_float(bound)) > most;
     }
     return exceeds;
   }
@@ -264,7 +252,7 @@ struct Softmax {
         apply_short();
         return true;
       }
-      fails |= may_exceed(scores, [&](int mi, float top) { return series.cap(top) - row_max[mi] > threshold_log2; });
+      fails |= may_exceed(scores, threshold_log2, [&](int mi, float top) { return series.cap(top) - row_max[mi]; });
     } else {
       fails |= !largest_square(scores, square,
                                [&](int mi, float top) { return series.cap(top) - row_max[mi] <= threshold_log2; });
@@ -331,47 +319,45 @@ struct Softmax {
     return threshold_log2 > 0.0f && !is_large;
   }
 
-  // Speculative update(): exponentiates against the current row_max, then checks every thread's sums over the block, so
-  // that maxima need not be computed. False if any row of the warp fails: scores are P, row_max and row_sum are
-  // unchanged, and raise_row_max() comes next. Requires may_speculate().
+  // Speculative update(): exponentiates against the current row_max, then checks that every thread's row sum is <=
+  // kMaxSpeculativeSum, so that maxima need not be computed. False if any row of the warp fails: scores are P, other
+  // state is unchanged, and raise_row_max() comes next. Requires may_speculate().
   template <class Scores>
-  __device__ __forceinline__ bool exp2_speculative(Scores& scores, float scale, float (&sums)[kRows]) {
+  __device__ __forceinline__ bool exp2_speculative(Scores& scores, float scale) {
     float offset[kRows];
 #pragma unroll
     for (int mi = 0; mi < kRows; ++mi) offset[mi] = row_max[mi] * scale;
-    return exp2_speculative(scores, scale, sums, [&](int mi, int) { return offset[mi]; });
+    return exp2_speculative(scores, scale, [&](int mi, int) { return offset[mi]; });
   }
 
   // The same with ALiBi: adds `gradient` times the column's distance from the row's diagonal; row_max is of biased
   // scores. `distance`: from the tile's first column to the diagonal of its first row.
   template <class Scores, class Coords>
   __device__ __forceinline__ bool exp2_speculative_alibi(Scores& scores, const Coords& coords, float scale,
-                                                         float gradient, int distance, float (&sums)[kRows]) {
+                                                         float gradient, int distance) {
     float offset[kRows];  // row_max minus the bias of the thread's first column
 #pragma unroll
     for (int mi = 0; mi < kRows; ++mi) {
       offset[mi] = row_max[mi] + gradient * static_cast<float>(distance + coords.row(mi) - coords.col(0));
     }
-    return exp2_speculative(scores, scale, sums, [&](int mi, int ni) {
+    return exp2_speculative(scores, scale, [&](int mi, int ni) {
       return offset[mi] - gradient * static_cast<float>(coords.col(ni) - coords.col(0));
     });
   }
 
   template <class Scores, class OffsetOf>
-  __device__ __forceinline__ bool exp2_speculative(Scores& scores, float scale, float (&sums)[kRows],
-                                                   const OffsetOf& offset_of) {
+  __device__ __forceinline__ bool exp2_speculative(Scores& scores, float scale, const OffsetOf& offset_of) {
     using namespace cute;
+    float sums[kRows] = {};  // of this block alone
     bool holds = true;
-    reach = fminf(reach + 1.0f / kMostOfMean, 1.0f / kMostOfRow);
 #pragma unroll
     for (int mi = 0; mi < kRows; ++mi) {
-      sums[mi] = 0.0f;
 #pragma unroll
       for (int ni = 0; ni < size<1>(scores); ++ni) {
         scores(mi, ni) = exp2f(scores(mi, ni) * scale - offset_of(mi, ni));
         sums[mi] += scores(mi, ni);
       }
-      holds &= sums[mi] * reach <= fmaxf(row_sum[mi][0], reach) && sums[mi] <= kMaxSpeculativeSum;  // false for NaN
+      holds &= sums[mi] <= kMaxSpeculativeSum;  // false for NaN
     }
     if (!__all_sync(0xffffffffu, holds)) return false;
 #pragma unroll
@@ -379,11 +365,10 @@ struct Softmax {
     return true;
   }
 
-  // After a speculation that failed, with its P and sums: raises row_max to the true maximum, which the largest P
-  // tells. False if it is beyond kMostRaised: S has to be computed again, other state is unchanged.
+  // After a speculation that failed, with P of the row max so far: raises row_max to the true maximum, which the
+  // largest P tells. False if it is beyond kMostRaised: S has to be computed again, other state is unchanged.
   template <class Scores>
-  __device__ __forceinline__ bool raise_row_max(Scores& scores, const float (&sums)[kRows], float scale,
-                                                float (&correction)[kRows]) {
+  __device__ __forceinline__ bool raise_row_max(Scores& scores, float scale, float (&correction)[kRows]) {
     using namespace cute;
     float new_max[kRows];
     set_maxima(scores, new_max);
@@ -401,9 +386,13 @@ struct Softmax {
     for (int mi = 0; mi < kRows; ++mi) {
       correction[mi] = exp2f((row_max[mi] - new_max[mi]) * scale);
       row_max[mi] = new_max[mi];
-      row_sum[mi][0] = (row_sum[mi][0] + sums[mi]) * correction[mi];
 #pragma unroll
-      for (int ni = 0; ni < size<1>(scores); ++ni) scores(mi, ni) *= correction[mi];
+      for (int i = 0; i < kSums; ++i) row_sum[mi][i] *= correction[mi];
+#pragma unroll
+      for (int ni = 0; ni < size<1>(scores); ++ni) {
+        scores(mi, ni) *= correction[mi];
+        row_sum[mi][0] += scores(mi, ni);
+      }
     }
     return true;
   }

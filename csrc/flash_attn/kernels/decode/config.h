@@ -22,6 +22,7 @@ struct KvConfig {
   using Stored = std::conditional_t<kEightBit, uint8_t, Element>;  // of K and V
   static constexpr plan::KvTile kTile = plan::kv_tile(kHeadDim_, kSize, kDtype);
   static constexpr bool kPlain = kVariant == KvVariant::kPlain;
+  static constexpr bool kMaskBits = kVariant == KvVariant::kMaskBits;
   static constexpr bool kMayCluster = plan::kv_may_cluster(kPlain, kSize);
   static constexpr bool kMayPairHeads = plan::kv_may_pair_heads(kTile);
   static constexpr int kHeadDim = kTile.head_dim;

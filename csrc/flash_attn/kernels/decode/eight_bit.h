@@ -48,6 +48,15 @@ __device__ __forceinline__ uint32_t e4m3_to_half(uint32_t word) {
 #endif
 }
 
+template <bool kSecond>
+__device__ __forceinline__ float2 e4m3_to_floats(uint32_t word) {
+  float2 pair;
+  asm("{.reg .b16 low, high; mov.b32 {low, high}, %2; cvt.f32.f16 %0, low; cvt.f32.f16 %1, high;}"
+      : "=f"(pair.x), "=f"(pair.y)
+      : "r"(e4m3_to_half<kSecond>(word)));
+  return pair;
+}
+
 // word: after kInt8Sign was flipped.
 template <uint32_t kSelector>
 __device__ __forceinline__ uint32_t int8_to_half(uint32_t word) {

@@ -45,6 +45,9 @@ cudaError_t run_flash_fwd_split(Flash_kvcache_params& params, cudaStream_t strea
 
 template <Dtype kDtype, int kHeadDim, int kSize>
 cudaError_t run_flash_fwd_split_variant(Flash_kvcache_params& params, cudaStream_t stream) {
+  if (params.mask_bits.given()) {
+    return run_flash_fwd_split<kDtype, kHeadDim, kSize, KvVariant::kMaskBits>(params, stream);
+  }
   if constexpr (plan::kv_tile(kHeadDim, kSize, kDtype).has_plain) {
     if (params.is_plain) {
       return run_flash_fwd_split<kDtype, kHeadDim, kSize, KvVariant::kPlain>(params, stream);

@@ -10,6 +10,7 @@
 #include "kernels/common/convert.h"
 #include "kernels/common/exact_softmax.h"
 #include "kernels/common/mask.h"
+#include "kernels/decode/mask_bits.h"
 #include "kernels/decode/packed_rows.h"
 #include "kernels/decode/ring.h"
 
@@ -23,7 +24,7 @@ struct KvMainloop {
   using KvSwizzle = typename Config::KvSwizzle;
   static constexpr int kRows = 2 * Config::kRowTiles;  // accumulator rows per thread
   static constexpr int kSlices = Config::kHeadDim / 16;
-  struct NoScales {};
+  struct Nothing {};
   template <int kCols>
   using Accumulator = decltype(cute::make_tensor<float>(
       cute::Shape<cute::Shape<cute::_2, cute::_2>, cute::Int<Config::kRowTiles>, cute::Int<kCols / 8>>{}));
@@ -42,7 +43,8 @@ struct KvMainloop {
   Visibility visibility;
   int full_begin = 0, full_end = 0;
   float k_descale = 1.0f, v_descale = 1.0f;  // of the group's head, unless by row or channel
-  std::conditional_t<Config::kEightBit, BlockScales<kRows>, NoScales> block_scales;
+  std::conditional_t<Config::kEightBit, BlockScales<kRows>, Nothing> block_scales;
+  std::conditional_t<Config::kMaskBits, uint32_t, Nothing> seen_keys;  // of the step: by some row of the warp
 
   __device__ __forceinline__ KvMainloop(const Flash_kvcache_params& params_, const KvRing<Config>& ring_,
                                         const Element* q_rows_)
@@ -55,6 +57,7 @@ struct KvMainloop {
     visibility = Visibility{queries.count, part.request.seqlen_k, params.window};
     full_begin = visibility.key_begin(tokens.end - 1);
     full_end = visibility.key_end(tokens.begin);
+    if constexpr (Config::kMaskBits) full_end = min(full_end, params.mask_bits.first_key(part.request.seqlen_k));
     has_invalid_page = part.request.invalid;
     if constexpr (Config::kEightBit) {
       k_descale = head_descale(params.k_descale, part.request.index, ring.head(part));
@@ -90,6 +93,10 @@ struct KvMainloop {
     const bool is_masked = key < full_begin || key + Config::kStep > full_end;
     if (is_masked) {
       apply_mask(scores, coords, visibility, tokens.begin, tokens.end, key, key + Config::kStep);
+    }
+    if constexpr (Config::kMaskBits) {
+      const int first = key - params.mask_bits.first_key(part.request.seqlen_k);
+      seen_keys = is_masked ? apply_mask_bits(scores, params, coords, part.request.index, part.head_tile, first) : ~0u;
     }
     auto out = row_col_view(acc_o);  // ((2, MMA_M), (2, MMA_D))
     if constexpr (Config::kEightBit) {
@@ -218,6 +225,13 @@ struct KvMainloop {
     }
   }
 
+  // Operands B of a slice of 16 keys, of which the even ones hold the first half.
+  template <int kRegisters>
+  __device__ __forceinline__ void clear_unseen(uint32_t (&b)[kRegisters], int slice) const {
+#pragma unroll
+    for (int i = 0; i < kRegisters; ++i) b[i] &= seen_pair(seen_keys, slice * 16 + i % 2 * 8 + lane() % 4 * 2);
+  }
+
   // A row tile of P, over 16 keys, as operand A.
   template <class Acc>
   __device__ __forceinline__ static void pack_probabilities(const Acc& acc_s, int mi, int slice, uint32_t (&a)[4]) {
@@ -274,6 +288,10 @@ struct KvMainloop {
           uint32_t even[2], odd[2];  // of keys 0 to 7, and 8 to 15
           values_to_half<Config::kDtype>(words[2 * i], even[0], odd[0]);
           values_to_half<Config::kDtype>(words[2 * i + 1], even[1], odd[1]);
+          if constexpr (Config::kMaskBits) {
+            clear_unseen(even, slice);
+            clear_unseen(odd, slice);
+          }
 #pragma unroll
           for (int mi = 0; mi < Config::kRowTiles; ++mi) {
             multiply(square(acc_o, mi, 2 * (vector + i)), a[mi], even[0], even[1], Element{});
@@ -299,6 +317,7 @@ struct KvMainloop {
       for (int pair = 0; pair < Config::kCols / 16; ++pair) {
         uint32_t b[4];
         load_matrices_transposed(b, v + slice * 16 * Config::kHeadDim + Swizzle::next(v_vector, 2 * pair) * 8);
+        if constexpr (Config::kMaskBits) clear_unseen(b, slice);
         multiply_pair(acc_o, pair, a, b);
       }
     }

@@ -7,7 +7,8 @@ namespace decode {
 // kPlain supports no score modifiers, rotary queries, pages that a step may straddle, rows without 16-byte alignment or
 // with padded head dims, and no equal or fixed splits: decoding rarely needs them, and they are half of the
 // instructions, which are fetched from device memory at first use.
-enum class KvVariant { kAll, kPlain };
+// kMaskBits is kAll with a mask of the last keys: tests of it would cost the others registers.
+enum class KvVariant { kAll, kPlain, kMaskBits };
 
 }  // namespace decode
 }  // namespace flash

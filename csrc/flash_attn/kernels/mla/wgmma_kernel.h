@@ -8,112 +8,18 @@
 //
 // Clocks of a step, of an SM: tensor cores 2176 (S 1152, O 1024); shared memory 2240 (S 1024, O 576, keys written 576,
 // P 64); exp2 256; L2, 72 KB, 1992 at 37 bytes each. So products bind where rows fill the tile, memory where they do
-// not. Two stages hold all that fits: keys come in halves, and a half is asked for again as soon as its consumer is
-// done.
+// not. Two stages hold all that fits, so latency is exposed: from O += P V of a step to S of the next but one, whose
+// keys take its place. Hence halves, each asked for again as soon as its consumer is done, and products of an atom of
+// columns as soon as it has landed.
 #pragma once
 
+#include "kernels/mla/wgmma_config.h"
 #include "kernels/mla/wgmma_products.h"
 #include "kernels/mla/work.h"
 #include "kernels/sm80/warp_ops.h"
-#include "kernels/tma/swizzle.h"
 
 namespace flash {
 namespace mla {
-
-constexpr int kCopyLanes = 8;  // of a row's 128 bytes: each 128-byte line by one instruction
-
-template <class Config>
-__device__ __forceinline__ typename Config::Element* vector_in_atom(typename Config::Element* atoms, int atom, int row,
-                                                                    int vector) {
-  return atoms + atom * Config::kAtomElements + tma::swizzle_offset(Config::kAtomCols, row, vector);
-}
-
-// A warp copies one half of the latent columns of every second step, and the rotated columns of the steps whose
-// consumer has that half. That half comes first: the scores begin with it. A consumer releases its half, which the
-// other has read before by then, see MlaConsumer.
-template <class Config>
-struct MlaProducer {
-  using Element = typename Config::Element;
-  static constexpr int kGroups = Config::kKeys / 32;  // a lane looks up one row of each
-
-  const Flash_mla_params& params;
-  MlaWgmmaStorage<Config>& storage;
-  const MlaWork& work;
-  const int stage, half;
-  const int lane = threadIdx.x % 32;
-  uint32_t exists[kGroups];                      // a bit of each row: it is a key
-  int64_t latent_at[kGroups], rope_at[kGroups];  // of the lane's rows, in elements of the pages
-
-  __device__ __forceinline__ MlaProducer(const Flash_mla_params& params_, MlaWgmmaStorage<Config>& storage_,
-                                         const MlaWork& work_, int warp)
-      : params(params_), storage(storage_), work(work_), stage(warp % 2), half(warp / 2) {}
-
-  __device__ __forceinline__ void find_rows(int step) {
-    const int* const table = work.table(params);
-#pragma unroll
-    for (int i = 0; i < kGroups; ++i) {
-      const int key = step * Config::kKeys + i * 32 + lane;
-      const PageRow at = page_row(params.paged, table, key, step < work.to && key >= work.begin && key < work.end);
-      const int64_t page = at.valid ? at.page : 0, row = at.valid ? at.row : 0;
-      exists[i] = __ballot_sync(0xffffffffu, at.valid);
-      latent_at[i] = page * params.latent_strides.batch + row * params.latent_strides.row;
-      rope_at[i] = page * params.rope_strides.batch + row * params.rope_strides.row;
-    }
-  }
-
-  // Rows that are no keys become 0: NaN there would pass a probability of 0.
-  __device__ __forceinline__ void copy_rows() const {
-    const int vector = lane % kCopyLanes, row_of_lane = lane / kCopyLanes;
-    constexpr int kRowsAtATime = 32 / kCopyLanes, kSwizzleRows = 8;  // the swizzle repeats after these
-    Element* const first_atom = storage.kv[stage] + half * Config::kHalfAtoms * Config::kAtomElements;
-    const Element* const latent =
-        static_cast<const Element*>(params.latent_ptr) + half * Config::kHalf + vector * tma::kVectorCols;
-    const Element* const rope = static_cast<const Element*>(params.rope_ptr) + vector * tma::kVectorCols;
-    Element* to[kSwizzleRows / kRowsAtATime];
-#pragma unroll
-    for (int i = 0; i < kSwizzleRows / kRowsAtATime; ++i)
-      to[i] = vector_in_atom<Config>(first_atom, 0, i * kRowsAtATime + row_of_lane, vector);
-#pragma unroll
-    for (int i = 0; i < kGroups; ++i) {
-#pragma unroll 1
-      for (int eight = 0; eight < 32; eight += kSwizzleRows) {
-#pragma unroll
-        for (int part = 0; part < kSwizzleRows / kRowsAtATime; ++part) {
-          const int row = eight + part * kRowsAtATime + row_of_lane;  // of the group
-          const bool is_key = exists[i] >> row & 1;
-          const Element* const from = latent + __shfl_sync(0xffffffffu, latent_at[i], row);
-#pragma unroll
-          for (int atom = 0; atom < Config::kHalfAtoms; ++atom) {
-            sm80::copy16_async(to[part] + atom * Config::kAtomElements, from + atom * Config::kAtomCols, is_key);
-          }
-          if (half == stage) {
-            Element* const rope_to = to[part] + (Config::kRopeAtom - half * Config::kHalfAtoms) * Config::kAtomElements;
-            sm80::copy16_async(rope_to, rope + __shfl_sync(0xffffffffu, rope_at[i], row), is_key);
-          }
-          to[part] += kSwizzleRows * Config::kAtomCols;
-        }
-      }
-    }
-  }
-
-  // No lane sees another lane's copies complete: each waits for its own, fences them for the tensor cores, and arrives.
-  __device__ __forceinline__ void run() {
-    const int count = work.to - work.from;
-    find_rows(work.from + stage);
-    for (int i = stage; i < count; i += Config::kStages) {
-      const uint32_t parity = i / Config::kStages & 1;
-      storage.kv_empty[stage][half].wait(parity ^ 1);
-      if (half != stage) storage.kv_begun[stage].wait(parity);
-      copy_rows();
-      sm80::commit_copies();
-      if (half == stage && lane == 0) storage.kv_begun[stage].arrive();
-      find_rows(work.from + i + Config::kStages);
-      sm80::wait_for_copies_but(0);
-      tma::fence_buffer();
-      storage.kv_full[stage][half].arrive();
-    }
-  }
-};
 
 // kIndex: it has the steps of that parity, in the stage of that number, and that half of the columns of O.
 //
@@ -178,20 +84,18 @@ struct MlaConsumer {
   __device__ __forceinline__ void hold_query() {
 #pragma unroll
     for (int k = 0; k < Config::kHeldSlices; ++k) {
-      const int slice = Config::held_slice(kIndex, k), vector = slice % Config::kSlices * 2 + lane / 16;
+      const int atom = Config::held_atom(kIndex, k / Config::kSlices), vector = k % Config::kSlices * 2 + lane / 16;
       uint32_t registers[4];
-      sm80::load_matrices(registers,
-                          vector_in_atom<Config>(storage.q, slice / Config::kSlices, warp * 16 + lane % 16, vector));
+      sm80::load_matrices(registers, vector_in_atom<Config>(storage.q, atom, warp * 16 + lane % 16, vector));
       products.hold_query(k, registers);
     }
   }
 
-  // Issues S of an own step; does not wait.
+  // Issues S of an own step, an atom of columns as soon as it has landed; does not wait for S.
   __device__ __forceinline__ void start_scores(int i) {
     const uint32_t parity = i / Config::kStages & 1;
-    storage.kv_full[kIndex][kIndex].wait(parity);
     products.template start_scores<kIndex>(storage.q, storage.kv[kIndex],
-                                           [&] { storage.kv_full[kIndex][kOther].wait(parity); });
+                                           [&](int atom) { storage.kv_full[kIndex][atom].wait(parity); });
   }
 
   __device__ __forceinline__ void mask(int i) {
@@ -394,12 +298,9 @@ struct MlaConsumer {
 template <class Config>
 __device__ __forceinline__ void init_barriers(MlaWgmmaStorage<Config>& storage) {
   for (int stage = 0; stage < Config::kStages; ++stage) {
-    for (int half = 0; half < 2; ++half) {
-      storage.kv_full[stage][half].init(32);
-      storage.kv_empty[stage][half].init(4);
-    }
+    for (tma::Barrier& barrier : storage.kv_full[stage]) barrier.init(Config::kProducerWarps);
+    for (tma::Barrier& barrier : storage.kv_empty[stage]) barrier.init(4);
   }
-  for (tma::Barrier& barrier : storage.kv_begun) barrier.init(1);
   for (tma::Barrier& barrier : storage.probs_full) barrier.init(4);
   tma::Barrier::fence_init();
 }

@@ -63,35 +63,32 @@ struct MlaProducts {
     for (int i = 0; i < 4; ++i) cute::recast<uint32_t>(held_query)(slice * 4 + i) = registers[i];
   }
 
-  // Issues S = Q K^T of one step: first half kFirst of the latent columns and the rotated ones, then, after between(),
-  // the other half.
-  template <int kFirst, class Between>
-  __device__ __forceinline__ void start_scores(const Element* q, const Element* keys, const Between& between) {
+  // Issues S = Q K^T of one step, in the order of scored_atom(kFirst, ...), each atom after landed(atom).
+  template <int kFirst, class Landed>
+  __device__ __forceinline__ void start_scores(const Element* q, const Element* keys, const Landed& landed) {
     using namespace cute;
     MmaHeldScores held;
     MmaScores mma;
     const auto thread = mma.get_slice(threadIdx.x % 128);
     const auto a = thread.partition_fragment_A(make_tensor(make_smem_ptr(q), Tile<Config::kDim>{}));
     const auto b = thread.partition_fragment_B(make_tensor(make_smem_ptr(keys), Tile<Config::kDim>{}));
-    constexpr int kHalfSlices = Config::kHalfAtoms * Config::kSlices;
     warpgroup_fence_operand(scores);
-    warpgroup_arrive();
-    held.accumulate_ = GMMA::ScaleOut::Zero;
+    held.accumulate_ = mma.accumulate_ = GMMA::ScaleOut::Zero;
 #pragma unroll
-    for (int k = 0; k < Config::kHeldSlices; ++k) {
-      gemm(held, held_query(_, _, k), b(_, _, Config::held_slice(kFirst, k)), scores);
-      held.accumulate_ = GMMA::ScaleOut::One;
-    }
-    mma.accumulate_ = GMMA::ScaleOut::One;
+    for (int i = 0; i < Config::kAtoms; ++i) {
+      const int atom = Config::scored_atom(kFirst, i), place = Config::held_place(kFirst, atom);
+      landed(atom);
+      warpgroup_arrive();  // ptxas would add it after a loop
 #pragma unroll
-    for (int k = Config::kHeldSlices - Config::kSlices; k < kHalfSlices; ++k) {
-      gemm(mma, a(_, _, kFirst * kHalfSlices + k), b(_, _, kFirst * kHalfSlices + k), scores);
-    }
-    between();
-    warpgroup_arrive();  // ptxas would add it after a loop
-#pragma unroll
-    for (int k = (1 - kFirst) * kHalfSlices; k < (2 - kFirst) * kHalfSlices; ++k) {
-      gemm(mma, a(_, _, k), b(_, _, k), scores);
+      for (int k = 0; k < Config::kSlices; ++k) {
+        const int slice = atom * Config::kSlices + k;
+        if (place >= 0) {
+          gemm(held, held_query(_, _, place * Config::kSlices + k), b(_, _, slice), scores);
+        } else {
+          gemm(mma, a(_, _, slice), b(_, _, slice), scores);
+        }
+        held.accumulate_ = mma.accumulate_ = GMMA::ScaleOut::One;
+      }
     }
     warpgroup_commit_batch();
     warpgroup_fence_operand(scores);

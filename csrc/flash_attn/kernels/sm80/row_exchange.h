@@ -5,7 +5,6 @@
 #include <cute/tensor.hpp>
 
 #include "kernels/common/accumulator.h"
-#include "kernels/common/softmax.h"
 #include "kernels/sm80/operand_layouts.h"
 #include "kernels/sm80/stage_accumulator.h"
 #include "kernels/sm80/warp_ops.h"
@@ -32,10 +31,14 @@ struct RowExchange {
   __device__ __forceinline__ void publish_maxima(const Scores& scores, const typename Config::Coords& coords,
                                                  float (&maxima)[kRows]) const {
     using namespace cute;
-    Softmax<kRows>::set_maxima(scores, maxima);
-    if (threadIdx.x % 4 != 0) return;
 #pragma unroll
-    for (int mi = 0; mi < kRows; ++mi) numbers(col_warp())[coords.row(mi)] = maxima[mi];
+    for (int mi = 0; mi < kRows; ++mi) {
+      maxima[mi] = scores(mi, 0);
+#pragma unroll
+      for (int ni = 1; ni < size<1>(scores); ++ni) maxima[mi] = fmaxf(maxima[mi], scores(mi, ni));
+      maxima[mi] = quad_max(maxima[mi]);
+      if (threadIdx.x % 4 == 0) numbers(col_warp())[coords.row(mi)] = maxima[mi];
+    }
   }
 
   template <int kRows>

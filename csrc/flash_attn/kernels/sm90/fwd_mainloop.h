@@ -232,7 +232,8 @@ struct FwdMainloop {
       } else {
         add_box<Element>(scores, i, box, first_row, has_rows);
       }
-      __syncwarp();  // all lanes have read
+      tma::fence_buffer();  // the arrival waits for no load
+      __syncwarp();
       release(storage.bias_empty, bias_state);
     }
   }

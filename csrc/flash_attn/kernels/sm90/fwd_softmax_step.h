@@ -78,15 +78,14 @@ __device__ __forceinline__ bool may_speculate(const Mainloop& m, const FwdWork<C
 
 // False: scores are P, other state is unchanged.
 template <class Config, class Mainloop, class Scores>
-__device__ __forceinline__ bool exp2_speculative(Mainloop& m, Scores& scores, const FwdWork<Config>& work, int key,
-                                                 float (&sums)[Mainloop::kRows]) {
+__device__ __forceinline__ bool exp2_speculative(Mainloop& m, Scores& scores, const FwdWork<Config>& work, int key) {
   if constexpr (Config::kModifiers == Modifiers::kAlibi) {
     const int distance = diagonal_distance(m, key);
     return m.softmax.exp2_speculative_alibi(scores, m.coords, m.params.scale_softmax * ScoreMod::kLog2e,
                                             is_before_diagonal<Config>(distance) ? m.slope_log2 : -m.slope_log2,
-                                            distance, sums);
+                                            distance);
   } else {
-    return m.softmax.exp2_speculative(scores, m.params.softmax_scale_log2, sums);
+    return m.softmax.exp2_speculative(scores, m.params.softmax_scale_log2);
   }
 }
 
@@ -130,10 +129,9 @@ struct SpeculativeSoftmax {
   __device__ __forceinline__ static typename Config::Flag run(Mainloop& m, const FwdWork<Config>& work, int key,
                                                               int q_stage, float (&correction)[Mainloop::kRows]) {
     auto scores = row_col_view(m.acc_s);
-    float sums[Mainloop::kRows];
     if (may_speculate(m, work, key)) {
-      if (exp2_speculative(m, scores, work, key, sums)) return false;
-      if (m.softmax.raise_row_max(scores, sums, m.params.softmax_scale_log2, correction)) return true;
+      if (exp2_speculative(m, scores, work, key)) return false;
+      if (m.softmax.raise_row_max(scores, m.params.softmax_scale_log2, correction)) return true;
       m.recompute_s(q_stage);
     }
     return PlainSoftmax<Config, false>::run(m, work, key, q_stage, correction);
@@ -150,13 +148,12 @@ struct SpeculativeMaskedSoftmax {
                                                               int q_stage, float (&correction)[Mainloop::kRows]) {
     auto scores = row_col_view(m.acc_s);
     bool speculative = may_speculate(m, work, key);
-    float sums[Mainloop::kRows];
 #pragma unroll 1
     while (true) {
       modify_scores<true>(m, scores, work, key);
       if (!speculative) return update_softmax(m, scores, correction);
-      if (exp2_speculative(m, scores, work, key, sums)) return false;
-      if (m.softmax.raise_row_max(scores, sums, m.params.softmax_scale_log2, correction)) return true;
+      if (exp2_speculative(m, scores, work, key)) return false;
+      if (m.softmax.raise_row_max(scores, m.params.softmax_scale_log2, correction)) return true;
       m.recompute_s(q_stage);
       speculative = false;
     }

@@ -46,6 +46,7 @@ struct WideFwdConsumer {
     storage.q_full.wait(0);
 #pragma unroll
     for (int chunk = 0; chunk < Config::kHeldChunks; ++chunk) products.hold_query(chunk, storage.query(chunk));
+    tma::fence_buffer();  // V lands here next
     __syncwarp();
     arrive(storage.q_held);
   }

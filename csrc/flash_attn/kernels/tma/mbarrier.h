@@ -49,8 +49,9 @@ struct Barrier {
 };
 
 // Proxy fence between plain stores to a buffer of shared memory and TMA or wgmma that read it: by every thread that
-// wrote, before it signals; or by the thread that issues the copy, after its wait for them.
-// Unlike cute::tma_store_fence() it also keeps the compiler from sinking plain stores below it.
+// wrote, before it signals; or by the thread that issues the copy, after its wait for them. And between plain loads and
+// a TMA copy over what they read, by every thread that loaded: an arrival waits for no load, so the copy may land
+// first. Unlike cute::tma_store_fence() it also keeps the compiler from sinking plain stores below it.
 __device__ __forceinline__ void fence_buffer() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 }  // namespace tma

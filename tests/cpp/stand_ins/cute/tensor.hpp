@@ -40,4 +40,9 @@ constexpr auto size(const View&) {
   return std::integral_constant<int, kMode == 0 ? View::kRows : View::kCols>{};
 }
 
+template <class Registers>
+constexpr auto size(const Registers&) {
+  return std::integral_constant<int, Registers::kSize>{};
+}
+
 }  // namespace cute

@@ -77,7 +77,10 @@ struct BwdOnePassConfig {
   static constexpr int kSmemQ = kBlockM * kHeadDim;  // elements; of dO too
   static constexpr int kSmemK = kBlockN * kHeadDim;  // and of V
   static constexpr int kSmemDs = kBlockM * kBlockN;
-  static constexpr int kKvStages = kHasDqWarpgroup && !kDqInSmem ? 2 : 1;     // buffers of K and V
+  static constexpr int kKvStages = kHasDqWarpgroup && !kDqInSmem ? 2 : 1;  // buffers of K and V
+  struct Nothing {};
+  template <class State>
+  using IfBiased = std::conditional_t<kBiased, State, Nothing>;
   static constexpr int kBiasStages = kBiased ? plan::kSm90BwdBiasStages : 0;  // boxes for each consumer
   static constexpr int kKvParts =
       plan::sm90_bwd_kv_parts(kHeadDim);  // row ranges of a K/V tile, each with separate barriers

@@ -18,7 +18,7 @@ template <class Config>
 struct DsStore {
   const BwdLaunch& launch;
   const BwdWorkTile& tile;
-  const QStep& at;
+  const QStep at;
 
   __device__ __forceinline__ void start(const typename Config::Element* ds, int thread) const {
     if constexpr (Config::kBiased) {

@@ -81,7 +81,8 @@ struct BwdConsumer {
   const int group;
   PipelineState<Config::kStages> state;
   PipelineState<Config::kKvStages> kv_state;
-  PipelineState<2> ds_state, bias_state;
+  PipelineState<2> ds_state;
+  typename Config::template IfBiased<PipelineState<2>> bias_state;
 
   __device__ __forceinline__ BwdConsumer(const BwdLaunch& launch_, BwdStorage<Config>& storage_, int group_)
       : launch(launch_), storage(storage_), group(group_) {

@@ -29,7 +29,7 @@ struct BwdLoader {
   const bool is_elected;  // this lane
   PipelineState<Config::kStages> state;
   PipelineState<Config::kKvStages> kv_state;
-  PipelineState<2> bias_state;
+  typename Config::template IfBiased<PipelineState<2>> bias_state;
   bool is_first = true;
   uint32_t pre_clear_phase = 0;
 

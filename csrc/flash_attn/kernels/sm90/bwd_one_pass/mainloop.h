@@ -59,8 +59,8 @@ struct BwdMainloop {
   PipelineState<Config::kKvStages> kv_state;
   PipelineState<2> ds_state;  // of the next dS to store
   PipelineState<2> dq_state;  // of the next dS whose dQ is to be computed
-  PipelineState<2> bias_state;
-  QStep last_step{};  // kBiased without a dQ warpgroup: that of dq_state
+  typename Config::template IfBiased<PipelineState<2>> bias_state;
+  typename Config::template IfBiased<QStep> last_step{};  // without a dQ warpgroup that of dq_state
 
   AccDkv acc_dk, acc_dv;
 
@@ -258,6 +258,7 @@ struct BwdMainloop {
       } else if (warp / 2 == i) {  // half of the keys
         add_transposed_float_box(scores, box, 16 * (warp % 2), has_rows);
       }
+      tma::fence_buffer();  // the arrival waits for no load
       storage.bias_empty[bias_state.stage].arrive();
       bias_state.advance();
     }
@@ -283,11 +284,19 @@ struct BwdMainloop {
     if (i > 0) compute_own_dq();
   }
 
+  __device__ __forceinline__ QStep own_dq_step() const {
+    if constexpr (Config::kBiased) {
+      return last_step;
+    } else {
+      return {};  // nothing depends on it
+    }
+  }
+
   // dQ of the step of dq_state: consumer 0 computes those in stage 0, consumer 1 those in stage 1.
   __device__ __forceinline__ void compute_own_dq() {
     if (dq_state.stage == group) {
       AccDq acc_dq;
-      compute_dq<Config>(storage, dq_state, 0, thread, {launch, tile, last_step}, acc_dq);
+      compute_dq<Config>(storage, dq_state, 0, thread, {launch, tile, own_dq_step()}, acc_dq);
       stage_dq_tile<Config>(storage, dq_state, acc_dq, thread);
       __syncwarp();  // wgmma needs converged warps
     }

@@ -38,29 +38,31 @@ struct MlaProducts : emulation::Wgmma {
     if (slice == Config::kHeldSlices - 1) held_rows = rows_of(held_query, Config::kHeldSlices);
   }
 
-  void add_held(const Element* keys, int half) {
+  // place: of the atom among those that are held
+  void add_held(const Element* keys, int place, int atom) {
+    constexpr int kCols = Config::kAtomCols;
     for (int i = 0; i < 2; ++i) {
+      const float* const query = held_rows.data() + i * 16 * Config::kHeldSlices + place * kCols;
       for (int eight = 0; eight < 8; ++eight) {
         for (int col = 0; col < 2; ++col) {
-          for (int k = 0; k < 16 * Config::kHeldSlices; ++k) {
-            const int key = eight * 8 + threadIdx.x % 4 * 2 + col, at = Config::held_slice(half, k / 16) * 16 + k % 16;
-            score(eight, i, col) += held_rows[i * 16 * Config::kHeldSlices + k] * element(keys, key, at);
-          }
+          const int key = eight * 8 + threadIdx.x % 4 * 2 + col;
+          for (int k = 0; k < kCols; ++k) score(eight, i, col) += query[k] * element(keys, key, atom * kCols + k);
         }
       }
     }
   }
 
-  template <int kFirst, class Between>
-  void start_scores(const Element* q, const Element* keys, const Between& between) {
-    constexpr int kHalf = Config::kHalf, kHeld = 16 * (Config::kHeldSlices - Config::kSlices);
-    issue([=] {
-      std::fill(scores, scores + 32, 0.0f);
-      add_held(keys, kFirst);
-      add_scores(q, keys, kFirst * kHalf + kHeld, (kFirst + 1) * kHalf);
-    });
-    between();
-    issue([=] { add_scores(q, keys, (1 - kFirst) * kHalf, (2 - kFirst) * kHalf); });
+  template <int kFirst, class Landed>
+  void start_scores(const Element* q, const Element* keys, const Landed& landed) {
+    issue([=] { std::fill(scores, scores + 32, 0.0f); });
+    for (int i = 0; i < Config::kAtoms; ++i) {
+      const int atom = Config::scored_atom(kFirst, i), place = Config::held_place(kFirst, atom);
+      landed(atom);
+      issue([=] {
+        if (place >= 0) add_held(keys, place, atom);
+        if (place < 0) add_scores(q, keys, atom * Config::kAtomCols, (atom + 1) * Config::kAtomCols);
+      });
+    }
   }
 
   // prob(i, key): of row(i)

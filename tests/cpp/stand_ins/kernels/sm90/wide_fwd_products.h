@@ -13,8 +13,8 @@ template <class Config>
 struct WideFwdProducts : emulation::Wgmma {
   using Element = typename Config::Element;
   float acc_s[32], acc_o[128];
-  uint32_t probs[16], held_query[Config::kHeldSlices * 4];
-  std::vector<float> held_rows;
+  uint32_t probs[16];
+  emulation::HeldRows<Config::kHeldSlices> held;
 
   // Rows g and g + 8 of a warp's 16.
   template <int kCols_>
@@ -40,14 +40,11 @@ struct WideFwdProducts : emulation::Wgmma {
     }
   }
 
-  void hold_query(int chunk, const Element* q) {
-    for (int pair = 0; pair < 16; ++pair)
-      std::memcpy(&held_query[chunk * 16 + pair], pair_of(const_cast<Element*>(q), pair), 4);
-    if (chunk == Config::kHeldChunks - 1) held_rows = rows_of(held_query, Config::kHeldSlices);
-  }
+  void hold_query(int chunk, const Element* q) { held.load(chunk, q); }
 
   template <int kChunk>
   void start_scores(const Element* q, const Element* k) {
+    held.read();
     issue([=] {
       if (kChunk == 0) std::fill(acc_s, acc_s + 32, 0.0f);
       for (int i = 0; i < 2; ++i) {
@@ -55,7 +52,7 @@ struct WideFwdProducts : emulation::Wgmma {
           const int key = at / 2 * 8 + threadIdx.x % 4 * 2 + at % 2;
           for (int col = 64 * kChunk; col < 64 * (kChunk + 1); ++col) {
             const int unheld = col - 64 * Config::kHeldChunks;
-            const float query = unheld < 0 ? held_rows[i * 64 * Config::kHeldChunks + col] : element(q, row(i), unheld);
+            const float query = unheld < 0 ? held(i, col) : element(q, row(i), unheld);
             scores()(i, at) += query * element(k, key, col);
           }
         }

@@ -34,7 +34,7 @@ struct Barrier {
   }
 };
 
-inline void fence_buffer() {}
+inline void fence_buffer() { emulation::finish_loads(); }
 
 }  // namespace tma
 }  // namespace flash

@@ -8,7 +8,7 @@
 
 namespace cute {
 namespace TMA {
-enum class CacheHintSm90 { EVICT_FIRST, EVICT_LAST };
+enum class CacheHintSm90 { EVICT_NORMAL, EVICT_FIRST, EVICT_LAST };
 }
 template <int kPending>
 void tma_store_wait() {}
@@ -36,16 +36,17 @@ template <int kAtoms, int kAtomCols, int kTileRows>
 void load_tile(const CUtensorMap& map, Barrier& full, bf16* smem, const TmaRows& rows, int row, int head,
                cute::TMA::CacheHintSm90, int first_col = 0) {
   for (int atom = 0; atom < kAtoms; ++atom) {
-    emulation::copies.push_back([=, &map, &full] {
+    emulation::start_copy([=, &map, &full] {
       bf16* const to = smem + atom * kTileRows * kAtomCols;
-      for (int i = 0; i < kTileRows; ++i) {
+      const int box_rows = map.box_rows > 0 ? map.box_rows : kTileRows;
+      for (int i = 0; i < box_rows; ++i) {
         const bf16* const from = rows.at(map, row + i, head);
         for (int j = 0; j < kAtomCols; ++j) {
           const int col = first_col + atom * kAtomCols + j;
           to[swizzle_offset(kAtomCols, i, j / 8) + j % 8] = from != nullptr && col < map.cols ? from[col] : bf16{0};
         }
       }
-      full.complete(2 * kTileRows * kAtomCols);
+      full.complete(2 * box_rows * kAtomCols);
     });
   }
 }

@@ -1,0 +1,140 @@
+// The loads of the wgmma MLA decode kernel: keys whose latent columns are e4m3 with a scale for each 128 of them.
+#pragma once
+
+#include "kernels/decode/eight_bit.h"
+#include "kernels/mla/wgmma_config.h"
+#include "kernels/mla/work.h"
+#include "kernels/sm80/warp_ops.h"
+
+namespace flash {
+namespace mla {
+
+// All warps work on the same half of the latent columns, in the order in which consumers release them: of each step
+// the half of the consumer that has it, then the other. A lane holds the bytes of the next half while it waits, so that
+// a released half is filled at the speed of conversion alone: 12 instructions for 4 columns, 770 of a step and warp.
+template <class Config>
+struct MlaFp8Producer {
+  using Element = typename Config::Element;
+  static constexpr int kKeys = Config::kKeys / Config::kProducerWarps;  // of a warp
+  static constexpr int kVectorBytes = 16, kRowLanes = Config::kHalf / kVectorBytes;
+  static constexpr int kAtomLanes = Config::kAtomCols / kVectorBytes;
+  static constexpr int kKeysAtATime = 32 / kRowLanes, kVectors = kKeys / kKeysAtATime;  // kVectors: of a lane
+  static_assert(kKeys == 16 && kRowLanes == 16 && kKeysAtATime * kAtomLanes == 8, "a lane looks up one key");
+
+  const Flash_mla_params& params;
+  MlaWgmmaStorage<Config>& storage;
+  const MlaWork& work;
+  const int warp, lane = threadIdx.x % 32;
+  // Eight lanes store half of the columns of an atom of two keys: of one key, two of them would meet in a bank.
+  const int key_of_lane = lane / kAtomLanes % kKeysAtATime, vector = lane / 8 * kAtomLanes + lane % kAtomLanes;
+
+  struct Rows {
+    const char* at = nullptr;  // of the key lane % 16
+    uint32_t exists = 0;       // a bit of each key
+  };
+  uint4 values[kVectors];
+  float scales[kVectors];
+
+  __device__ __forceinline__ MlaFp8Producer(const Flash_mla_params& params_, MlaWgmmaStorage<Config>& storage_,
+                                            const MlaWork& work_, int warp_)
+      : params(params_), storage(storage_), work(work_), warp(warp_) {}
+
+  __device__ __forceinline__ int key_of(int step) const { return step * Config::kKeys + warp * kKeys + lane % kKeys; }
+
+  // The entry of the block_table for the lane's key of a step, whatever it is; -1 if that is none of the keys.
+  __device__ __forceinline__ int find_page(int step) const {
+    const int key = key_of(step);
+    return page_row(params.paged, work.table(params), key, step < work.to && key >= work.begin && key < work.end).page;
+  }
+
+  __device__ __forceinline__ Rows rows_of(int step, int page) const {
+    const FastDiv& page_size = params.paged.page_size;
+    const int key = key_of(step), row = key - page_size.divide(key) * page_size.divisor;
+    const bool exists = static_cast<unsigned>(page) < static_cast<unsigned>(params.paged.num_pages);
+    Rows rows;
+    rows.at = static_cast<const char*>(params.latent_ptr);
+    if (exists) rows.at += page * params.latent_strides.batch + row * params.latent_strides.row;
+    rows.exists = __ballot_sync(0xffffffffu, exists);
+    return rows;
+  }
+
+  __device__ __forceinline__ static const char* row_of(const Rows& rows, int key) {
+    return reinterpret_cast<const char*>(__shfl_sync(0xffffffffu, reinterpret_cast<uint64_t>(rows.at), key));
+  }
+
+  // Keys that do not exist become 0: NaN there would pass a probability of 0.
+  __device__ __forceinline__ void load(const Rows& rows, int half, int i) {
+    const int first_col = half * Config::kHalf + vector * kVectorBytes;
+    const char* const row = row_of(rows, i * kKeysAtATime + key_of_lane);
+    values[i] = uint4{};
+    scales[i] = 0.0f;
+    if (rows.exists >> key_of_lane & 1u << i * kKeysAtATime) {
+      values[i] = *reinterpret_cast<const uint4*>(row + first_col);
+      scales[i] = reinterpret_cast<const float*>(row + kMlaLatentDim)[first_col / kMlaScaleCols];
+    }
+  }
+
+  __device__ __forceinline__ static uint4 dequantise(uint32_t first, uint32_t second, float scale) {
+    const auto two = [scale](float2 pair) { return pack_pair(pair.x * scale, pair.y * scale, Element{}); };
+    return {two(decode::e4m3_to_floats<false>(first)), two(decode::e4m3_to_floats<true>(first)),
+            two(decode::e4m3_to_floats<false>(second)), two(decode::e4m3_to_floats<true>(second))};
+  }
+
+  __device__ __forceinline__ void store(int stage, int half, int i) const {
+    const int row = warp * kKeys + i * kKeysAtATime + key_of_lane;
+    const int atom = half * Config::kHalfAtoms + vector / kAtomLanes, first = vector % kAtomLanes * 2;
+    const auto store_vector = [&](int at, uint32_t low, uint32_t high) {
+      Element* const to = vector_in_atom<Config>(storage.kv[stage], atom, row, first + at);
+      *reinterpret_cast<uint4*>(to) = dequantise(low, high, scales[i]);
+    };
+    store_vector(0, values[i].x, values[i].y);
+    store_vector(1, values[i].z, values[i].w);
+  }
+
+  __device__ __forceinline__ void copy_rope(const Rows& rows, int stage) const {
+    const int copied = lane % kCopyLanes;
+#pragma unroll
+    for (int i = 0; i < kKeys * kCopyLanes / 32; ++i) {
+      const int key = i * (32 / kCopyLanes) + lane / kCopyLanes;
+      const char* const from = row_of(rows, key) + kMlaRopeByte + copied * kVectorBytes;
+      sm80::copy16_async(vector_in_atom<Config>(storage.kv[stage], Config::kRopeAtom, warp * kKeys + key, copied), from,
+                         rows.exists >> key & 1);
+    }
+    sm80::commit_copies();
+  }
+
+  // Stores a half, of which a lane holds the bytes, and asks for those of the next one.
+  __device__ __forceinline__ void store_half(int stage, int half, const Rows& next, int next_half) {
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      store(stage, half, i);
+      load(next, next_half, i);
+    }
+    if (half == stage) sm80::wait_for_copies_but(0);
+    arrive_landed(storage, stage, half);
+  }
+
+  __device__ __forceinline__ void run() {
+    const int count = work.to - work.from;
+    Rows rows = rows_of(work.from, find_page(work.from));
+    int page = find_page(work.from + 1);  // read a step before the row
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) load(rows, 0, i);
+#pragma unroll 1
+    for (int i = 0; i < count; ++i) {
+      const int stage = i % Config::kStages, other = 1 - stage;
+      const uint32_t free = (i / Config::kStages & 1) ^ 1;
+      const Rows next = rows_of(work.from + i + 1, page);
+      page = find_page(work.from + i + 2);
+      storage.kv_empty[stage][stage].wait(free);
+      copy_rope(rows, stage);
+      store_half(stage, stage, rows, other);
+      storage.kv_empty[stage][other].wait(free);
+      store_half(stage, other, next, other);  // which is the first half of the next step
+      rows = next;
+    }
+  }
+};
+
+}  // namespace mla
+}  // namespace flash

@@ -1,0 +1,3 @@
+#pragma once
+
+#include "kernels/tma/tile_copy.h"
