@@ -775,15 +775,7 @@ def flash_attn_varlen_func(
         )
     score = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
     if seqused_q is not None or _is_compiling():
-        sequences = Sequences(
-            cu_seqlens_q,
-            cu_seqlens_k,
-            max_seqlen_q,
-            max_seqlen_k,
-            seqused_k,
-            leftpad_k,
-            block_table,
-        )
+        sequences = Sequences(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k, leftpad_k, block_table)
         result = attend_rows_in_use(seqused_q, (q, k, v), sequences, *score, *(more or (True, None, PLAIN)))
     else:
         result = FlashAttnVarlenFunc.apply(
@@ -792,11 +784,7 @@ def flash_attn_varlen_func(
     return result if lse_convention == "fa2" else _in_convention(result, lse_convention, return_attn_probs)
 
 
-@documented(
-    out="(total, nheads, head_dim)",
-    lse="(nheads, total)",
-    of_scores="(1 or nheads, total, max_seqlen)",
-)
+@documented(out="(total, nheads, head_dim)", lse="(nheads, total)", of_scores="(1 or nheads, total, max_seqlen)")
 def flash_attn_varlen_qkvpacked_func(
     qkv: Tensor,
     cu_seqlens: Tensor,

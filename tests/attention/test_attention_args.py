@@ -55,14 +55,15 @@ def test_operators_take_the_record_by_position(name):
 
 @pytest.mark.parametrize("record", (AttentionArgs, AttentionBackwardArgs, KvCacheArgs))
 def test_named_options_are_passed_where_they_are_given(record):
-    scores = {}
+    scores, bits = {}, {"mask_bits": "mask_bits", "mask_keys": "mask_keys"} if record is KvCacheArgs else {}
     if record is not KvCacheArgs:
         factors = MaskFactors(*MASK_TENSORS, block_size=("mask_block_q", "mask_block_k"))
         scores = {"mask": factors, "attn_bias": BIAS, "rel_bias": "rel_bias"}
         absent = dict.fromkeys((*MASK_TENSORS, "attn_bias", "rel_bias"))
     every = names(record)._replace(**({"attn_bias": BIAS} if scores else {}))
-    assert every.named() == {"sinks": "sinks", "sm_margin": "sm_margin", **scores}
-    plain = names(record)._replace(sinks=None, sm_margin=0, **(absent if scores else {}))
+    assert every.named() == {"sinks": "sinks", "sm_margin": "sm_margin", **scores, **bits}
+    unset = absent if scores else {"mask_bits": None, "mask_keys": 0}
+    plain = names(record)._replace(sinks=None, sm_margin=0, **unset)
     assert plain.named() == {}
     for name in scores and absent:
         field = "mask" if name in MASK_TENSORS else name
@@ -104,7 +105,8 @@ def test_schemas_are_those_of_before():
         "float softmax_scale, bool causal, SymInt window_left, SymInt window_right, float softcap, "
         "bool rotary_interleaved, SymInt num_splits, bool batch_invariant, Tensor? sinks=None, "
         "Tensor? q_descale=None, Tensor? k_descale=None, Tensor? v_descale=None, bool v_per_channel=False, "
-        "ScalarType? out_dtype=None, SymInt sm_margin=0, Tensor? qv=None) -> (Tensor, Tensor)"
+        "ScalarType? out_dtype=None, SymInt sm_margin=0, Tensor? qv=None, "
+        "Tensor? mask_bits=None, SymInt mask_keys=0) -> (Tensor, Tensor)"
     )
     assert str(operator_schema("kvcache_plan")) == (
         "flash_attn_core::kvcache_plan(Tensor cache_seqlens, Tensor? cache_leftpad, Tensor(a!) plan, SymInt batch, "

@@ -206,6 +206,7 @@ ELSEWHERE = {
     "decode/test_latent.py": {"qv", "q_v"},
     "decode/test_fp8_cache.py": {"k_descale_axis"},
     "decode/test_kvcache_plan.py": {"plan"},
+    "decode/test_mask_bits.py": {"mask_bits", "mask_keys"},
 }  # fmt: skip
 KINDS = ("dense", "packed", "paged", "cached", "eight_bit", "fp8", "context_parallel")
 

@@ -129,6 +129,11 @@ constexpr int sm90_dq_smem_bytes(const Sm90BwdTile& tile, bool may_drop, Dtype d
   return storage.size(kSwizzleBytes);
 }
 
+// kBiased: boxes of a bias for each consumer; they take the place of a dedicated buffer for dK and dV.
+constexpr int kSm90BwdBiasStages = 2;
+// Whether it has room for the random bits of dropout beside them.
+constexpr bool sm90_biased_bwd_may_drop(const Sm90BwdTile& tile) { return tile.head_dim <= 64; }
+
 // sizeof(sm90::BwdStorage).
 constexpr int sm90_bwd_smem_bytes(const Sm90BwdTile& tile, bool may_drop, bool dq_in_smem, Dtype dtype,
                                   bool biased = false) {

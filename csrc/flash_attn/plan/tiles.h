@@ -260,9 +260,8 @@ constexpr Sm90FwdTile sm90_fwd_tile(int head_dim, FwdVariant variant) {
   return kSm90FwdTiles[static_cast<int>(variant)][head_dim_index(head_dim) - kSm90FirstHeadDim];
 }
 
-// Whether kernels of a tile read paged K and V. Loads from pages need two idle producer warps: tiles of two consumer
-// groups and kDropout leave none, kDirect and kStatic have no producer warpgroup. Rows are looked up 32 at a time.
-// Kernels that visit by list read no pages.
+// Whether kernels of a tile read paged K and V, 32 rows a lookup, by two idle producer warps: tiles of two consumer
+// groups, kDropout, kDirect and kStatic have none. Kernels that visit by list read no pages.
 constexpr bool sm90_reads_pages(const Sm90FwdTile& tile, FwdVariant variant) {
   return tile.consumer_groups == 1 && variant != FwdVariant::kDropout && !has_static_tiles(variant) &&
          !visits_by_list(variant) && tile.block_n % 32 == 0;
@@ -319,9 +318,8 @@ constexpr BwdTile kBwdTiles[kNumHeadDims] = {
     {512, 32, 32, 8, 2, 2, 2, 1, 0, 4},
 };
 
-// Where shared memory is too small for these: 99 KB on sm_86, 89 and 120. Above head dim 128 no row of kBwdTiles fits.
-// At 192 and 256 these keep 64 keys: with 32, additions to dQ would be the bound. At 32 the row above fits, but only
-// with one CTA an SM.
+// Where shared memory is too small for these: 99 KB on sm_86, 89 and 120. At 192 and 256 with 64 keys: with 32,
+// additions to dQ would be the bound. At 32 the row above fits, but only with one CTA an SM.
 constexpr BwdTile kSmallBwdTiles[] = {
     {32, 64, 64, 4, 2, 2, 2, 3},
     {192, 64, 64, 8, 2, 2, 2, 1, 192},
@@ -394,12 +392,6 @@ constexpr int sm90_dq_value_cols(const Sm90BwdTile& tile) {
 
 // A producer warpgroup, two consumers, and the one of dQ.
 constexpr int sm90_bwd_threads(const Sm90BwdTile& tile) { return 128 * (3 + has_dq_warpgroup(tile)); }
-
-// kBiased: boxes of a bias for each consumer; they take the place of a dedicated buffer for dK and dV.
-constexpr int kSm90BwdBiasStages = 2;
-
-// Whether it has room for the random bits of dropout beside them.
-constexpr bool sm90_biased_bwd_may_drop(const Sm90BwdTile& tile) { return tile.head_dim <= 64; }
 
 constexpr int kSm90DqWarps = 4;  // that compute a step's dQ unless it has a separate kernel
 

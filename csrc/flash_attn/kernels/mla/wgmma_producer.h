@@ -57,7 +57,6 @@ struct MlaProducer {
   __device__ __forceinline__ void load_atom(const CUtensorMap& map, int stage, int atom, int first_col) const {
     tma::Barrier& full = storage.kv_full[stage][atom];
     if (lane == 0) full.arrive_and_expect(Config::kAtomBytes);
-    if (lane > 0 && lane < Config::kProducerWarps) full.arrive();  // for the other warps
     __syncwarp();
 #pragma unroll
     for (int i = 0; i < kGroups; ++i) {
@@ -69,9 +68,9 @@ struct MlaProducer {
     }
   }
 
-  // All keys of the step exist.
+  // All keys of the step exist. The other warps arrive too: one that no consumer waited for could miss a phase.
   __device__ __forceinline__ void load_boxes(int stage, int half) const {
-    if (warp > 0) return;
+    if (warp > 0) return arrive_landed(storage, stage, half);
 #pragma unroll 1
     for (int i = 0; i < Config::kHalfAtoms; ++i) {
       const int atom = half * Config::kHalfAtoms + i;

@@ -7,8 +7,6 @@
 
 #include "kernels/common/fwd_epilogue.h"
 #include "kernels/common/pdl.h"
-#include "kernels/common/shared_storage.h"
-#include "kernels/common/warp_index.h"
 #include "kernels/sm90/fp8_fwd_launch_params.h"
 #include "kernels/sm90/fp8_fwd_mainloop.h"
 #include "kernels/sm90/fwd_epilogue.h"
@@ -162,18 +160,21 @@ __device__ __forceinline__ void fill_ones(FwdStorage<Config>& storage) {
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, 1)
     flash_fwd_fp8_kernel(const __grid_constant__ Fp8FwdLaunch launch) {
-  constexpr int kBytes = plan::sm90_fp8_fwd_smem_bytes(Config::kTile);
-  FwdStorage<Config>& storage = shared_storage<FwdStorage<Config>, kBytes>();
+  static_assert(sizeof(FwdStorage<Config>) == plan::sm90_fp8_fwd_smem_bytes(Config::kTile),
+                "plan and kernel agree on the shared memory");
+  extern __shared__ __align__(1024) char smem[];
+  FwdStorage<Config>& storage = *reinterpret_cast<FwdStorage<Config>*>(smem);
   if (threadIdx.x < 32) {
     if (threadIdx.x == 0) storage.init_barriers(false);  // a branch without the warp: ptxas serializes wgmma at d 256
     __syncwarp();
     Barrier::fence_init();
   }
   fill_ones(storage);
-  const int warp_group = warpgroup_index();
+  const int warp_group =
+      __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // shuffled, so that ptxas sees uniform branches
   if (warp_group == 0) {
     cutlass::arch::warpgroup_reg_dealloc<Config::kProducerRegisters>();
-    const int warp = warp_index();
+    const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
     wait_for_previous_kernel();  // V^T, the semaphore, the segments
     if (warp == kSchedulerWarp) {
       SchedulerWarp<Config>{launch, storage, 0}.run();  // calls begin_together()

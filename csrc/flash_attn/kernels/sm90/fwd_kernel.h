@@ -5,7 +5,6 @@
 
 #include "kernels/common/max_logit.h"
 #include "kernels/common/pdl.h"
-#include "kernels/common/warp_index.h"
 #include "kernels/sm90/fwd_epilogue.h"
 #include "kernels/sm90/fwd_mainloop.h"
 #include "kernels/sm90/fwd_roles.h"
@@ -157,11 +156,13 @@ __global__ void __launch_bounds__(Config::kThreads, 1) flash_fwd_kernel(const __
       storages[consumer_group].init_barriers(launch.params.is_paged());
     Barrier::fence_init();
   }
-  const int warp_group = warpgroup_index();
+  const int warp_group =
+      __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // shuffled, so that ptxas sees uniform branches
   if (warp_group == 0) {
     cutlass::arch::warpgroup_reg_dealloc<Config::kProducerRegisters>();
     using Roles = typename Config::Roles;
-    const int index = warp_index(), consumer_group = index / Roles::kWarps, warp = index % Roles::kWarps;
+    const int index = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), consumer_group = index / Roles::kWarps,
+              warp = index % Roles::kWarps;
     if (warp != kSchedulerWarp) {  // schedulers choose their first tile before begin_together()
       begin_together<Config>();
       if (overlaps_launches<Config>(launch)) {

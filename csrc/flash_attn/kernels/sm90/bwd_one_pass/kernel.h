@@ -7,8 +7,6 @@
 
 #include "kernels/common/convert_dq.h"
 #include "kernels/common/pdl.h"
-#include "kernels/common/shared_storage.h"
-#include "kernels/common/warp_index.h"
 #include "kernels/sm90/bwd_one_pass/dq_reduce_warp.h"
 #include "kernels/sm90/bwd_one_pass/dq_warpgroup.h"
 #include "kernels/sm90/bwd_one_pass/loader.h"
@@ -122,10 +120,8 @@ struct BwdConsumer {
 // is complete by then: Q, K, V and dO are loaded at once, and nobody reads dK and dV any more. Packed sequences have
 // their segments from the kernel before, which may be cached as it was before that; so have calls with lists theirs.
 template <class Config>
-__device__ __forceinline__ BwdStorage<Config>& begin_kernel(const BwdLaunch& launch) {
-  constexpr int kBytes =
-      plan::sm90_bwd_smem_bytes(Config::kTile, Config::kMayDrop, Config::kDqInSmem, Config::kDtype, Config::kBiased);
-  BwdStorage<Config>& storage = shared_storage<BwdStorage<Config>, kBytes>();
+__device__ __forceinline__ BwdStorage<Config>& begin_kernel(const BwdLaunch& launch, char* smem) {
+  BwdStorage<Config>& storage = *reinterpret_cast<BwdStorage<Config>*>(smem);
   if (threadIdx.x == 0) {
     for (const CUtensorMap* map : {&launch.q_map, &launch.do_map, &launch.k_map, &launch.v_map}) {
       cute::prefetch_tma_descriptor(reinterpret_cast<const cute::TmaDescriptor*>(map));
@@ -139,11 +135,16 @@ __device__ __forceinline__ BwdStorage<Config>& begin_kernel(const BwdLaunch& lau
 
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, 1) flash_bwd_kernel(const __grid_constant__ BwdLaunch launch) {
-  BwdStorage<Config>& storage = begin_kernel<Config>(launch);
-  const int warp_group = warpgroup_index();
+  static_assert(
+      sizeof(BwdStorage<Config>) == plan::sm90_bwd_smem_bytes(Config::kTile, Config::kMayDrop, Config::kDqInSmem,
+                                                              Config::kDtype, Config::kBiased),
+      "plan and kernel agree on the shared memory");
+  extern __shared__ __align__(1024) char smem[];
+  BwdStorage<Config>& storage = begin_kernel<Config>(launch, smem);
+  const int warp_group = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // warp-uniform, so that branches on it are
   if (warp_group == 0) {
     cutlass::arch::warpgroup_reg_dealloc<Config::kProducerRegisters>();
-    const int warp = warp_index();
+    const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
     PipelineState<Config::kStages> state;
     if (warp == kLoadWarp) BwdLoader<Config>(launch, storage).run_all();
     if (warp == kStatisticsWarp) {
@@ -192,11 +193,16 @@ __device__ __forceinline__ void for_each_n_block(const BwdLaunch& launch, const 
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, 1)
     flash_bwd_heads_kernel(const __grid_constant__ BwdLaunch launch) {
-  BwdStorage<Config>& storage = begin_kernel<Config>(launch);
-  const int warp_group = warpgroup_index();
+  static_assert(
+      sizeof(BwdStorage<Config>) == plan::sm90_bwd_smem_bytes(Config::kTile, Config::kMayDrop, Config::kDqInSmem,
+                                                              Config::kDtype, Config::kBiased),
+      "plan and kernel agree on the shared memory");
+  extern __shared__ __align__(1024) char smem[];
+  BwdStorage<Config>& storage = begin_kernel<Config>(launch, smem);
+  const int warp_group = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
   if (warp_group == 0) {
     cutlass::arch::warpgroup_reg_dealloc<Config::kProducerRegisters>();
-    const int warp = warp_index();
+    const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
     if (warp == kLoadWarp) {
       BwdLoader<Config> loader(launch, storage);
       for_each_n_block<Config>(launch, [&](const BwdWorkTile& tile) { loader.run(tile); });

@@ -238,25 +238,21 @@ struct BwdMainloop {
     for (int i = 0; i < cute::size(scores); ++i) scores(i) *= score_mod.scale_log2;
     score_mod.add_bias(scores, coords, diagonal, tile_coords.key_begin);
     const BiasTile bias_tile{tile_coords.row_begin, tile_coords.key_begin, tile.seqlen_q, tile.seqlen_k, diagonal};
-    if (bias.loads_boxes) {
-      bias.is_float ? add_boxes<true>(scores) : add_boxes<false>(scores);
-    } else {
-      add_data<Element>(scores, coords, bias.of(tile.batch, at.head, tile.q_begin), bias_tile);
-    }
-    if (bias.table != nullptr) add_table(scores, coords, bias.of(tile.batch, at.head, tile.q_begin), bias_tile);
+    const ScoreBias own = bias.of(tile.batch, at.head, tile.q_begin);
+    if (!bias.loads_boxes) add_data<Element>(scores, coords, own, bias_tile);
+    if (bias.loads_boxes) bias.is_float ? add_boxes<true>(scores) : add_boxes<false>(scores);
+    if (bias.table != nullptr) add_table(scores, coords, own, bias_tile);
   }
   template <bool kFloat, class Scores>
   __device__ __forceinline__ void add_boxes(Scores& scores) {
-    const bool has_rows = launch.mask.bias.row_stride != 0;
-    const int warp = thread / 32;
 #pragma unroll
-    for (int i = 0; i < (kFloat ? 2 : 1); ++i) {
+    for (int warp = thread / 32, i = 0; i < (kFloat ? 2 : 1); ++i) {
       storage.bias_full[bias_state.stage].wait(bias_state.phase);
       const char* const box = storage.bias[bias_state.stage] + group * Config::kBlockM * kBiasBoxBytes;
       if constexpr (!kFloat) {
-        add_transposed_box<Element>(scores, box, 16 * warp, has_rows);
+        add_transposed_box<Element>(scores, box, 16 * warp, launch.mask.bias.row_stride != 0);
       } else if (warp / 2 == i) {  // half of the keys
-        add_transposed_float_box(scores, box, 16 * (warp % 2), has_rows);
+        add_transposed_float_box(scores, box, 16 * (warp % 2), launch.mask.bias.row_stride != 0);
       }
       tma::fence_buffer();  // the arrival waits for no load
       storage.bias_empty[bias_state.stage].arrive();
@@ -285,11 +281,8 @@ struct BwdMainloop {
   }
 
   __device__ __forceinline__ QStep own_dq_step() const {
-    if constexpr (Config::kBiased) {
-      return last_step;
-    } else {
-      return {};  // nothing depends on it
-    }
+    if constexpr (Config::kBiased) return last_step;
+    return {};  // nothing depends on it
   }
 
   // dQ of the step of dq_state: consumer 0 computes those in stage 0, consumer 1 those in stage 1.
