@@ -194,7 +194,7 @@ def test_the_migration_table_is_true():
         with pytest.raises(ModuleNotFoundError) as error:
             importlib.import_module(module)
         assert ("transformers" in str(error.value)) == (state == "refused"), module
-    served = {module for module, state in table if state == "supported"}
-    assert {module for module in PUBLIC_MODULES if ".modules." in module or ".layers." in module} <= served | {
+    supported = {module for module, state in table if state == "supported"}
+    assert {module for module in PUBLIC_MODULES if ".modules." in module or ".layers." in module} <= supported | {
         "flash_attn.modules.inner_attention"
     }
