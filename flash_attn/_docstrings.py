@@ -111,7 +111,7 @@ out: a tensor for the result, which is returned; without gradients. float16 or b
 _FA3_UNSERVED = """\
 attention_chunk: int, must be 0; another value raises NotImplementedError.
 qv: must be None; a tensor raises NotImplementedError.
-num_splits, pack_gqa: int, bool. Accepted as in FlashAttention-3, without effect on the result."""
+num_splits, pack_gqa: int, bool. FlashAttention-3 has them; they have no effect on the result."""
 
 _FA3_RESULT = f"""\
 Returns:
