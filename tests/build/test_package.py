@@ -178,7 +178,7 @@ def test_without_another_folder_there_is_no_cute(tmp_path):
 
 
 def modules_of_migration_table():
-    """(module, "served", "refused" or "absent") of each row of the table of modules."""
+    """(module, "supported", "refused" or "absent") of each row of the table of modules."""
     text = (Path(__file__).parents[2] / "docs" / "migrating.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| ([`*]flash_attn.*?) \| (served|refused|absent) \|", text, re.MULTILINE)
     return [(module, state) for names, state in rows for module in re.findall(r"[\w.]+", names)]
@@ -186,15 +186,15 @@ def modules_of_migration_table():
 
 def test_the_migration_table_is_true():
     table = modules_of_migration_table()
-    assert {state for _, state in table} == {"served", "refused", "absent"} and len(table) > 30
+    assert {state for _, state in table} == {"supported", "refused", "absent"} and len(table) > 30
     for module, state in table:
-        if state == "served":
+        if state == "supported":
             importlib.import_module(module)
             continue
         with pytest.raises(ModuleNotFoundError) as error:
             importlib.import_module(module)
         assert ("transformers" in str(error.value)) == (state == "refused"), module
-    served = {module for module, state in table if state == "served"}
+    served = {module for module, state in table if state == "supported"}
     assert {module for module in PUBLIC_MODULES if ".modules." in module or ".layers." in module} <= served | {
         "flash_attn.modules.inner_attention"
     }
