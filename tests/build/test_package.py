@@ -180,7 +180,7 @@ def test_without_another_folder_there_is_no_cute(tmp_path):
 def modules_of_migration_table():
     """(module, "supported", "refused" or "absent") of each row of the table of modules."""
     text = (Path(__file__).parents[2] / "docs" / "migrating.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| ([`*]flash_attn.*?) \| (served|refused|absent) \|", text, re.MULTILINE)
+    rows = re.findall(r"^\| ([`*]flash_attn.*?) \| (supported|refused|absent) \|", text, re.MULTILINE)
     return [(module, state) for names, state in rows for module in re.findall(r"[\w.]+", names)]
 
 
