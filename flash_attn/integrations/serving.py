@@ -13,6 +13,7 @@ from torch import Tensor
 from flash_attn.batch_invariance import is_batch_invariant
 from flash_attn.eight_bit import EIGHT_BIT, OF_QUERIES, named, one_of
 from flash_attn.integrations.token_layout import as_pages
+from flash_attn.limits import MAX_EIGHT_BIT_HEAD_DIM
 from flash_attn.ops import arguments, calls, context, latent
 from flash_attn.ops.rows import RowsInUse, equal_steps
 
@@ -33,8 +34,8 @@ def check_8_bit(names: tuple[str, str, str], q: Tensor, k: Tensor, v: Tensor) ->
     """Whether a tensor has 8 bits. names: those of q, k and v for the caller.
 
     Raises NotImplementedError, by name, where no kernel reads these 8 bits: k and v have one dtype, float8_e4m3fn or
-    int8, q a wider one or, as k, float8_e4m3fn. Over pages all have one head dim, a multiple of 8: any other needs a
-    copy of the cache.
+    int8, q a wider one or, as k, float8_e4m3fn. Over pages all have one head dim, a multiple of 8 up to 256: any other
+    needs a copy of the cache.
     """
     if q.element_size() > 1 and k.element_size() > 1 and v.element_size() > 1:
         return False
@@ -47,7 +48,8 @@ def check_8_bit(names: tuple[str, str, str], q: Tensor, k: Tensor, v: Tensor) ->
     _require(v.dtype is k.dtype, v_name, f"the dtype of {k_name} ({named(k.dtype)})", named(v.dtype))
     if k.dim() == 4:
         _require(v.shape[-1] == q.shape[-1], v_name, f"the head dim of q ({q.shape[-1]}) in 8 bits", v.shape[-1])
-        _require(q.shape[-1] % 8 == 0, q_name, "a head dim that is a multiple of 8 over 8 bits", q.shape[-1])
+        fits = q.shape[-1] % 8 == 0 and q.shape[-1] <= MAX_EIGHT_BIT_HEAD_DIM
+        _require(fits, q_name, "a head dim that is a multiple of 8 up to 256 over 8 bits", q.shape[-1])
     return True
 
 
