@@ -37,7 +37,7 @@ PEER_TITLES = {
     "flash_attn_3": "FlashAttention-3",
     "flash_attn_4": "FlashAttention-4",
 }
-PAYS = 1.03
+PAYS, SLOWER = 1.03, 0.97
 SHORT = 1024  # tokens of the longest sequence of a short call
 FP8 = {"ours": "`bf16`", "ours_fp8": "`fp8`", "ours_fp8_fast": "`fp8 fast`", "cudnn_fp8": "`cudnn`"}
 
@@ -246,26 +246,21 @@ def gains_block():
     result = stored("gains")
     if not result:
         return []
-    lines, equal = [], []
+    lines, equal, slower = [], [], []
     for row in result["rows"]:
         before, others = row["ms"]["torch"], {name: ms for name, ms in row["ms"].items() if name != "torch"}
         fastest = min(others, key=others.get)
         what = f"{row['what']}, {row['batch']} × {row['seqlen']}" + f" + {row['new_tokens']}" * (row["new_tokens"] > 0)
         cells = (f"{others[name]:.1f}" if name in others else "–" for name in ("use", "fa_native", "kvcache"))
         memory = [row["gib"][name] for name in ("torch", fastest)]  # None on a CPU
-        lines.append(
-            [
-                what,
-                f"{before:.1f}",
-                *cells,
-                gain(before / others[fastest]),
-                " → ".join(f"{x:.1f}" if x else "–" for x in memory),
-            ]
-        )
+        gib = " → ".join(f"{x:.1f}" if x else "–" for x in memory)
+        lines.append([what, f"{before:.1f}", *cells, gain(before / others[fastest]), gib])
+        slower += [f"`{name}` in {what} ({gain(before / ms)})" for name, ms in others.items() if before < SLOWER * ms]
         if before / others[fastest] < PAYS:
             equal.append(what)
     header = ["", "PyTorch's SDPA, ms", "`use`", "`fa_native`", "`kvcache`", "gain of the fastest", "peak memory, GiB"]
     told = f"Where it does not pay (a gain below {PAYS}): {'; '.join(equal) or 'none of these'}."
+    told += f" Slower than SDPA: {'; '.join(slower) or 'none'}."
     versions = f"{environment_line(result)}, transformers {result['versions']['transformers']}."
     return [*markdown_table(header, lines), "", *wrapped(told), "", *wrapped(versions)]
 
