@@ -28,7 +28,7 @@ constexpr int kUnbounded = 0x7fffffff;
 
 // Query i sees key j iff i + seqlen_k - seqlen_q - left <= j <= i + seqlen_k - seqlen_q + right.
 // Full attention is {kUnbounded, kUnbounded}; causal attention is {kUnbounded, 0}. Only this file and block_range.h
-// read the fields; plans and kernels call the functions.
+// compute with the fields, api/scores.h sets them and api/mla.h reads them; plans and kernels call the functions.
 struct Window {
   int left = kUnbounded;
   int right = kUnbounded;
