@@ -143,12 +143,20 @@ struct DenseAttention {
   }
 };
 
+// torch has hooks of new nodes, or has none yet (2.13).
+template <class Pointer>
+auto run_creation_hooks(const Pointer& node, int) -> decltype(fire_node_creation_hooks(node)) {
+  return fire_node_creation_hooks(node);
+}
+template <class Pointer>
+void run_creation_hooks(const Pointer&, long) {}
+
 // Nodes have shared pointers up to torch 2.11, intrusive ones later.
 template <class Node, class Function = decltype(torch::autograd::Edge::function)>
 struct NodePointer {
   using Type = c10::intrusive_ptr<Node>;
   static Type make() { return c10::make_intrusive<Node>(); }
-  static void announce(const Type& node) { fire_node_creation_hooks(node); }
+  static void announce(const Type& node) { run_creation_hooks(node, 0); }
 };
 
 template <class Node>
