@@ -13,8 +13,8 @@ from errors import BuildError
 SUPPORTED_ARCHS = ("80", "90", "100", "120")
 DEFAULT_ARCHS = ("80", "90")  # of a build that asks for none; the others are built on request
 # Of a direction: Flash_<...>_params, the header of its functions in params/.
-PARAMETERS = {d: d for d in ("fwd", "bwd", "fwd_fp8", "fwd_jvp", "mla")} | {"fwd_split": "kvcache"}
-SM90_PARAMETERS = {"fwd": "fwd_split", "bwd": "bwd_mask"}  # where they are others
+PARAMETERS = {d: d for d in ("fwd_fp8", "fwd_jvp", "mla")}
+PARAMETERS |= {"fwd": "fwd_split", "bwd": "bwd_mask", "fwd_split": "kvcache"}
 HEADERS = {"fwd": "flash", "bwd": "flash", "fwd_split": "kvcache", "fwd_fp8": "fp8", "fwd_jvp": "jvp", "mla": "mla"}
 PLANS = {"fwd": "FwdPlan", "bwd": "BwdPlan", "fwd_fp8": "FwdPlan", "fwd_jvp": "FwdPlan"}
 DTYPES = {"fp16": "kFp16", "bf16": "kBf16"}
@@ -46,8 +46,7 @@ class KernelFile:
     @property
     def parameters(self) -> str:
         """The parameters of the function before the stream."""
-        params = SM90_PARAMETERS.get(self.direction) if self.family == "sm90" else None
-        params = f"Flash_{params or PARAMETERS[self.direction]}_params"
+        params = f"Flash_{PARAMETERS[self.direction]}_params"
         plan = f", const plan::{PLANS[self.direction]}&" if self.direction in PLANS else ""
         return f"const {params}&{plan}"
 

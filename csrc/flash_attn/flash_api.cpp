@@ -214,6 +214,8 @@ Result mha_varlen_fwd(const at::Tensor& q, const at::Tensor& k, const at::Tensor
                                   {"alibi_slopes", alibi_slopes},
                                   {"sinks", scores.sinks},
                                   {"origins", scores.origins},
+                                  {"attn_bias", scores.bias.attn_bias},
+                                  {"rel_bias", scores.bias.rel_bias},
                                   {"rng_state", options.rng_state},
                                   {"q_descale", quant.q},
                                   {"k_descale", quant.k},
@@ -350,10 +352,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         py::arg("q"), py::arg("k"), py::arg("v"), py::arg("tq"), py::arg("tk"), py::arg("tv"), py::arg("cu_seqlens_q"),
         py::arg("cu_seqlens_k"), py::arg("softmax_scale"), py::arg("is_causal"), py::arg("window_size_left"),
         py::arg("window_size_right"), py::kw_only(), py::arg("sm_margin") = 0, py::call_guard<CallGuard>());
-  define_bwd(m, "bwd", &mha_bwd<Tensors>, "Backward of dense batches: [dq, dk, dv, softmax_d(, dsinks)]");
+  define_bwd(m, "bwd", &mha_bwd<Tensors>, "Backward of dense batches: [dq, dk, dv, softmax_d(, dsinks, dattn_bias, drel_bias)]");
   define_bwd(m, "explain_bwd", &mha_bwd<plan::Explanation>, "The plan of bwd, as a dict; nothing is launched");
   define_varlen_bwd(m, "varlen_bwd", &mha_varlen_bwd<Tensors>,
-                    "Backward of packed batches: [dq, dk, dv, softmax_d(, dsinks)]");
+                    "Backward of packed batches: [dq, dk, dv, softmax_d(, dsinks, dattn_bias, drel_bias)]");
   define_varlen_bwd(m, "explain_varlen_bwd", &mha_varlen_bwd<plan::Explanation>,
                     "The plan of varlen_bwd, as a dict; nothing is launched");
   define_kvcache(m, "fwd_kvcache", &with_kvcache_call<mha_fwd_kvcache, mha_fwd_mla>,

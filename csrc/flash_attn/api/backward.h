@@ -6,8 +6,10 @@
 #include <array>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
+#include "api/bias.h"
 #include "api/checks.h"
 #include "api/device.h"
 #include "api/overlap.h"
@@ -43,6 +45,7 @@ struct Gradients {
   // FlashAttention-2 has no others: the module's functions take these by name.
   bool accumulate_dkv = false;  // dk and dv are fp32, and the call adds to them
   KeptDq kept = {};
+  bool bias_grad = true;  // whether biases get gradients
 
   template <class Visitor>
   void visit_named(Visitor&& visit) {
@@ -50,6 +53,7 @@ struct Gradients {
     visit("dq_stage", kept.stage, "a str");
     visit("dq_sum", kept.dq_sum, "a tensor or None");
     visit("softmax_d", kept.softmax_d, "a tensor or None");
+    visit("bias_grad", bias_grad, "a bool");
   }
 };
 
@@ -127,6 +131,8 @@ inline void check_written(const Gradients& gradients, const at::Tensor& q, const
                                   {"alibi_slopes", scores.alibi_slopes},
                                   {"sinks", scores.sinks},
                                   {"origins", scores.origins},
+                                  {"attn_bias", scores.bias.attn_bias},
+                                  {"rel_bias", scores.bias.rel_bias},
                                   {"mask.query_ranges", scores.mask.query_ranges},
                                   {"mask.key_hidden", scores.mask.key_hidden},
                                   {"mask.bits", scores.mask.bits},
@@ -157,11 +163,12 @@ struct BwdCall {
   int64_t sm_margin;
 };
 
-// What calls with a mask do not do yet.
+// What calls with a mask or a bias do not do yet.
 inline void check_mask_options(const BwdCall& call) {
   const std::string& stage = call.gradients.kept.stage;
-  if (!stage.empty()) checks::fail("dq_stage", "expected '' with a mask on CUDA, got '", stage, "'");
-  if (call.gradients.accumulate_dkv) checks::fail("accumulate_dkv", "expected False with a mask on CUDA, got True");
+  const char* const with = call.scores.mask.given() ? " with a mask on CUDA, got " : " with a bias on CUDA, got ";
+  if (!stage.empty()) checks::fail("dq_stage", "expected ''", with, "'", stage, "'");
+  if (call.gradients.accumulate_dkv) checks::fail("accumulate_dkv", "expected False", with, "True");
 }
 
 inline plan::BwdPlan plan_call(const BwdCall& call, Flash_bwd_params& params, const at::Tensor& q, const at::Tensor& k,
@@ -178,7 +185,8 @@ inline plan::BwdPlan plan_call(const BwdCall& call, Flash_bwd_params& params, co
   params.keeps_dq = stage != plan::BwdStage::kAll;
   plan::BwdProblem problem = bwd_problem(params, dtype_of(call.q), call.deterministic, stage);
   problem.mask_matrices = mask_matrix_count(call.scores.mask, params);
-  if (problem.has_mask()) check_mask_options(call);
+  problem.has_bias = call.scores.bias.given() && has_scores(params);
+  if (problem.has_mask() || problem.has_bias) check_mask_options(call);
   const plan::BwdPlan plan = plan::plan_bwd(problem, device_of(params.device, call.sm_margin), forced_family());
   if (problem.has_mask()) check_mask_plan(plan.mask, params);
   return plan;
@@ -252,8 +260,9 @@ inline at::Tensor kept_dq_sum(const Flash_bwd_params& params, const plan::BwdPla
 inline at::Tensor computed(const std::optional<Output>& output) { return output ? output->computed : at::Tensor(); }
 inline at::Tensor finished(const std::optional<Output>& output) { return output ? output->finish() : at::Tensor(); }
 
-inline void launch_backward(Flash_bwd_mask_params& params, const plan::BwdPlan& plan, const at::Tensor& q,
-                            const at::Tensor& dq_sum) {
+// Returns the memory of the segments of packed sequences.
+inline at::Tensor launch_backward(Flash_bwd_mask_params& params, const plan::BwdPlan& plan, const at::Tensor& q,
+                                  const at::Tensor& dq_sum) {
   trace(params, params.seqlen_k, plan);
   at::Tensor varlen;
   check_launch(prepare(params, false, q, varlen), "prepare_kernel", q);
@@ -263,6 +272,7 @@ inline void launch_backward(Flash_bwd_mask_params& params, const plan::BwdPlan& 
   const at::Tensor workspace =
       dq_sum.defined() ? set_params_dq_sum(params, plan, dq_sum) : allocate_bwd_workspace(params, plan, q);
   check_launch(run_mha_bwd(params, plan, c10::cuda::getCurrentCUDAStream().stream()), "flash_bwd_kernel", q);
+  return varlen;
 }
 
 inline std::vector<at::Tensor> backward(const BwdCall& call) {
@@ -302,11 +312,19 @@ inline std::vector<at::Tensor> backward(const BwdCall& call) {
     softmax_d = *gradients.kept.softmax_d;
   }
   params.d_rows = plan.softmax_d_rows;
-  if (plan.mask.matrices > 0) params.mask = params.dq_mask = mask_params(call.scores.mask, params.h);
+  const BiasTensors bias = readable(call.scores.bias);
+  if (plan.mask.matrices > 0 || (bias.given() && has_scores(params))) {
+    params.mask = mask_params(call.scores.mask, params.h);
+    params.mask.bias = bias_params(bias);
+    params.dq_mask = params.mask;
+  }
   if (softmax_d.defined()) params.softmax_d_ptr = softmax_d.mutable_data_ptr<float>();
-  launch_backward(params, plan, q, dq_sum);
+  const at::Tensor varlen = launch_backward(params, plan, q, dq_sum);
   std::vector<at::Tensor> results{dq ? finished(dq) : dq_sum, finished(dk), finished(dv), softmax_d};
   if (dsinks.defined()) results.push_back(at::sum(dsinks, at::OptionalIntArrayRef({0, 2})));
+  if (bias.given() && gradients.bias_grad) {
+    for (at::Tensor& gradient : bias_gradients(bias, params, plan.dtype, q)) results.push_back(std::move(gradient));
+  }
   return results;
 }
 

@@ -241,7 +241,7 @@ inline void kvcache(const KvCacheCall& call) {
   const at::Tensor& q = call.q;
   query(q, 4, "batch, seqlen, heads, head_dim");
   caches(q, call.k_cache, call.v_cache, call.is_paged());
-  check_scores(call.scores, q, q.size(0), 0.0);
+  check_scores_without_bias(call.scores, q, q.size(0), 0.0);
   if (call.scores.mask.given()) fail("mask", "expected None over a KV cache, got one");
   if (call.scores.origins.has_value()) fail("origins", "expected None over a KV cache, got a Tensor");
   num_splits(call.num_splits);

@@ -65,6 +65,8 @@ Result dense_forward(const at::Tensor& q, const at::Tensor& k, const at::Tensor&
                                   {"alibi_slopes", scores.alibi_slopes},
                                   {"sinks", scores.sinks},
                                   {"origins", scores.origins},
+                                  {"attn_bias", scores.bias.attn_bias},
+                                  {"rel_bias", scores.bias.rel_bias},
                                   {"rng_state", options.rng_state},
                                   {"q_descale", quant.q},
                                   {"k_descale", quant.k},

@@ -89,7 +89,6 @@ inline plan::FwdProblem quantized_problem(const FwdCall& call, const Flash_fwd_p
   problem.gathers_keys = params.is_paged();
   problem.dequantized_rows = rows;
   problem.has_head_scales = has_head_scales(call.quant);
-  problem.has_key_lengths = params.varlen.seqused_k != nullptr || params.varlen.leftpad_k != nullptr;
   problem.fits_fp8_maps = fits_fp8_maps(call, params);
   problem.fast_exp = call.quant.fast_exp;
   return problem;
@@ -109,6 +108,8 @@ inline plan::FwdProblem make_problem(const FwdCall& call, Flash_fwd_params& para
   plan::FwdProblem problem =
       call.has_8bit_kv() ? quantized_problem(call, params) : fwd_problem(params, dtype_of(call.q));
   problem.mask_matrices = mask_matrix_count(call.scores.mask, params);
+  problem.has_bias = call.scores.bias.given() && has_scores(params);
+  problem.has_key_lengths = params.varlen.seqused_k != nullptr || params.varlen.leftpad_k != nullptr;
   problem.returns_max_logit = call.return_max_logit;
   problem.exact_row_max = call.return_max_logit || CallEnvironment::exact_row_max();
   problem.returns_probabilities = call.return_softmax && params.b > 0 && params.p_rows > 0 && params.p_cols > 0;
@@ -119,19 +120,21 @@ inline plan::FwdProblem make_problem(const FwdCall& call, Flash_fwd_params& para
   return problem;
 }
 
-// What calls with a mask do not do yet.
+// What calls with a mask or a bias do not do yet.
 inline void check_mask_options(const FwdCall& call) {
-  const auto reject = [](const char* name, const char* expected, const auto& got) {
-    checks::fail(name, "expected ", expected, " with a mask on CUDA, got ", got);
+  const bool has_mask = call.scores.mask.given();
+  const auto reject = [&](const char* name, const char* expected, const auto& got) {
+    checks::fail(name, "expected ", expected, " with a ", has_mask ? "mask" : "bias", " on CUDA, got ", got);
   };
   if (call.has_8bit_q()) reject("q", kSupportedDtypes, checks::dtype_name(call.q.scalar_type()));
   if (call.has_8bit_kv()) reject("k", kSupportedDtypes, checks::dtype_name(call.k.scalar_type()));
+  if (!has_mask) return;
   if (call.sequences.paged.block_table != nullptr) reject("block_table", "None", "a tensor");
   if (call.sequences.varlen.leftpad_k != nullptr) reject("leftpad_k", "None", "a tensor");
 }
 
 inline plan::FwdPlan plan_call(const FwdCall& call, const plan::FwdProblem& problem, const Flash_fwd_params& params) {
-  if (problem.has_mask()) check_mask_options(call);
+  if (problem.has_mask() || problem.has_bias) check_mask_options(call);
   const plan::FwdPlan plan = checked_plan(problem, params.device, call.sm_margin);
   if (problem.has_mask()) check_mask_plan(plan.mask, params);
   if (problem.gathers_keys && plan.stages.has(plan::Stage::kDequantize)) {
@@ -192,7 +195,11 @@ inline void launch_forward(const FwdCall& call, const plan::FwdProblem& problem,
   if (call.has_8bit_q() && !plan.is_fp8) e4m3_q = call.q;
   FwdLaunch launched{problem, plan, q, k, v, out, e4m3_q, call.quant};
   static_cast<Flash_fwd_params&>(launched.params) = params;
-  if (problem.has_mask()) launched.params.mask = mask_params(call.scores.mask, params.h);
+  const BiasTensors bias = readable(call.scores.bias);
+  if (problem.has_mask() || problem.has_bias) {
+    launched.params.mask = mask_params(call.scores.mask, params.h);
+    launched.params.mask.bias = bias_params(bias);
+  }
   if (call.has_8bit_kv() && !plan.is_fp8) {
     const bool packed = params.is_varlen() && !params.is_paged();
     launched.scales = kernel_scales(call.quant, params.h_k, call.has_8bit_q(), packed);

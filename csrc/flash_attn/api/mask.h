@@ -126,12 +126,6 @@ inline void packed_mask(const MaskTensors& mask, const at::Tensor& q, int64_t to
   mask_overlap(mask, written);
 }
 
-// No kernel adds these to scores.
-inline void no_biases(const OptionalTensor& attn_bias, const OptionalTensor& rel_bias) {
-  if (attn_bias.has_value()) fail("attn_bias", "expected None on CUDA, got a tensor");
-  if (rel_bias.has_value()) fail("rel_bias", "expected None on CUDA, got a tensor");
-}
-
 }  // namespace checks
 
 // ---- parameters ----

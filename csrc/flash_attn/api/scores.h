@@ -7,6 +7,7 @@
 #include <limits>
 #include <optional>
 
+#include "api/bias.h"
 #include "api/checks.h"
 #include "api/mask.h"
 #include "params/flash.h"
@@ -23,15 +24,15 @@ struct ScoreOptions {
   OptionalTensor sinks;
   OptionalTensor origins;  // int64 (b, kOriginWords)
   MaskTensors mask = {};
-  OptionalTensor attn_bias = {}, rel_bias = {};  // of the CPU backend alone
+  BiasTensors bias = {};
 
   template <class Visitor>
   void visit_named(Visitor&& visit) {
     visit("sinks", sinks, "a Tensor");
     visit("origins", origins, "a Tensor");
     visit("mask", mask, "MaskFactors");
-    visit("attn_bias", attn_bias, "a Tensor");
-    visit("rel_bias", rel_bias, "a Tensor");
+    visit("attn_bias", bias.attn_bias, "a Tensor");
+    visit("rel_bias", bias.rel_bias, "a Tensor");
   }
 };
 
@@ -49,19 +50,27 @@ inline void check_scores(const ScoreOptions& scores, const at::Tensor& q, int64_
   checks::alibi(scores.alibi_slopes, q, batch);
   checks::sinks(scores.sinks, q);
   checks::origins(scores.origins, q, batch);
-  checks::no_biases(scores.attn_bias, scores.rel_bias);
 }
 
-// The same of calls that may have a mask. written: outputs that must not overlap it.
+// Of calls that take no bias.
+inline void check_scores_without_bias(const ScoreOptions& scores, const at::Tensor& q, int64_t batch,
+                                      double p_dropout) {
+  check_scores(scores, q, batch, p_dropout);
+  checks::no_biases(scores.bias);
+}
+
+// The same of calls that may have a mask and biases. written: outputs that must not overlap a mask.
 inline void check_dense_scores(const ScoreOptions& scores, const at::Tensor& q, const at::Tensor& k, double p_dropout,
                                overlap::Operands written = {}) {
   check_scores(scores, q, q.size(0), p_dropout);
   checks::mask(scores.mask, q, k.size(1), written);
+  checks::biases(scores.bias, q, k.size(1));
 }
 inline void check_packed_scores(const ScoreOptions& scores, const at::Tensor& q, const at::Tensor& k, int64_t batch,
                                 double p_dropout, int64_t max_seqlen_k, bool is_paged = false,
                                 overlap::Operands written = {}) {
   check_scores(scores, q, batch, p_dropout);
+  checks::packed_biases(scores.bias, q, k.size(0), max_seqlen_k);
   if (!is_paged) {
     checks::packed_mask(scores.mask, q, k.size(0), max_seqlen_k, written);
   } else if (scores.mask.given()) {
@@ -83,15 +92,16 @@ inline float normal_float(double value) {
   return std::fabs(rounded) < std::numeric_limits<float>::min() ? 0.0f : rounded;
 }
 
-// Whether ScoreMod is needed: softcap, ALiBi or a scale that is not positive.
+// Whether ScoreMod is needed: softcap, ALiBi, biases or a scale that is not positive.
 inline bool has_score_mod(const ScoreOptions& scores) {
-  return static_cast<float>(scores.softcap) > 0.0f || scores.alibi_slopes.has_value() ||
+  return static_cast<float>(scores.softcap) > 0.0f || scores.alibi_slopes.has_value() || scores.bias.given() ||
          !(normal_float(scores.softmax_scale) > 0.0f);
 }
 
-// Origins matter only to ALiBi and dropout.
+// Origins matter only to ALiBi, rel_bias and dropout.
 inline void set_params_origins(Flash_fwd_params& params, const ScoreOptions& scores) {
-  const bool counts_positions = params.has_dropout || params.alibi_slopes_ptr != nullptr;
+  const bool counts_positions =
+      params.has_dropout || params.alibi_slopes_ptr != nullptr || scores.bias.rel_bias.has_value();
   if (scores.origins.has_value() && counts_positions) {
     params.origins_ptr = scores.origins->const_data_ptr<int64_t>();
   }

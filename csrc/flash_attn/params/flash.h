@@ -10,6 +10,7 @@
 #include "core/fast_div.h"
 #include "core/host_device.h"
 #include "core/mask_factors.h"
+#include "core/score_bias.h"
 #include "core/softcap_series.h"
 #include "params/dtype.h"
 #include "params/modifiers.h"
@@ -96,8 +97,8 @@ struct Flash_fwd_params : Qkv_params {
   float scale_softmax = 0.0f;  // multiplies Q K^T
   float softcap = 0.0f;        // 0: none
   SoftcapSeries softcap_series;
-  // Softcap, ALiBi or a scale that is not positive: scores pass through ScoreMod before the softmax, which takes maxima
-  // of raw scores otherwise.
+  // Softcap, ALiBi, biases as data or a scale that is not positive: scores pass through ScoreMod before the softmax,
+  // which takes maxima of raw scores otherwise.
   bool has_score_mod = false;
   bool accumulates_dkv = false;     // of a backward: dk and dv are fp32, and the call adds to them
   bool keeps_dq = false;            // of a backward: softmax_d is for calls over other keys too
@@ -150,6 +151,7 @@ struct MaskParams {
   MaskMatrices matrices;  // of lists and seen
   BlockLists lists;
   SeenBits seen;
+  ScoreBias bias;  // of the mma.sync family too
 };
 
 struct Flash_fwd_split_params : Flash_fwd_params {
@@ -188,7 +190,7 @@ cudaError_t run_prepare(const Flash_fwd_params& params, cudaStream_t stream);
 // One explicit specialisation per file of instantiations/. Launches the planned kernel on `stream` of the current
 // device, which must be params.device; returns the launch status. cudaErrorNotSupported: not in this build.
 template <Dtype kDtype, int kHeadDim>
-cudaError_t run_mha_fwd_(const Flash_fwd_params& params, const plan::FwdPlan& plan, cudaStream_t stream);
+cudaError_t run_mha_fwd_(const Flash_fwd_split_params& params, const plan::FwdPlan& plan, cudaStream_t stream);
 
 // The same by the wgmma family, for GPUs of compute capability 9.0. Q and K have up to kHeadDim columns, V and O up to
 // kHeadDimV. With several KV splits it writes their partial results.
@@ -196,7 +198,7 @@ template <Dtype kDtype, int kHeadDim, int kHeadDimV = kHeadDim>
 cudaError_t run_mha_fwd_wgmma_(const Flash_fwd_split_params& params, const plan::FwdPlan& plan, cudaStream_t stream);
 
 template <Dtype kDtype, int kHeadDim>
-cudaError_t run_mha_bwd_(const Flash_bwd_params& params, const plan::BwdPlan& plan, cudaStream_t stream);
+cudaError_t run_mha_bwd_(const Flash_bwd_mask_params& params, const plan::BwdPlan& plan, cudaStream_t stream);
 
 // The same by the wgmma family, for head dims of plan::sm90_bwd_tile().
 template <Dtype kDtype, int kHeadDim, int kHeadDimV = kHeadDim>

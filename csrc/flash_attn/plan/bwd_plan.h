@@ -10,10 +10,10 @@
 namespace flash {
 namespace plan {
 
-// kDropout: of the mma.sync family, which has score modifiers in all of its kernels; origins too. kGeneral: of the
+// kDropout: of the mma.sync family, which has score modifiers in all of its kernels; origins and biases too. kGeneral: of the
 // wgmma family, dropout and score modifiers. kAccumulate: dK and dV are added to fp32 tensors, in the mma.sync family
 // with or without dropout, in the wgmma family by plain calls; there kGeneral adds for the others. kListed:
-// of the wgmma family, all calls with a mask as data.
+// of the wgmma family, all calls with a mask or a bias as data.
 enum class BwdVariant { kPlain, kDropout, kAccumulate, kGeneral, kListed };
 
 constexpr const char* variant_name(BwdVariant variant) {
@@ -101,8 +101,8 @@ inline BwdPlan plan_bwd_mma_sync(const BwdProblem& problem, const Device& device
   plan.small_tile = small_bwd_tile(problem.head_dim) && wanted_smem_bytes > device.smem_per_block;
   const BwdTile tile = bwd_tile(problem.head_dim, plan.small_tile);
   plan.variant = problem.accumulates_dkv                      ? BwdVariant::kAccumulate
-                 : problem.has_dropout || problem.has_origins ? BwdVariant::kDropout
-                                                              : BwdVariant::kPlain;
+                 : problem.has_dropout || problem.has_origins || problem.has_bias ? BwdVariant::kDropout
+                                                                                  : BwdVariant::kPlain;
   plan.head_dim = plan.head_dim_v = tile.head_dim;
   plan.block_m = tile.block_m;
   plan.block_n = tile.block_n;
@@ -205,12 +205,14 @@ inline bool wgmma_supports(const BwdProblem& problem, const Device& device) {
 
 // `forced`: the value of FLASH_ATTN_FAMILY, or null (choose_backward_family()). If no kernel takes V with another head
 // dim, it is the plan of the padded call. A call with a mask that no kernel takes gets a plan without MaskPlan.
-inline BwdPlan plan_bwd(const BwdProblem& problem, const Device& device, const char* forced) {
-  const Family family =
-      problem.has_mask() ? Family::kWgmma : choose_backward_family(device.capability, problem.max_head_dim(), forced);
+inline BwdPlan plan_bwd(const BwdProblem& given, const Device& device, const char* forced) {
+  const Family family = given.has_mask() || given.has_bias
+                            ? choose_listed_family(given, device, forced)
+                            : choose_backward_family(device.capability, given.max_head_dim(), forced);
+  const BwdProblem problem = with_lists(given, family);
   const bool by_wgmma = family == Family::kWgmma && wgmma_supports(problem, device);
   if (!by_wgmma && problem.head_dim != problem.head_dim_v) {
-    BwdProblem padded = problem;
+    BwdProblem padded = given;
     padded.head_dim = padded.head_dim_v = padded_head_dim(problem.max_head_dim());
     BwdPlan plan = plan_bwd(padded, device, forced);
     plan.pad_head_dim = padded.head_dim;

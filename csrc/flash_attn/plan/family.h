@@ -55,11 +55,11 @@ constexpr int kLeastWgmmaHeadDim = kSm90FwdTiles[0][0].head_dim;
 
 constexpr int wgmma_head_dim(int head_dim) { return head_dim < kLeastWgmmaHeadDim ? kLeastWgmmaHeadDim : head_dim; }
 
-// The decode kernels have no dropout, no max_logit, no origins and no mask, and count packed rows in 32 bits.
+// The decode kernels have no dropout, no max_logit, no origins, no mask and no bias, and count packed rows in 32 bits.
 constexpr bool may_use_decode_kernels(const FwdProblem& problem) {
   const int64_t rows = product(problem.is_varlen ? 1 : problem.batch, problem.seqlen_q);
-  const bool is_plain =
-      !problem.has_dropout && !problem.returns_max_logit && !problem.has_origins && !problem.has_mask();
+  const bool is_plain = !problem.has_dropout && !problem.returns_max_logit && !problem.has_origins &&
+                        !problem.has_mask() && !problem.has_bias;
   return is_plain && product(rows, problem.group()) <= kMaxLength;
 }
 
@@ -290,6 +290,21 @@ inline FamilyChoice choose_family(const FamilyQuery& query, const char* forced) 
   }
   if (is_forced("split_kv") && query.may_use_decode) return {Family::kDecode};
   return fastest_family(query);
+}
+
+// Of a call with a mask or a bias as data. A mask needs the lists of the wgmma family; a bias alone does not.
+inline Family choose_listed_family(const Problem& problem, const Device& device, const char* forced) {
+  const bool declined = forced != nullptr && std::strcmp(forced, "mma_sync") == 0;
+  const bool has_kernel = device.capability == kWgmmaCapability && problem.max_head_dim() <= kMaxWgmmaHeadDim;
+  return problem.has_mask() || (has_kernel && !declined && !problem.has_key_lengths) ? Family::kWgmma
+                                                                                     : Family::kMmaSync;
+}
+
+// The same call where the family visits blocks by list: without a mask they are those of one that hides nothing.
+template <class AnyProblem>
+constexpr AnyProblem with_lists(AnyProblem problem, Family family) {
+  if (problem.has_bias && !problem.has_mask() && family == Family::kWgmma) problem.mask_matrices = 1;
+  return problem;
 }
 
 // wgmma for head dims above 32 that it has, in deterministic mode too.

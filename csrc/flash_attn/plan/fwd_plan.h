@@ -250,7 +250,7 @@ inline FwdPlan plan_fwd_mma_sync(const FwdProblem& problem, const Device& device
   FwdPlan plan;
   plan.dtype = problem.dtype;
   const FwdTile plain = fwd_tile(problem.head_dim, FwdVariant::kPlain);
-  if (problem.has_dropout || problem.has_origins) {
+  if (problem.has_dropout || problem.has_origins || problem.has_bias) {
     plan.variant = FwdVariant::kDropout;
   } else if (mma_sync_has_short(problem.head_dim)) {
     const bool fits = fwd_smem_bytes(plain, problem.dtype) <= device.smem_per_block;
@@ -273,15 +273,17 @@ inline FwdPlan plan_fwd_mma_sync(const FwdProblem& problem, const Device& device
 // The kernel of a call without a cache and e4m3 products. `forced`: the value of FLASH_ATTN_FAMILY, or null
 // (choose_family()). If no kernel takes V with another head dim, it is the plan of the padded call. A call with a mask
 // that no kernel takes gets a plan without MaskPlan.
-inline FwdPlan plan_fwd_kernel(const FwdProblem& problem, const Device& device, const char* forced) {
-  const FamilyChoice choice =
-      problem.has_mask() ? FamilyChoice{Family::kWgmma} : choose_family(family_query(problem, device), forced);
+inline FwdPlan plan_fwd_kernel(const FwdProblem& given, const Device& device, const char* forced) {
+  const FamilyChoice choice = given.has_mask() || given.has_bias
+                                  ? FamilyChoice{choose_listed_family(given, device, forced)}
+                                  : choose_family(family_query(given, device), forced);
+  const FwdProblem problem = with_lists(given, choice.family);
   if (choice.family == Family::kWgmma && problem.max_head_dim() <= kMaxWgmmaHeadDim) {
     const FwdPlan plan = plan_fwd_wgmma(problem, device, choice);
     if (wgmma_supports(problem, device, plan)) return plan;
   }
   if (problem.head_dim != problem.head_dim_v) {
-    FwdProblem padded = problem;
+    FwdProblem padded = given;
     padded.head_dim = padded.head_dim_v = padded_head_dim(problem.max_head_dim());
     FwdPlan plan = plan_fwd_kernel(padded, device, forced);
     plan.pad_head_dim = padded.head_dim;

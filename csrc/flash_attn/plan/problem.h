@@ -32,6 +32,8 @@ struct Problem {
   bool has_dropout = false;
   bool has_origins = false;      // ALiBi and dropout count from other positions than those of the sequence
   int64_t mask_matrices = 0;     // of a mask as data (batch entries x mask heads); 0: no mask
+  bool has_bias = false;         // as data
+  bool has_key_lengths = false;  // seqused_k or leftpad_k
   bool batch_invariant = false;  // only options and head dims may choose a kernel
 
   constexpr int max_head_dim() const { return head_dim > head_dim_v ? head_dim : head_dim_v; }
@@ -106,7 +108,6 @@ struct FwdProblem : Problem {
   int dequantized_rows = 0;       // 0: packed rows keep their places
   bool fits_fp8_maps = false;     // strides of 8-bit Q and K and of O
   bool has_head_scales = true;    // no scale per row, page or channel
-  bool has_key_lengths = false;   // seqused_k or leftpad_k
 
   bool fast_exp = false;  // wanted: P as e4m3 straight from the scores
 

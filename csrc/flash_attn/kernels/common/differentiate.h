@@ -7,6 +7,7 @@
 #include "kernels/common/dropout.h"
 #include "kernels/common/mask.h"
 #include "kernels/common/origin.h"
+#include "kernels/common/score_bias.h"
 #include "kernels/common/score_mod.h"
 #include "kernels/common/sequence.h"
 
@@ -77,7 +78,17 @@ __device__ __forceinline__ void differentiate_scores(const Probabilities& p, Gra
   for (int i = 0; i < cute::size(dp); ++i) dp(i) *= p(i);
 }
 
-// Score modifiers, and their derivatives on `gradients`.
+// The biases that a mask carries. diagonal: position of the tile's first row on the axis of the keys.
+template <class Scores, class Coords, class Mask>
+__device__ __forceinline__ void add_biases_of(const Mask& mask, const TileCoords& tile_coords, int diagonal,
+                                              const Coords& coords, Scores& scores) {
+  if constexpr (HasScoreBias<Mask>::value) {
+    const BiasTile tile{tile_coords.row_begin, tile_coords.key_begin, mask.seqlen_q, mask.seqlen_k, diagonal};
+    add_biases<typename Mask::BiasElement>(scores, coords, mask.bias, tile);
+  }
+}
+
+// Score modifiers and biases, and their derivatives on `gradients`.
 template <bool kMayHaveOrigins, class Coords, class Scores, class Gradients, class Mask>
 __device__ __forceinline__ void modify_scores(const Flash_bwd_params& params, const Mask& mask,
                                               const TileCoords& tile_coords, const Coords& coords, Scores& scores,
@@ -87,6 +98,7 @@ __device__ __forceinline__ void modify_scores(const Flash_bwd_params& params, co
   if constexpr (kMayHaveOrigins) diagonal = alibi_diagonal(params, tile_coords.batch, mask, tile_coords.row_begin);
   ScoreMod(params, tile_coords.batch, tile_coords.head)
       .grad(scores, gradients, coords, diagonal, tile_coords.key_begin);
+  add_biases_of(mask, tile_coords, diagonal, coords, scores);
 }
 
 // The whole softmax backward, with softcap, ALiBi and, with kMayDrop, dropout by the random bits `bits`: scores become
@@ -147,14 +159,19 @@ __device__ __forceinline__ void differentiate_marked(const Flash_bwd_params& par
   if (!(params.softcap > 0.0f)) return;
   const ScoreMod score_mod(params, tile_coords.batch, tile_coords.head);
   const int diagonal = alibi_diagonal(params, tile_coords.batch, mask, tile_coords.row_begin);
+  const auto bias = [&](int mi, int ni) {
+    const BiasTile tile{tile_coords.row_begin, tile_coords.key_begin, mask.seqlen_q, mask.seqlen_k, diagonal};
+    return bias_at<typename Mask::BiasElement>(mask.bias, tile, coords.row(mi), coords.col(ni));
+  };
 #pragma unroll
   for (int mi = 0; mi < size<0>(dp); mi += 2) {
     const float2 lse = lse_log2.pair(mi);
 #pragma unroll
     for (int ni = 0; ni < size<1>(dp); ++ni) {
       const int col = tile_coords.key_begin + coords.col(ni);
-      score_mod.chain_cap(dp(mi, ni), fabsf(p(mi, ni)), lse.x, diagonal + coords.row(mi), col);
-      score_mod.chain_cap(dp(mi + 1, ni), fabsf(p(mi + 1, ni)), lse.y, diagonal + coords.row(mi + 1), col);
+      const float lse_x = lse.x - bias(mi, ni), lse_y = lse.y - bias(mi + 1, ni);
+      score_mod.chain_cap(dp(mi, ni), fabsf(p(mi, ni)), lse_x, diagonal + coords.row(mi), col);
+      score_mod.chain_cap(dp(mi + 1, ni), fabsf(p(mi + 1, ni)), lse_y, diagonal + coords.row(mi + 1), col);
     }
   }
 }

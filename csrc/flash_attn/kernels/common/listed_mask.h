@@ -7,6 +7,7 @@
 #include "core/mask_factors.h"
 #include "core/visibility.h"
 #include "kernels/common/differentiate.h"
+#include "kernels/common/score_bias.h"
 #include "kernels/common/seen_bits.h"
 #include "kernels/common/sequence.h"
 #include "params/flash.h"
@@ -32,11 +33,19 @@ __device__ __forceinline__ MaskFactors factors_of(const Flash_fwd_params& params
   return factors.of(tile.batch, head, params.seqlen_q, params.seqlen_k, tile.q_begin, tile.k_begin);
 }
 
-// A mask of the backward: the window and the factors, on a tile that hides something.
-struct FactorMask : Visibility {
+// A mask of the backward: the window and the factors, on a tile that hides something, and biases.
+template <class Element>
+struct FactorMask : BiasedVisibility<Element> {
   MaskFactors factors;
   bool hides;
 };
+
+template <class Element, class Tile>
+__device__ __forceinline__ FactorMask<Element> factor_mask(const Flash_fwd_params& params, const MaskParams& mask,
+                                                           const Visibility& window, const Tile& tile, int head,
+                                                           bool hides) {
+  return {{window, mask.bias.of(tile.batch, head, tile.q_begin)}, factors_of(params, mask.factors, tile, head), hides};
+}
 
 // The seen bits of a work tile's sequence.
 template <class Tile>
@@ -192,8 +201,8 @@ __device__ __forceinline__ void apply_factors_transposed(Scores& scores, const C
 }
 
 // Rows of the scores are queries; keys are two, of S^T, or a multiple of 8.
-template <int kBlockM, int kBlockN, class Scores, class Coords>
-__device__ __forceinline__ void mask_scores(Scores& scores, const Coords& coords, const FactorMask& mask,
+template <int kBlockM, int kBlockN, class Scores, class Coords, class Element>
+__device__ __forceinline__ void mask_scores(Scores& scores, const Coords& coords, const FactorMask<Element>& mask,
                                             const TileCoords& tile_coords) {
   if (!mask.hides) return;
   if constexpr (decltype(cute::size<1>(scores))::value == 2) {

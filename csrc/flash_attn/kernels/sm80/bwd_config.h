@@ -17,6 +17,7 @@ template <Dtype kDtype, int kHeadDim_, BwdVariant kVariant_, bool kSmallTile>
 struct BwdConfig {
   using Element = ElementOf<kDtype>;
   static constexpr bool kMayDrop = kVariant_ != BwdVariant::kPlain;
+  static constexpr bool kMayBias = kVariant_ == BwdVariant::kDropout;
   static constexpr bool kAccumulatesDkv = kVariant_ == BwdVariant::kAccumulate;
   static constexpr plan::BwdTile kTile = plan::bwd_tile(kHeadDim_, kSmallTile);
   static constexpr int kHeadDim = kTile.head_dim;

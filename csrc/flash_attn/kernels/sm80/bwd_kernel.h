@@ -34,11 +34,11 @@ __device__ __forceinline__ void store_dkv(const BwdMainloop<Config>& mainloop, A
 
 // dK and dV of one n_block, and its contribution to dQ.
 template <class Config>
-__device__ __forceinline__ void compute_dk_dv_1colblock(const Flash_bwd_params& params, const BwdWorkTile& tile,
-                                                        int stages) {
+__device__ __forceinline__ void compute_dk_dv_1colblock(const BwdLaunch& launch, const BwdWorkTile& tile) {
   extern __shared__ __align__(128) char smem[];
   auto* const tiles = reinterpret_cast<typename Config::Element*>(smem);
-  BwdMainloop<Config> mainloop(params, tile, stages, tiles);
+  const Flash_bwd_params& params = launch.params;
+  BwdMainloop<Config> mainloop(launch, tile, tiles);
   mainloop.run();
   __syncthreads();  // every warp has read K and V
   store_dkv(mainloop, mainloop.acc_dk, params.scale_softmax, params.dk_ptr, params.dk_strides, tiles);
@@ -50,7 +50,7 @@ template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
     flash_bwd_kernel(const __grid_constant__ BwdLaunch launch) {
   const BwdWorkTile tile = bwd_work_tile_at(launch.params, Config::kBlockN, blockIdx.x, launch.grid);
-  if (!tile.empty(Config::kBlockN)) compute_dk_dv_1colblock<Config>(launch.params, tile, launch.stages);
+  if (!tile.empty(Config::kBlockN)) compute_dk_dv_1colblock<Config>(launch, tile);
 }
 
 template <class Config>

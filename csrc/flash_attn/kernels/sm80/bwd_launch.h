@@ -25,10 +25,11 @@ __global__ void flash_bwd_convert_dq_kernel(const __grid_constant__ Flash_bwd_pa
 #endif
 
 template <class Config>
-cudaError_t run_flash_bwd(const Flash_bwd_params& params, const plan::BwdPlan& plan, cudaStream_t stream) {
+cudaError_t run_flash_bwd(const Flash_bwd_mask_params& params, const plan::BwdPlan& plan, cudaStream_t stream) {
   static std::atomic<uint64_t> configured_devices{0};
   return launch(flash_bwd_kernel<Config>, plan.grid, plan.threads, plan.smem_bytes,
-                BwdLaunch{params, plan.stages, plan.order}, params.device, stream, configured_devices);
+                BwdLaunch{params, plan.stages, plan.order, params.mask.bias}, params.device, stream,
+                configured_devices);
 }
 
 template <class Config>
@@ -39,7 +40,7 @@ cudaError_t run_flash_bwd_convert_dq(const Flash_bwd_params& params, const plan:
 }
 
 template <Dtype kDtype, int kHeadDim, bool kSmallTile>
-cudaError_t run_flash_bwd_variant(const Flash_bwd_params& params, const plan::BwdPlan& plan, cudaStream_t stream) {
+cudaError_t run_flash_bwd_variant(const Flash_bwd_mask_params& params, const plan::BwdPlan& plan, cudaStream_t stream) {
   const auto run = [&](auto variant) {
     return run_flash_bwd<BwdConfig<kDtype, kHeadDim, decltype(variant)::value, kSmallTile>>(params, plan, stream);
   };
@@ -54,7 +55,7 @@ cudaError_t run_flash_bwd_variant(const Flash_bwd_params& params, const plan::Bw
 }
 
 template <Dtype kDtype, int kHeadDim, bool kSmallTile>
-cudaError_t run_mha_bwd_tile(const Flash_bwd_params& params, const plan::BwdPlan& plan, cudaStream_t stream) {
+cudaError_t run_mha_bwd_tile(const Flash_bwd_mask_params& params, const plan::BwdPlan& plan, cudaStream_t stream) {
   if (plan.stages == 0) return cudaErrorInvalidConfiguration;
   cudaError_t status = cudaSuccess;
   if (plan.runs(plan::BwdStage::kBegin)) status = run_softmax_d(params, kDtype, stream);
@@ -66,7 +67,7 @@ cudaError_t run_mha_bwd_tile(const Flash_bwd_params& params, const plan::BwdPlan
 }
 
 template <Dtype kDtype, int kHeadDim>
-cudaError_t run_mha_bwd(const Flash_bwd_params& params, const plan::BwdPlan& plan, cudaStream_t stream) {
+cudaError_t run_mha_bwd(const Flash_bwd_mask_params& params, const plan::BwdPlan& plan, cudaStream_t stream) {
   if constexpr (plan::small_bwd_tile(kHeadDim) != nullptr) {
     if (plan.small_tile) return run_mha_bwd_tile<kDtype, kHeadDim, true>(params, plan, stream);
   }

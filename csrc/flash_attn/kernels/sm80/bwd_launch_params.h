@@ -15,6 +15,7 @@ struct BwdLaunch {
   Flash_bwd_params params;
   int stages;    // buffers of Q and of dO
   BwdGrid grid;  // of the main kernel
+  ScoreBias bias;  // of kDropout
 };
 
 }  // namespace sm80

@@ -47,6 +47,7 @@ struct BwdMainloop {
   static constexpr int kRows = decltype(cute::size<0>(row_col_layout(typename AccSdP::layout_type{})))::value;
 
   const Flash_bwd_params& params;
+  const ScoreBias& bias;
   const BwdWorkTile& tile;
   const MaskOf<Config> visibility;
   const int first_row;  // rows before it are fully masked and are cleared in shared memory
@@ -64,15 +65,15 @@ struct BwdMainloop {
   using FragmentV = OperandFragment<Side::kB, Operand::kPlain, typename Config::MmaSdP, TileV>;
   std::conditional_t<Config::kVInRegisters, FragmentV, std::tuple<>> v_operand;
 
-  __device__ __forceinline__ BwdMainloop(const Flash_bwd_params& params_, const BwdWorkTile& tile_, int stages_,
-                                         Element* smem_)
-      : params(params_),
+  __device__ __forceinline__ BwdMainloop(const BwdLaunch& launch, const BwdWorkTile& tile_, Element* smem_)
+      : params(launch.params),
+        bias(launch.bias),
         tile(tile_),
-        visibility(mask_of<Config>(params_, tile_)),
+        visibility(mask_of<Config>(launch.params, tile_)),
         first_row(first_visible_row(visibility)),
-        order(q_block_order<Config>(params_, tile_)),
-        copy(params_.d),
-        stages(stages_),
+        order(q_block_order<Config>(launch.params, tile_)),
+        copy(launch.params.d),
+        stages(launch.stages),
         smem(smem_) {
     cute::clear(acc_dk);
     cute::clear(acc_dv);
@@ -336,8 +337,16 @@ struct BwdMainloop {
     DropoutMask mask;
     if constexpr (kMayDrop) mask = DropoutMask(params, tile_coords.batch, tile_coords.head);
     const TileBits<decltype(coords)> bits(mask, coords, row_begin, tile_coords.key_begin);
-    differentiate_general<Config::kBlockM, Config::kBlockN, kMayDrop>(
-        params, visibility, tile_coords, coords, bits, RowArray<kRows>{lse_log2}, RowArray<kRows>{delta}, scores, dp);
+    const auto run = [&](const auto& mask_of_tile) {
+      differentiate_general<Config::kBlockM, Config::kBlockN, kMayDrop>(params, mask_of_tile, tile_coords, coords, bits,
+                                                                        RowArray<kRows>{lse_log2},
+                                                                        RowArray<kRows>{delta}, scores, dp);
+    };
+    if constexpr (Config::kMayBias) {
+      run(BiasedVisibility<Element>{visibility, bias.of(tile.batch, at.head, tile.q_begin)});
+    } else {
+      run(visibility);
+    }
   }
 
   __device__ __forceinline__ int64_t dq_tile_index(const QStep& at) const {

@@ -10,7 +10,7 @@ namespace flash {
 namespace sm80 {
 
 template <class Config>
-__device__ __forceinline__ void compute_attn_1rowblock(const Flash_fwd_params& params, const WorkTile& tile) {
+__device__ __forceinline__ void compute_attn_1rowblock(const typename Config::Params& params, const WorkTile& tile) {
   extern __shared__ __align__(128) char smem[];
   FwdMainloop<Config> mainloop(params, tile, reinterpret_cast<typename Config::Element*>(smem));
   if (mainloop.range.count() > 0) {
@@ -26,7 +26,7 @@ __device__ __forceinline__ void compute_attn_1rowblock(const Flash_fwd_params& p
 
 // The work tile of this thread block.
 template <class Config>
-__device__ __forceinline__ void compute_attn(const Flash_fwd_params& params) {
+__device__ __forceinline__ void compute_attn(const typename Config::Params& params) {
   const WorkTile tile = work_tile_at(params, Config::kBlockM, blockIdx.x);
   if (!tile.empty()) compute_attn_1rowblock<Config>(params, tile);
 }
@@ -34,6 +34,15 @@ __device__ __forceinline__ void compute_attn(const Flash_fwd_params& params) {
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
     flash_fwd_kernel(const __grid_constant__ Flash_fwd_params params) {
+  wait_for_previous_kernel();
+  store_rng_state(params.dropout);
+  compute_attn<Config>(params);
+}
+
+// The same of kDropout.
+template <class Config>
+__global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
+    flash_fwd_general_kernel(const __grid_constant__ Flash_fwd_bias_params params) {
   wait_for_previous_kernel();
   store_rng_state(params.dropout);
   compute_attn<Config>(params);

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "kernels/common/launch.h"
+#include "kernels/sm80/fwd_launch_params.h"
 #include "params/flash.h"
 #include "plan/fwd_plan.h"
 #ifdef __CUDA_ARCH__
@@ -20,6 +21,8 @@ template <Dtype kDtype, int kHeadDim, FwdVariant kVariant>
 struct FwdConfig;
 template <class Config>
 __global__ void flash_fwd_kernel(const __grid_constant__ Flash_fwd_params params) {}
+template <class Config>
+__global__ void flash_fwd_general_kernel(const __grid_constant__ Flash_fwd_bias_params params) {}
 #endif
 
 template <class Config>
@@ -29,10 +32,18 @@ cudaError_t run_flash_fwd(const Flash_fwd_params& params, const plan::FwdPlan& p
                           stream, configured_devices);
 }
 
+template <class Config>
+cudaError_t run_flash_fwd_general(const Flash_fwd_split_params& params, const plan::FwdPlan& plan,
+                                  cudaStream_t stream) {
+  static std::atomic<uint64_t> configured_devices{0};
+  return launch_dependent(flash_fwd_general_kernel<Config>, plan.grid, plan.threads, plan.smem_bytes,
+                          Flash_fwd_bias_params{params, params.mask.bias}, params.device, stream, configured_devices);
+}
+
 template <Dtype kDtype, int kHeadDim>
-cudaError_t run_mha_fwd(const Flash_fwd_params& params, const plan::FwdPlan& plan, cudaStream_t stream) {
+cudaError_t run_mha_fwd(const Flash_fwd_split_params& params, const plan::FwdPlan& plan, cudaStream_t stream) {
   if (plan.variant == FwdVariant::kDropout) {
-    return run_flash_fwd<FwdConfig<kDtype, kHeadDim, FwdVariant::kDropout>>(params, plan, stream);
+    return run_flash_fwd_general<FwdConfig<kDtype, kHeadDim, FwdVariant::kDropout>>(params, plan, stream);
   }
   if constexpr (plan::mma_sync_has_short(kHeadDim)) {
     if (plan.variant == FwdVariant::kShort) {

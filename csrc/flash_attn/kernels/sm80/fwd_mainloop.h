@@ -10,6 +10,7 @@
 #include "kernels/common/dropout.h"
 #include "kernels/common/mask.h"
 #include "kernels/common/origin.h"
+#include "kernels/common/score_bias.h"
 #include "kernels/common/score_mod.h"
 #include "kernels/common/sequence.h"
 #include "kernels/common/softmax.h"
@@ -84,7 +85,7 @@ struct FwdMainloop {
   using AccO = decltype(cute::partition_fragment_C(
       TiledMma{}, cute::Shape<cute::Int<Config::kBlockM>, cute::Int<Config::kHeadDim>>{}));
 
-  const Flash_fwd_params& params;
+  const typename Config::Params& params;
   const WorkTile& tile;
   const MaskOf<Config> visibility;
   const BlockRange range;
@@ -95,7 +96,8 @@ struct FwdMainloop {
   AccO acc_o;  // ((2, 2), MMA_M, MMA_D)
   Softmax<kRows> softmax;
 
-  __device__ __forceinline__ FwdMainloop(const Flash_fwd_params& params_, const WorkTile& tile_, Element* smem_)
+  __device__ __forceinline__ FwdMainloop(const typename Config::Params& params_, const WorkTile& tile_,
+                                         Element* smem_)
       : params(params_),
         tile(tile_),
         visibility(mask_of<Config>(params_, tile_)),
@@ -168,6 +170,10 @@ struct FwdMainloop {
       int diagonal = visibility.diagonal(tile.row_begin);
       if constexpr (Config::kMayDrop) diagonal = alibi_diagonal(params, tile.batch, visibility, tile.row_begin);
       ScoreMod(params, tile.batch, tile.head).apply(scores, coords, diagonal, key);
+      if constexpr (Config::kMayDrop) {
+        const BiasTile bias_tile{tile.row_begin, key, tile.seqlen_q, tile.seqlen_k, diagonal};
+        add_biases<Element>(scores, coords, params.bias.of(tile.batch, tile.head, tile.q_begin), bias_tile);
+      }
     }
     if constexpr (kMasked) {
       apply_mask(scores, coords, visibility, tile.row_begin, tile.row_end, key, key + Config::kBlockN);

@@ -64,8 +64,8 @@ __device__ __forceinline__ auto mask_of_step(const Launch& launch, const BwdWork
                                              int strip) {
   const MaskOf<Config> window = mask_of<Config>(launch.params, tile);
   if constexpr (Config::kListed) {
-    return FactorMask{window, factors_of(launch.params, launch.mask.factors, tile, at.head),
-                      at.entry.strip(strip) != BlockClass::kWhole};
+    return factor_mask<typename Config::Element>(launch.params, launch.mask, window, tile, at.head,
+                                                 at.entry.strip(strip) != BlockClass::kWhole);
   } else {
     return window;
   }

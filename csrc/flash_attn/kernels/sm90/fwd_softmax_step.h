@@ -18,7 +18,7 @@
 namespace flash {
 namespace sm90 {
 
-// From raw scores to the softmax's: softcap, ALiBi, mask.
+// From raw scores to the softmax's: softcap, ALiBi, biases, mask.
 template <bool kMasked, class Config, class Mainloop, class Scores>
 __device__ __forceinline__ void modify_scores(const Mainloop& m, Scores& scores, const FwdWork<Config>& work, int key) {
   const MaskOf<Config> visibility = mask_of<Config>(m.params, work.tile);
@@ -28,8 +28,13 @@ __device__ __forceinline__ void modify_scores(const Mainloop& m, Scores& scores,
   }
   if constexpr (kMasked && Config::kListed) {
     if (m.params.has_score_mod) {  // the short form: in a kernel for all options code counts more than its time
-      ScoreMod(m.params, work.tile.batch, work.tile.head)
-          .apply(scores, m.coords, alibi_diagonal(m.params, work.tile.batch, visibility, first_row), key);
+      const int diagonal = alibi_diagonal(m.params, work.tile.batch, visibility, first_row);
+      ScoreMod(m.params, work.tile.batch, work.tile.head).apply(scores, m.coords, diagonal, key);
+      if (m.mask.bias.given()) {
+        const ScoreBias bias = m.mask.bias.of(work.tile.batch, work.tile.head, work.tile.q_begin);
+        const BiasTile tile{first_row, key, work.tile.seqlen_q, work.tile.seqlen_k, diagonal};
+        add_biases<typename Config::Element>(scores, m.coords, bias, tile);
+      }
     }
     if (m.hides_some()) apply_factors(scores, m.coords, m.factors(work.tile), visibility, first_row, key);
   } else if constexpr (kMasked) {

@@ -294,8 +294,8 @@ struct DqConsumer {
   __device__ __forceinline__ auto mask_of_block(const WorkTile& tile) const {
     const MaskOf<Config> window = mask_of<Config>(params, tile);
     if constexpr (Config::kListed) {
-      return FactorMask{window, factors_of(params, launch.mask.factors, tile, tile.head),
-                        entry.strip(group) != BlockClass::kWhole};
+      return factor_mask<Element>(params, launch.mask, window, tile, tile.head,
+                                  entry.strip(group) != BlockClass::kWhole);
     } else {
       return window;
     }

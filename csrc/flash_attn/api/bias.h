@@ -1,0 +1,207 @@
+// Biases as data: their checks and parameters, and their gradients after a backward.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <algorithm>
+#include <limits>
+#include <vector>
+
+#include "api/checks.h"
+#include "api/device.h"
+#include "api/tensors.h"
+#include "params/bias.h"
+#include "plan/grid.h"
+
+namespace flash {
+
+struct BiasTensors {
+  OptionalTensor attn_bias;  // (b | 1, h | 1, sq | 1, sk | 1), or packed (h | 1, total_q, max_seqlen_k)
+  OptionalTensor rel_bias;   // (h, 2 R + 1)
+
+  bool given() const { return attn_bias.has_value() || rel_bias.has_value(); }
+};
+
+// ---- checks ----
+
+namespace checks {
+
+inline void bias_dtype(const at::Tensor& bias, const at::Tensor& q) {
+  const at::ScalarType own = bias.scalar_type();
+  if (own == at::kFloat || (!is_8bit(q) && own == q.scalar_type())) return;
+  if (is_8bit(q)) return dtype("attn_bias", bias, at::kFloat);
+  fail("attn_bias", "expected dtype ", dtype_name(q.scalar_type()), " or float32, got ", dtype_name(own));
+}
+
+inline void rel_bias(const at::Tensor& bias, const at::Tensor& q) {
+  device("rel_bias", bias, q);
+  dtype("rel_bias", bias, at::kFloat);
+  const bool fits = bias.dim() == 2 && bias.size(0) == q.size(-2) && bias.size(1) % 2 == 1 && bias.size(1) <= kMaxLength;
+  if (!fits) fail("rel_bias", "expected shape [", q.size(-2), ", 2 R + 1], got ", bias.sizes());
+}
+
+// "1 or 4", as each size of attn_bias may be.
+inline std::string size_or_one(int64_t size) {
+  if (size == 1) return "1";
+  return size < 1 ? text(size) + " or 1" : "1 or " + text(size);
+}
+
+// Of a dense call.
+inline void biases(const BiasTensors& bias, const at::Tensor& q, int64_t seqlen_k) {
+  if (bias.attn_bias.has_value()) {
+    const at::Tensor& given = *bias.attn_bias;
+    device("attn_bias", given, q);
+    bias_dtype(given, q);
+    const int64_t sizes[4] = {q.size(0), q.size(2), q.size(1), seqlen_k};
+    bool fits = given.dim() == 4;
+    std::string shown;
+    for (int axis = 0; axis < 4; ++axis) {
+      fits = fits && (given.size(axis) == 1 || given.size(axis) == sizes[axis]);
+      shown += (axis ? ", " : "") + size_or_one(sizes[axis]);
+    }
+    if (!fits) fail("attn_bias", "expected shape [", shown, "], got ", given.sizes());
+  }
+  if (bias.rel_bias.has_value()) rel_bias(*bias.rel_bias, q);
+}
+
+// Of a packed one.
+inline void packed_biases(const BiasTensors& bias, const at::Tensor& q, int64_t total_k, int64_t max_seqlen_k) {
+  if (bias.attn_bias.has_value()) {
+    const at::Tensor& given = *bias.attn_bias;
+    device("attn_bias", given, q);
+    bias_dtype(given, q);
+    const int64_t heads = q.size(1), total_q = q.size(0);
+    const bool fits = given.dim() == 3 && (given.size(0) == 1 || given.size(0) == heads) && given.size(1) == total_q &&
+                      given.size(2) == max_seqlen_k;
+    if (!fits) {
+      fail("attn_bias", "expected shape [", size_or_one(heads), ", ", total_q, ", ", max_seqlen_k, "], got ",
+           given.sizes());
+    }
+    if (max_seqlen_k == 0 && total_k > 0) fail("max_seqlen_k", "expected at least 1 with keys and attn_bias, got 0");
+  }
+  if (bias.rel_bias.has_value()) rel_bias(*bias.rel_bias, q);
+}
+
+inline void no_biases(const BiasTensors& bias) {
+  if (bias.attn_bias.has_value()) fail("attn_bias", "expected None on CUDA, got a tensor");
+  if (bias.rel_bias.has_value()) fail("rel_bias", "expected None on CUDA, got a tensor");
+}
+
+}  // namespace checks
+
+// ---- parameters ----
+
+inline bool has_scores(const Flash_fwd_params& params) {
+  return params.b > 0 && params.h > 0 && params.seqlen_q > 0 && params.seqlen_k > 0;
+}
+
+// Of calls that have scores: sizes of the tensors are then positive.
+inline ScoreBias bias_params(const BiasTensors& bias) {
+  ScoreBias params;
+  if (bias.attn_bias.has_value()) {
+    const at::Tensor& given = *bias.attn_bias;
+    const auto stride = [&given](int64_t axis) { return given.size(axis) == 1 ? 0 : given.stride(axis); };
+    params.data = given.const_data_ptr();
+    params.is_float = given.scalar_type() == at::kFloat;
+    params.batch_stride = given.dim() == 4 ? stride(0) : 0;
+    params.head_stride = stride(-3);
+    params.row_stride = stride(-2);
+    params.col_stride = stride(-1);
+    const bool has_cols = given.dim() == 3 || given.size(-1) > 1;
+    params.cols = has_cols ? static_cast<int>(given.size(-1)) : std::numeric_limits<int>::max();
+    const bool even = params.batch_stride % 2 == 0 && params.head_stride % 2 == 0 && params.row_stride % 2 == 0;
+    const auto address = reinterpret_cast<uintptr_t>(params.data);
+    params.loads_pairs = params.col_stride == 1 && even && address % (2 * given.element_size()) == 0;
+  }
+  if (bias.rel_bias.has_value()) {
+    params.table = bias.rel_bias->const_data_ptr<float>();
+    params.reach = static_cast<int>(bias.rel_bias->size(1) / 2);
+  }
+  return params;
+}
+
+// The table as kernels read it.
+inline BiasTensors readable(const BiasTensors& bias) {
+  BiasTensors result = bias;
+  if (bias.rel_bias.has_value()) result.rel_bias = bias.rel_bias->contiguous();  // the caller's if it is
+  return result;
+}
+
+// ---- gradients ----
+
+// Thread blocks that keep every multiprocessor busy, about.
+constexpr int64_t kWantedBiasBlocks = 1024;
+
+inline BiasTiles score_tiles(const Flash_bwd_params& call) {
+  BiasTiles tiles;
+  tiles.all_batches = call.is_varlen() ? 1 : call.b;
+  tiles.all_heads = call.h;
+  tiles.m_blocks = plan::m_blocks(call.is_varlen(), call.is_varlen() ? call.b : 1, call.seqlen_q, BiasTiles::kBlockM);
+  return tiles;
+}
+
+inline void set_chunks(BiasTiles& tiles) {
+  constexpr int64_t kMostFloats = int64_t{1} << 24;
+  const int64_t wanted = (kWantedBiasBlocks + tiles.owners() - 1) / tiles.owners();
+  tiles.chunks = std::clamp<int64_t>(wanted, 1, tiles.items());
+  while (tiles.chunks > 1 && tiles.partial_floats() > kMostFloats) tiles.chunks = (tiles.chunks + 1) / 2;
+}
+
+inline BiasTiles attn_bias_tiles(const at::Tensor& bias, const Flash_bwd_params& call) {
+  BiasTiles tiles = score_tiles(call);
+  tiles.batches = bias.dim() == 4 ? bias.size(0) : 1;
+  tiles.heads = bias.size(-3);
+  tiles.rows = bias.size(-2);
+  tiles.cols = bias.size(-1);
+  tiles.sums_rows = bias.dim() == 4 && tiles.rows != call.seqlen_q;
+  tiles.sums_cols = bias.dim() == 4 && tiles.cols != call.seqlen_k;
+  const int64_t cols = tiles.sums_cols ? call.seqlen_k : tiles.cols;
+  tiles.n_blocks = (cols + BiasTiles::kBlockN - 1) / BiasTiles::kBlockN;
+  set_chunks(tiles);
+  return tiles;
+}
+
+inline BiasTiles rel_bias_tiles(const at::Tensor& bias, const Flash_bwd_params& call) {
+  BiasTiles tiles = score_tiles(call);
+  tiles.of_table = true;
+  tiles.heads = call.h;
+  tiles.reach = static_cast<int>(bias.size(1) / 2);
+  tiles.set_near(call.seqlen_q, call.seqlen_k, call.origins_ptr != nullptr);
+  // The sums far from the diagonal are the most work, and belong to few owners.
+  constexpr int64_t kMostFloats = int64_t{1} << 24;
+  tiles.chunks = std::clamp<int64_t>(kWantedBiasBlocks / (2 * tiles.heads), 1, tiles.items());
+  while (tiles.chunks > 1 && tiles.partial_floats() > kMostFloats) tiles.chunks = (tiles.chunks + 1) / 2;
+  return tiles;
+}
+
+// The gradients of those given, after the backward's launches: params has its segments and softmax_d.
+inline std::vector<at::Tensor> bias_gradients(const BiasTensors& bias, const Flash_bwd_mask_params& call, Dtype dtype,
+                                              const at::Tensor& q) {
+  std::vector<at::Tensor> results;
+  const auto add = [&](const at::Tensor& given, const auto& tiles_of) {
+    const bool is_sum = has_scores(call);
+    at::Tensor result = is_sum ? new_empty(q, given.sizes(), given.scalar_type())
+                               : new_zeros(q, given.sizes(), given.scalar_type());
+    results.push_back(result);
+    if (!is_sum) return;
+    BiasGradientParams params;
+    params.call = call;
+    params.factors = call.mask.factors;
+    params.bias = call.mask.bias;
+    params.dtype = dtype;
+    params.tiles = tiles_of(given, call);
+    params.out_ptr = result.mutable_data_ptr();
+    params.out_is_float = given.scalar_type() == at::kFloat;
+    at::Tensor partial;
+    if (params.tiles.partial_floats() > 0) {
+      partial = new_empty(q, {params.tiles.partial_floats()}, at::kFloat);
+      params.partial_ptr = partial.mutable_data_ptr<float>();
+    }
+    check_launch(run_bias_gradient(params, c10::cuda::getCurrentCUDAStream().stream()), "bias_gradient_kernel", q);
+  };
+  if (bias.attn_bias.has_value()) add(*bias.attn_bias, attn_bias_tiles);
+  if (bias.rel_bias.has_value()) add(*bias.rel_bias, rel_bias_tiles);
+  return results;
+}
+
+}  // namespace flash
