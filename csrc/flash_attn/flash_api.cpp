@@ -352,7 +352,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         py::arg("q"), py::arg("k"), py::arg("v"), py::arg("tq"), py::arg("tk"), py::arg("tv"), py::arg("cu_seqlens_q"),
         py::arg("cu_seqlens_k"), py::arg("softmax_scale"), py::arg("is_causal"), py::arg("window_size_left"),
         py::arg("window_size_right"), py::kw_only(), py::arg("sm_margin") = 0, py::call_guard<CallGuard>());
-  define_bwd(m, "bwd", &mha_bwd<Tensors>, "Backward of dense batches: [dq, dk, dv, softmax_d(, dsinks, dattn_bias, drel_bias)]");
+  define_bwd(m, "bwd", &mha_bwd<Tensors>,
+             "Backward of dense batches: [dq, dk, dv, softmax_d(, dsinks, dattn_bias, drel_bias)]");
   define_bwd(m, "explain_bwd", &mha_bwd<plan::Explanation>, "The plan of bwd, as a dict; nothing is launched");
   define_varlen_bwd(m, "varlen_bwd", &mha_varlen_bwd<Tensors>,
                     "Backward of packed batches: [dq, dk, dv, softmax_d(, dsinks, dattn_bias, drel_bias)]");

@@ -23,7 +23,6 @@ import flash_attn
 from flash_attn.bert_padding import index_first_axis, pad_input
 from flash_attn.integrations import token_layout
 from flash_attn.integrations.token_layout import PaddingLayout
-from flash_attn.masks.arguments import DEVICES
 from flash_attn.ops.rows import equal_steps
 
 NAME = "fa_native"
@@ -175,16 +174,13 @@ def attention(
         k_cache, v_cache: (num_pages, page_size, heads_k, head_dim) of query's dtype, block_table: int32 (batch,
             max_pages), cache_seqlens: int32 (batch,), keys before the new ones. A paged cache's update() sets these:
             key and value are appended, and each row of the batch attends over its pages.
-        position_bias: (1 or batch, heads, seqlen_q, seqlen_k), added to the scores, as T5 has it; where the backend
-            takes an attn_bias, without packed sequences and pages.
+        position_bias: (1 or batch, heads, seqlen_q, seqlen_k), added to the scores, as T5 has it; without packed
+            sequences and pages.
 
     Returns (out (batch, seqlen_q, heads, head_dim_v), None).
 
-    Raises NotImplementedError, by name, for head_mask, output_attentions and masks per query, and for a position_bias
-    elsewhere.
+    Raises NotImplementedError, by name, for head_mask, output_attentions and masks per query.
     """
-    if position_bias is not None and query.device.type not in DEVICES:
-        options["position_bias"] = position_bias
     (q, k, v), score, training = read_arguments(
         module, query, key, value, dropout, scaling, sliding_window, softcap, is_causal, s_aux, options
     )

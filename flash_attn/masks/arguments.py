@@ -9,8 +9,7 @@ from .attention_mask import AttentionMask
 from .checks import dtype_name, require
 from .factors import MaskFactors
 
-DEVICES = ("cpu",)  # whose backends take all three
-MASK_DEVICES = ("cpu", "cuda")  # whose backends take a mask
+DEVICES = ("cpu", "cuda")  # whose backends take them
 MAX_MASKED_HEAD_DIM = 256  # of the kernels with a mask on CUDA
 
 

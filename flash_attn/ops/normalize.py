@@ -14,7 +14,7 @@ from flash_attn.batch_invariance import is_batch_invariant
 from flash_attn.eight_bit import EIGHT_BIT
 from flash_attn.limits import MAX_HEAD_DIM
 from flash_attn.masks import AttentionMask
-from flash_attn.masks.arguments import DEVICES, MASK_DEVICES, check_bias, mask_factors, with_all_axes
+from flash_attn.masks.arguments import DEVICES, check_bias, mask_factors, with_all_axes
 from flash_attn.masks.checks import require
 from flash_attn.ops import arguments, latent
 from flash_attn.ops.attention_args import (
@@ -174,18 +174,16 @@ def check_score_tensors(options: Options, q: Tensor) -> None:
     """Raise an error that names a mask or a bias which no call takes, whatever its sizes."""
     if options.attn_bias is options.rel_bias is None:
         mask = options.mask
-        if mask is None or (type(mask) is AttentionMask and q.device.type in MASK_DEVICES):
+        if mask is None or (type(mask) is AttentionMask and q.device.type in DEVICES):
             return
     names, values = ("mask", "attn_bias", "rel_bias"), (options.mask, options.attn_bias, options.rel_bias)
     given = [name for name, value in zip(names, values) if value is not None]
     if not given:
         return
-    for name in given:
-        devices = MASK_DEVICES if name == "mask" else DEVICES
-        if q.device.type not in devices:
-            raise NotImplementedError(
-                f"{name}: expected None on {q.device.type}, got one: taken on {', '.join(devices)} alone"
-            )
+    if q.device.type not in DEVICES:
+        raise NotImplementedError(
+            f"{given[0]}: expected None on {q.device.type}, got one: taken on {', '.join(DEVICES)} alone"
+        )
     mask = options.mask if isinstance(options.mask, Tensor) else None
     arguments.check_optional_tensors(names, (mask, *values[1:]))
     check_bias(options.attn_bias)

@@ -18,7 +18,7 @@ from torch.nn.attention.bias import CausalBias, CausalVariant
 import flash_attn
 from flash_attn.flash_attn_interface import flash_attn_func
 from flash_attn.limits import MAX_HEAD_DIM
-from flash_attn.masks.arguments import DEVICES, MASK_DEVICES, MAX_MASKED_HEAD_DIM
+from flash_attn.masks.arguments import DEVICES, MAX_MASKED_HEAD_DIM
 from flash_attn.ops import arguments, context
 from flash_attn.scoped import Scoped
 
@@ -186,8 +186,8 @@ def _mask_fits(attn_mask: Any, query: Tensor, seqlen_k: int, head_dim: int) -> b
 def _takes_mask(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
     """Whether the kernels of a device take an attn_mask of this dtype; otherwise the call is PyTorch's."""
     if dtype != torch.bool or device.type == "cpu":
-        return device.type in (MASK_DEVICES if dtype == torch.bool else DEVICES)
-    return device.type in MASK_DEVICES and head_dim <= MAX_MASKED_HEAD_DIM and _has_list_kernels(device.index or 0)
+        return device.type in DEVICES
+    return device.type in DEVICES and head_dim <= MAX_MASKED_HEAD_DIM and _has_list_kernels(device.index or 0)
 
 
 @cache

@@ -9,14 +9,12 @@ import pytest
 import torch
 from harness import by_function, exact_keep_scale
 from reference import assert_accurate, assert_gradient_accurate, attention
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 import flash_attn
 from flash_attn import AttentionMask, backends, flash_attn_func, flash_attn_varlen_func
 from flash_attn.flash_attn_interface import FlashAttnFunc
-from flash_attn.masks.arguments import DEVICES
 from flash_attn.ops.attention_args import Options
 
 BATCH, HEADS, HEADS_K, SEQLEN, DIM = 2, 4, 2, 37, 16
@@ -385,18 +383,3 @@ def test_errors_name_the_argument(masked_device, given, message):
     given = {name: x.to(masked_device) if isinstance(x, torch.Tensor) else x for name, x in given.items()}
     with pytest.raises((RuntimeError, TypeError), match=f"^{message}"):
         flash_attn_func(*dense_inputs(masked_device, 3), **given)
-
-
-@pytest.mark.skipif("cuda" in DEVICES, reason="its backend takes them")
-@pytest.mark.needs_torch((2, 11), "has no fake CUDA tensors without a driver")
-def test_cuda_refuses_by_name():
-    """Biases, until its kernels take them, before anything is launched."""
-    with FakeTensorMode():
-        q = torch.empty(1, 8, 2, 20, device="cuda", dtype=torch.float16)
-        for name in ("attn_bias", "rel_bias"):
-            x = torch.empty(2, 3 if name == "rel_bias" else 1, 8, device="cuda", dtype=torch.float32)
-            cu, used = torch.zeros(2, 1, dtype=torch.int32, device="cuda")
-            with pytest.raises(NotImplementedError, match=f"^{name}: expected None on cuda, got one"):
-                flash_attn_func(q, q, q, **{name: x})
-            with pytest.raises(NotImplementedError, match=f"^{name}: expected None on cuda, got one"):
-                flash_attn_varlen_func(q[0], q[0], q[0], cu, cu, 8, 8, seqused_q=used, **{name: x})

@@ -17,7 +17,6 @@ from reference import attention
 
 from flash_attn import AttentionMask, flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from flash_attn.context_parallel import CpPlan, LocalGroup, flash_attn_cp_func
-from flash_attn.masks.arguments import DEVICES, MASK_DEVICES
 
 fa3 = flash_attn_3_harness.fa3
 B, SQ, SK, H, HK, D = 2, 24, 40, 4, 2, 64
@@ -375,9 +374,8 @@ def test_no_option_is_dropped(device, kind):
     taken = [name for name in OPTIONS if outcome(device, kind, [name])]
     assert {"softcap", "causal", "window_size", "softmax_scale", "sinks"} <= set(taken)
     score_tensors = {"mask", "attn_bias", "rel_bias"}
-    takes_tensors = device in DEVICES and kind in ("dense", "packed", "paged", "eight_bit", "fp8")
-    takes_mask = takes_tensors or (device in MASK_DEVICES and kind in ("dense", "packed"))
-    expected = score_tensors if takes_tensors else {"mask"} if takes_mask else set()
+    takes_mask = kind in (("dense", "packed") if device == "cuda" else ("dense", "packed", "paged", "eight_bit", "fp8"))
+    expected = score_tensors if takes_mask else score_tensors - {"mask"} if kind == "paged" else set()
     assert score_tensors & set(taken) == expected
     for names in covering([name for name in taken if " of " not in name]):
         outcome(device, kind, names)

@@ -15,7 +15,7 @@ from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 import flash_attn.sdpa
 from flash_attn.dropout import dropout_mask
-from flash_attn.masks.arguments import DEVICES, MAX_MASKED_HEAD_DIM
+from flash_attn.masks.arguments import MAX_MASKED_HEAD_DIM
 from flash_attn.sdpa.scope import _takes_mask
 
 BOTH = ("cuda", "cpu")
@@ -106,7 +106,7 @@ def test_gpus_that_take_a_mask(monkeypatch, capability, archs, taken):
     gpu = torch.device("cuda", 0)
     for head_dim in (64, MAX_MASKED_HEAD_DIM, MAX_MASKED_HEAD_DIM + 1):
         assert scope._takes_mask(gpu, torch.bool, head_dim) == (taken and head_dim <= MAX_MASKED_HEAD_DIM)
-        assert not scope._takes_mask(gpu, torch.float16, head_dim)
+        assert scope._takes_mask(gpu, torch.float16, head_dim)
         assert scope._takes_mask(torch.device("cpu"), torch.bool, head_dim)
     scope._has_list_kernels.cache_clear()
 
@@ -198,10 +198,9 @@ def not_served(device):
     mask = torch.rand(40, 40, device=device) > 0.2
     single = [x.float() for x in (q, k, v)]
     bias = torch.randn(40, 40, device=device, dtype=q.dtype)
-    half = (q, k, v)
     return {
         "mask": (single, {"attn_mask": mask}),
-        "bias": ((*single, bias.float()) if device in DEVICES else (*half, bias), {}),
+        "bias": ((*single, bias.float()), {}),
         "bias of three dimensions": (single, {"attn_mask": bias.float()[None]}),
         "float32": (single, {"is_causal": True}),
         "float64": ([x.double() for x in single], {}),

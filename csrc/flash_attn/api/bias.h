@@ -36,7 +36,8 @@ inline void bias_dtype(const at::Tensor& bias, const at::Tensor& q) {
 inline void rel_bias(const at::Tensor& bias, const at::Tensor& q) {
   device("rel_bias", bias, q);
   dtype("rel_bias", bias, at::kFloat);
-  const bool fits = bias.dim() == 2 && bias.size(0) == q.size(-2) && bias.size(1) % 2 == 1 && bias.size(1) <= kMaxLength;
+  const bool fits =
+      bias.dim() == 2 && bias.size(0) == q.size(-2) && bias.size(1) % 2 == 1 && bias.size(1) <= kMaxLength;
   if (!fits) fail("rel_bias", "expected shape [", q.size(-2), ", 2 R + 1], got ", bias.sizes());
 }
 
@@ -180,8 +181,8 @@ inline std::vector<at::Tensor> bias_gradients(const BiasTensors& bias, const Fla
   std::vector<at::Tensor> results;
   const auto add = [&](const at::Tensor& given, const auto& tiles_of) {
     const bool is_sum = has_scores(call);
-    at::Tensor result = is_sum ? new_empty(q, given.sizes(), given.scalar_type())
-                               : new_zeros(q, given.sizes(), given.scalar_type());
+    at::Tensor result =
+        is_sum ? new_empty(q, given.sizes(), given.scalar_type()) : new_zeros(q, given.sizes(), given.scalar_type());
     results.push_back(result);
     if (!is_sum) return;
     BiasGradientParams params;

@@ -33,6 +33,7 @@ inline void set_problem(plan::Problem& problem, const Flash_fwd_params& params, 
   problem.seqlen_k = params.seqlen_k;
   problem.window = params.window;
   problem.modifiers = params.modifiers();
+  problem.has_softcap = params.softcap > 0.0f;
   problem.has_dropout = params.has_dropout;
   problem.has_origins = params.origins_ptr != nullptr;
   problem.batch_invariant = params.batch_invariant;

@@ -24,12 +24,12 @@ struct BiasTiles {
   static_assert(kBins >= kDistances);
 
   bool of_table = false;
-  int64_t batches = 1, heads = 1;           // of the result
-  int64_t all_batches = 1, all_heads = 1;   // of the scores; packed sequences are one batch
-  int64_t rows = 1, cols = 1;               // of the result
+  int64_t batches = 1, heads = 1;          // of the result
+  int64_t all_batches = 1, all_heads = 1;  // of the scores; packed sequences are one batch
+  int64_t rows = 1, cols = 1;              // of the result
   bool sums_rows = false, sums_cols = false;
-  int64_t m_blocks = 1, n_blocks = 1;       // of the scores
-  int64_t near_begin = 0, near_count = 0;   // of_table: offsets from the diagonal that have tiles
+  int64_t m_blocks = 1, n_blocks = 1;      // of the scores
+  int64_t near_begin = 0, near_count = 0;  // of_table: offsets from the diagonal that have tiles
   int reach = 0;
   int64_t chunks = 1;
 
@@ -95,7 +95,8 @@ struct BiasTiles {
     int64_t begin = floor_divide(-int64_t{reach} - kBlockN + 1, kBlockN) + 1;
     int64_t end = -floor_divide(-(int64_t{reach} + kBlockM - 1), kBlockN);
     if (!has_origins) {  // no score is so far from the diagonal
-      const int64_t least = floor_divide(-seqlen_k - kBlockN, kBlockN), most = floor_divide(seqlen_q + kBlockM, kBlockN);
+      const int64_t least = floor_divide(-seqlen_k - kBlockN, kBlockN),
+                    most = floor_divide(seqlen_q + kBlockM, kBlockN);
       begin = begin > least ? begin : least;
       end = end < most + 1 ? end : most + 1;
     }

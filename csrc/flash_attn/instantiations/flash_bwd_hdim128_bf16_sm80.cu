@@ -1,7 +1,7 @@
 #include "kernels/sm80/bwd_launch.h"
 
 template <>
-cudaError_t flash::run_mha_bwd_<flash::Dtype::kBf16, 128>(const Flash_bwd_mask_params& params, const plan::BwdPlan& plan,
-                                                          cudaStream_t stream) {
+cudaError_t flash::run_mha_bwd_<flash::Dtype::kBf16, 128>(const Flash_bwd_mask_params& params,
+                                                          const plan::BwdPlan& plan, cudaStream_t stream) {
   return sm80::run_mha_bwd<Dtype::kBf16, 128>(params, plan, stream);
 }

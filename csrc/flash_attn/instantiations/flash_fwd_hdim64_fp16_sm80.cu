@@ -1,7 +1,7 @@
 #include "kernels/sm80/fwd_launch.h"
 
 template <>
-cudaError_t flash::run_mha_fwd_<flash::Dtype::kFp16, 64>(const Flash_fwd_split_params& params, const plan::FwdPlan& plan,
-                                                         cudaStream_t stream) {
+cudaError_t flash::run_mha_fwd_<flash::Dtype::kFp16, 64>(const Flash_fwd_split_params& params,
+                                                         const plan::FwdPlan& plan, cudaStream_t stream) {
   return sm80::run_mha_fwd<Dtype::kFp16, 64>(params, plan, stream);
 }

@@ -11,8 +11,8 @@ struct BiasGradientParams {
   MaskFactors factors;
   ScoreBias bias;
   BiasTiles tiles;
-  void* __restrict__ out_ptr = nullptr;        // of the bias, contiguous
-  float* __restrict__ partial_ptr = nullptr;   // sums of chunks; null: one chunk, stored at once
+  void* __restrict__ out_ptr = nullptr;       // of the bias, contiguous
+  float* __restrict__ partial_ptr = nullptr;  // sums of chunks; null: one chunk, stored at once
   bool out_is_float = false;
   Dtype dtype = Dtype::kBf16;
 };

@@ -10,10 +10,10 @@
 namespace flash {
 namespace plan {
 
-// kDropout: of the mma.sync family, which has score modifiers in all of its kernels; origins and biases too. kGeneral: of the
-// wgmma family, dropout and score modifiers. kAccumulate: dK and dV are added to fp32 tensors, in the mma.sync family
-// with or without dropout, in the wgmma family by plain calls; there kGeneral adds for the others. kListed:
-// of the wgmma family, all calls with a mask or a bias as data.
+// kDropout: of the mma.sync family, which has score modifiers in all of its kernels; origins and biases too. kGeneral:
+// of the wgmma family, dropout and score modifiers. kAccumulate: dK and dV are added to fp32 tensors, in the mma.sync
+// family with or without dropout, in the wgmma family by plain calls; there kGeneral adds for the others. kListed: of
+// the wgmma family, all calls with a mask or a bias as data.
 enum class BwdVariant { kPlain, kDropout, kAccumulate, kGeneral, kListed };
 
 constexpr const char* variant_name(BwdVariant variant) {
@@ -100,7 +100,7 @@ inline BwdPlan plan_bwd_mma_sync(const BwdProblem& problem, const Device& device
   const int wanted_smem_bytes = wanted.blocks_per_sm * bwd_smem_bytes(wanted, 1, problem.dtype);
   plan.small_tile = small_bwd_tile(problem.head_dim) && wanted_smem_bytes > device.smem_per_block;
   const BwdTile tile = bwd_tile(problem.head_dim, plan.small_tile);
-  plan.variant = problem.accumulates_dkv                      ? BwdVariant::kAccumulate
+  plan.variant = problem.accumulates_dkv                                          ? BwdVariant::kAccumulate
                  : problem.has_dropout || problem.has_origins || problem.has_bias ? BwdVariant::kDropout
                                                                                   : BwdVariant::kPlain;
   plan.head_dim = plan.head_dim_v = tile.head_dim;
@@ -152,6 +152,13 @@ constexpr BwdVariant wgmma_bwd_variant(const BwdProblem& problem) {
   return problem.accumulates_dkv ? BwdVariant::kAccumulate : BwdVariant::kPlain;
 }
 
+// Of calls with a mask or a bias. The kernels of one pass keep no scores, from which a softcap would be differentiated,
+// and read no bias twice.
+constexpr Sm90BwdTile listed_tile(const BwdProblem& problem) {
+  return sm90_listed_bwd_tile(problem.max_head_dim(),
+                              problem.deterministic || (problem.has_bias && problem.has_softcap));
+}
+
 inline BwdPlan plan_bwd_wgmma(const BwdProblem& problem, const Device& device) {
   BwdPlan plan;
   plan.family = Family::kWgmma;
@@ -159,7 +166,7 @@ inline BwdPlan plan_bwd_wgmma(const BwdProblem& problem, const Device& device) {
   const bool has_random_bits = may_drop(plan.variant);
   const bool dq_in_smem = prefers_dq_in_smem(problem, device);
   const Sm90BwdTile tile = dq_in_smem           ? kSm90SharedDqTile
-                           : problem.has_mask() ? sm90_listed_bwd_tile(problem.max_head_dim(), problem.deterministic)
+                           : problem.has_mask() ? listed_tile(problem)
                            : prefers_dq_pass(problem)
                                ? kSm90TwoPassTile
                                : sm90_bwd_tile(problem.head_dim, problem.head_dim_v, has_random_bits);
@@ -196,8 +203,8 @@ inline BwdPlan plan_bwd_wgmma(const BwdProblem& problem, const Device& device) {
 inline bool wgmma_supports(const BwdProblem& problem, const Device& device) {
   if (!problem.fits_tensor_maps || problem.seqlen_q == 0 || problem.seqlen_k == 0) return false;
   if (problem.max_head_dim() > kMaxWgmmaHeadDim) return false;
-  const Sm90BwdTile tile = problem.has_mask() ? sm90_listed_bwd_tile(problem.max_head_dim(), problem.deterministic)
-                                              : sm90_bwd_tile(problem.head_dim, problem.head_dim_v);
+  const Sm90BwdTile tile =
+      problem.has_mask() ? listed_tile(problem) : sm90_bwd_tile(problem.head_dim, problem.head_dim_v);
   if (problem.has_mask() && device.capability != kWgmmaCapability) return false;
   return has_wgmma_kernels(device, tile.head_dim) &&
          (problem.head_dim == problem.head_dim_v || problem.head_dim_v % 8 == 0);

@@ -11,6 +11,7 @@
 #include "kernels/common/launch.h"
 #include "kernels/common/origin.h"
 #include "kernels/common/paged_kv.h"
+#include "kernels/common/score_bias.h"
 #include "kernels/common/score_mod.h"
 #include "kernels/common/sequence.h"
 #include "params/flash.h"
@@ -69,9 +70,10 @@ __device__ MaskFactors factors_of(const Flash_fwd_split_params& params, const Wo
   return params.mask.factors.of(tile.batch, tile.head, params.seqlen_q, params.seqlen_k, tile.q_begin, tile.k_begin);
 }
 
-template <class Element>
+template <Dtype kDtype>
 __global__ void __launch_bounds__(kThreads)
     dropout_probs_kernel(const __grid_constant__ Flash_fwd_split_params params) {
+  using Element = NativeOf<kDtype>;
   __shared__ float q_tile[kTile][kTile + 1];  // (row, d)
   __shared__ float k_tile[kTile][kTile + 1];  // (col, d)
   const int col_tiles = params.p_cols / kTile, row_tiles = params.p_rows / kTile;
@@ -102,6 +104,7 @@ __global__ void __launch_bounds__(kThreads)
   const DropoutMask mask(params, tile.batch, tile.head);
   const Visibility visibility{tile.seqlen_q, tile.seqlen_k, params.window};
   const MaskFactors factors = factors_of(params, tile);
+  const ScoreBias bias = params.mask.bias.of(tile.batch, tile.head, tile.q_begin);
   const float* lse = params.softmax_lse_ptr + lse_offset(tile, params);
   const int col = col0 + lane;
   for (int i = 0; i < kRowsPerThread; ++i) {
@@ -113,7 +116,9 @@ __global__ void __launch_bounds__(kThreads)
       const bool visible = in_window && factors.sees(row, col);
       const float log2_sum = lse[row] * ScoreMod::kLog2e;
       const int diagonal = alibi_diagonal(params, tile.batch, visibility, row);
-      if (visible) from_float(exp2f(score_mod.modified(score[i], diagonal, col) - log2_sum), result);
+      const BiasTile at{row, col, tile.seqlen_q, tile.seqlen_k, diagonal};
+      const float logit = score_mod.modified(score[i], diagonal, col) + bias_at<ElementOf<kDtype>>(bias, at, 0, 0);
+      if (visible) from_float(exp2f(logit - log2_sum), result);
       if (!dropout_keeps(mask.stream, mask.first_row + row, mask.first_col + col, mask.threshold)) make_dropped(result);
     }
     static_cast<Element*>(
@@ -121,18 +126,18 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-template <class Element>
+template <Dtype kDtype>
 cudaError_t run(const Flash_fwd_split_params& params, cudaStream_t stream) {
   static std::atomic<uint64_t> configured_devices{0};
   const int64_t tiles = static_cast<int64_t>(params.p_rows / kTile) * (params.p_cols / kTile);
-  return launch(dropout_probs_kernel<Element>, tiles * params.b * params.h, kThreads, 0, params, params.device, stream,
+  return launch(dropout_probs_kernel<kDtype>, tiles * params.b * params.h, kThreads, 0, params, params.device, stream,
                 configured_devices);
 }
 
 }  // namespace
 
 cudaError_t run_dropout_probs(const Flash_fwd_split_params& params, Dtype dtype, cudaStream_t stream) {
-  return FP16_SWITCH(dtype, [&] { return run<NativeOf<kDtype>>(params, stream); });
+  return FP16_SWITCH(dtype, [&] { return run<kDtype>(params, stream); });
 }
 
 }  // namespace flash

@@ -148,7 +148,8 @@ __device__ __forceinline__ void mark_dropped(const Flash_bwd_params& params, con
   });
 }
 
-// dp becomes dS. The derivative of a softcap is that of P: scores are not kept.
+// dp becomes dS. The derivative of a softcap is that of P: scores are not kept. Not with softcap and biases as data
+// together, which would have to be read again.
 template <class Mask, class Coords, class LseRows, class DeltaRows, class Probabilities, class Gradients>
 __device__ __forceinline__ void differentiate_marked(const Flash_bwd_params& params, const Mask& mask,
                                                      const TileCoords& tile_coords, const Coords& coords,
@@ -159,19 +160,14 @@ __device__ __forceinline__ void differentiate_marked(const Flash_bwd_params& par
   if (!(params.softcap > 0.0f)) return;
   const ScoreMod score_mod(params, tile_coords.batch, tile_coords.head);
   const int diagonal = alibi_diagonal(params, tile_coords.batch, mask, tile_coords.row_begin);
-  const auto bias = [&](int mi, int ni) {
-    const BiasTile tile{tile_coords.row_begin, tile_coords.key_begin, mask.seqlen_q, mask.seqlen_k, diagonal};
-    return bias_at<typename Mask::BiasElement>(mask.bias, tile, coords.row(mi), coords.col(ni));
-  };
 #pragma unroll
   for (int mi = 0; mi < size<0>(dp); mi += 2) {
     const float2 lse = lse_log2.pair(mi);
 #pragma unroll
     for (int ni = 0; ni < size<1>(dp); ++ni) {
       const int col = tile_coords.key_begin + coords.col(ni);
-      const float lse_x = lse.x - bias(mi, ni), lse_y = lse.y - bias(mi + 1, ni);
-      score_mod.chain_cap(dp(mi, ni), fabsf(p(mi, ni)), lse_x, diagonal + coords.row(mi), col);
-      score_mod.chain_cap(dp(mi + 1, ni), fabsf(p(mi + 1, ni)), lse_y, diagonal + coords.row(mi + 1), col);
+      score_mod.chain_cap(dp(mi, ni), fabsf(p(mi, ni)), lse.x, diagonal + coords.row(mi), col);
+      score_mod.chain_cap(dp(mi + 1, ni), fabsf(p(mi + 1, ni)), lse.y, diagonal + coords.row(mi + 1), col);
     }
   }
 }

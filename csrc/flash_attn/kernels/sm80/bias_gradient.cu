@@ -1,6 +1,6 @@
-// Gradients of biases as data, after a backward of either family: S and dP once more by mma.sync, in parts of 64 columns
-// of the head dim, so that one kernel serves every head dim. A thread block sums dS of all the tiles that add to its
-// tile of the result in registers, in a fixed order (core/bias_tiles.h).
+// Gradients of biases as data, after a backward of either family: S and dP once more by mma.sync, in parts of 64
+// columns of the head dim, so that one kernel serves every head dim. A thread block sums dS of all the tiles that add
+// to its tile of the result in registers, in a fixed order (core/bias_tiles.h).
 #include <atomic>
 
 #include <cute/tensor.hpp>
@@ -27,9 +27,18 @@ constexpr int kBlockM = BiasTiles::kBlockM, kBlockN = BiasTiles::kBlockN;
 constexpr int kPartCols = 64;  // of the head dim, in a step
 constexpr int kStages = 3, kThreads = 256, kWarpsM = 4, kWarpsN = 2;
 constexpr int kStageElements = (kBlockM + kBlockN) * kPartCols;
-constexpr int kSmemBytes = kStages * kStageElements * 2;
+constexpr int kStageBytes = 2 * kStageElements;
 constexpr int kSumPitch = kBlockN + 1;  // floats of a row of the sums in shared memory
-static_assert(kSmemBytes >= kBlockM * kSumPitch * 4);
+static_assert(kStages * kStageBytes >= kBlockM * kSumPitch * 4);
+
+// A tile of which a part is in shared memory.
+struct LoadedTile {
+  WorkTile at;
+  int key_begin;
+};
+constexpr int kLoadedTiles = 4;
+static_assert(kLoadedTiles > kStages / 2 + 1, "a tile has two parts or more");
+constexpr int kSmemBytes = kStages * kStageBytes + kLoadedTiles * static_cast<int>(sizeof(LoadedTile));
 
 // The tiles of scores that a thread block adds, one after the other. By all lanes of a warp together.
 struct ScoreTiles {
@@ -135,8 +144,8 @@ struct BiasGradient {
     const Copy copy((is_s ? call.d : call.d_v) - col);
     const auto load_rows = [&](const void* data, const MatrixStrides& strides, int row, int head, int first, int rows,
                                auto&& tile) {
-      const Element* const from = static_cast<const Element*>(data) +
-                                  matrix_offset(strides, call.is_varlen(), at.batch, row, head) + col;
+      const Element* const from =
+          static_cast<const Element*>(data) + matrix_offset(strides, call.is_varlen(), at.batch, row, head) + col;
       copy.template run_strided<true>(from, strides.row, rows, tile, first);
     };
     const int head_k = at.head / call.h_h_k_ratio, rows = at.row_end - at.row_begin;
@@ -146,15 +155,19 @@ struct BiasGradient {
               head_k, -tiles.key_begin, at.seqlen_k - tiles.key_begin, smem_keys(stage));
   }
 
-  __device__ __forceinline__ void run(const BiasTiles::Owner& owner, int64_t chunk) {
-    ScoreTiles loaded(params, owner, chunk), computed(loaded);
-    int loaded_part = 0, computed_part = 0, stage = 0;
-    const auto load_next = [&](int to) {
-      if (!loaded.done) {
-        load(loaded, loaded_part, to);
-        if (++loaded_part == parts) {
-          loaded_part = 0;
-          loaded.next();
+  // Loads are kStages - 1 parts ahead, and pass on the tile that a part belongs to.
+  __device__ __forceinline__ void run(const BiasTiles::Owner& owner, int64_t chunk, LoadedTile* loaded) {
+    ScoreTiles tiles(params, owner, chunk);
+    int part = 0, slot = 0, issued = 0;
+    const auto load_next = [&](int stage) {
+      if (!tiles.done) {
+        if (part == 0 && threadIdx.x == 0) loaded[slot] = {tiles.at, tiles.key_begin};
+        load(tiles, part, stage);
+        ++issued;
+        if (++part == parts) {
+          part = 0;
+          slot = (slot + 1) % kLoadedTiles;
+          tiles.next();
         }
       }
       cute::cp_async_fence();  // also if nothing is left: groups are counted
@@ -163,20 +176,21 @@ struct BiasGradient {
     for (int i = 0; i < kStages - 1; ++i) load_next(i);
     cute::clear(acc_s);
     cute::clear(acc_dp);
-    while (!computed.done) {
+    int own_part = 0, own_slot = 0, stage = 0;
+    for (int i = 0; i < issued; ++i) {
       cute::cp_async_wait<kStages - 2>();
       __syncthreads();  // the part has landed, and every warp is done with the one before
-      load_next((stage + kStages - 1) % kStages);
-      if (computed_part < s_parts) {
+      load_next(stage == 0 ? kStages - 1 : stage - 1);
+      if (own_part < s_parts) {
         gemm_smem<Operand::kPlain, Operand::kPlain>(Mma{}, acc_s, smem_rows(stage), smem_keys(stage));
       } else {
         gemm_smem<Operand::kPlain, Operand::kPlain>(Mma{}, acc_dp, smem_rows(stage), smem_keys(stage));
       }
-      stage = (stage + 1) % kStages;
-      if (++computed_part == parts) {
-        computed_part = 0;
-        add_tile(computed);
-        computed.next();
+      stage = stage + 1 == kStages ? 0 : stage + 1;
+      if (++own_part == parts) {
+        own_part = 0;
+        add_tile(loaded[own_slot].at, loaded[own_slot].key_begin);
+        own_slot = (own_slot + 1) % kLoadedTiles;
         cute::clear(acc_s);
         cute::clear(acc_dp);
       }
@@ -197,11 +211,10 @@ struct BiasGradient {
   }
 
   // sums += P (dP - softmax_d)
-  __device__ __forceinline__ void add_tile(const ScoreTiles& tiles) {
+  __device__ __forceinline__ void add_tile(const WorkTile at, int key_begin) {
     using namespace cute;
-    const WorkTile& at = tiles.at;
-    const int key_begin = tiles.key_begin, diagonal = tiles.diagonal();
-    const Visibility window = tiles.window();
+    const Visibility window{at.seqlen_q, at.seqlen_k, call.window};
+    const int diagonal = alibi_diagonal(call, at.batch, window, at.row_begin);
     auto scores = row_col_view(acc_s);
     auto dp = row_col_view(acc_dp);
     auto total = row_col_view(sums);
@@ -213,8 +226,8 @@ struct BiasGradient {
     if (call.has_dropout) {
       const DropoutMask mask(call, at.batch, at.head);
       dropped = bits_of([&](int row, int col) {
-        return !dropout_keeps(mask.stream, mask.first_row + at.row_begin + row, mask.first_col + max(key_begin + col, 0),
-                              mask.threshold);
+        return !dropout_keeps(mask.stream, mask.first_row + at.row_begin + row,
+                              mask.first_col + max(key_begin + col, 0), mask.threshold);
       });
     }
     const float* const lse = call.softmax_lse_ptr + lse_offset(call, at.batch, at.head, at.q_begin);
@@ -367,13 +380,12 @@ struct BiasGradient {
 };
 
 template <Dtype kDtype>
-__global__ void __launch_bounds__(kThreads, 2)
-    bias_gradient_kernel(const __grid_constant__ BiasGradientParams params) {
+__global__ void __launch_bounds__(kThreads, 2) bias_gradient_kernel(const __grid_constant__ BiasGradientParams params) {
   extern __shared__ __align__(128) char smem[];
   const int64_t index = blockIdx.x / params.tiles.chunks, chunk = blockIdx.x - index * params.tiles.chunks;
   const BiasTiles::Owner owner = params.tiles.owner(index);
   BiasGradient<kDtype> gradient(params, reinterpret_cast<ElementOf<kDtype>*>(smem));
-  gradient.run(owner, chunk);
+  gradient.run(owner, chunk, reinterpret_cast<LoadedTile*>(smem + kStages * kStageBytes));
   gradient.store(owner, chunk);
 }
 

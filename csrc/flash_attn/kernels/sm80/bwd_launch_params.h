@@ -13,8 +13,8 @@ enum class BwdVariant { kPlain, kDropout, kAccumulate };
 
 struct BwdLaunch {
   Flash_bwd_params params;
-  int stages;    // buffers of Q and of dO
-  BwdGrid grid;  // of the main kernel
+  int stages;      // buffers of Q and of dO
+  BwdGrid grid;    // of the main kernel
   ScoreBias bias;  // of kDropout
 };
 

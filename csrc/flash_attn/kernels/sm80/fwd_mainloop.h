@@ -96,8 +96,7 @@ struct FwdMainloop {
   AccO acc_o;  // ((2, 2), MMA_M, MMA_D)
   Softmax<kRows> softmax;
 
-  __device__ __forceinline__ FwdMainloop(const typename Config::Params& params_, const WorkTile& tile_,
-                                         Element* smem_)
+  __device__ __forceinline__ FwdMainloop(const typename Config::Params& params_, const WorkTile& tile_, Element* smem_)
       : params(params_),
         tile(tile_),
         visibility(mask_of<Config>(params_, tile_)),

@@ -193,7 +193,7 @@ struct BwdMainloop {
       if constexpr (kStartsDv) start_dkv(convert_p(acc_s), storage.dout[stage], acc_dv);
       wait_for<kStartsDv>(acc_dp);
       const RowValues lse_rows{storage.lse_log2[stage], coords};
-      differentiate_marked(params, mask_at(at), tile_coords, coords, lse_rows, softmax_d_of_rows, scores, dp);
+      differentiate_marked(params, visibility, tile_coords, coords, lse_rows, softmax_d_of_rows, scores, dp);
     } else if constexpr (!Config::kIsGeneral) {
       if (!is_unmasked) mask_scores<Config::kBlockM, 64>(scores, coords, mask_at(at), tile_coords);
       exponentiate_scores(scores, params.softmax_scale_log2, lse_log2);
