@@ -114,18 +114,29 @@ __device__ __forceinline__ void add_transposed_pairs(Scores& scores, const Coord
   }
 }
 
+// Any strides and ends. The inner loop is the short one: offsets of the others need no registers then.
 template <class Element, class Scores, class Coords>
 __device__ __forceinline__ void add_elements(Scores& scores, const Coords& coords, const ScoreBias& bias,
                                              const BiasTile& tile) {
   using namespace cute;
+  constexpr int kRows = decltype(size<0>(scores))::value, kCols = decltype(size<1>(scores))::value;
+  constexpr bool kRowsInside = kRows < kCols;
+  constexpr int kInside = kRowsInside ? kRows : kCols, kOutside = kRowsInside ? kCols : kRows;
   const int last = bias.last_col(tile.seqlen_k);
+  const auto row_offset = [&](int mi) {
+    return min(tile.row_begin + coords.row(mi), tile.seqlen_q - 1) * bias.row_stride;
+  };
+  const auto col_offset = [&](int ni) { return max(min(tile.key_begin + coords.col(ni), last), 0) * bias.col_stride; };
+  int64_t inside[kInside];
 #pragma unroll
-  for (int mi = 0; mi < size<0>(scores); ++mi) {
-    const int row = min(tile.row_begin + coords.row(mi), tile.seqlen_q - 1);
+  for (int i = 0; i < kInside; ++i) inside[i] = kRowsInside ? row_offset(i) : col_offset(i);
 #pragma unroll
-    for (int ni = 0; ni < size<1>(scores); ++ni) {
-      const int col = max(min(tile.key_begin + coords.col(ni), last), 0);
-      scores(mi, ni) += kBiasUnit * bias_element<Element>(bias, bias.offset(row, col));
+  for (int j = 0; j < kOutside; ++j) {
+    const int64_t outside = kRowsInside ? col_offset(j) : row_offset(j);
+#pragma unroll
+    for (int i = 0; i < kInside; ++i) {
+      const int mi = kRowsInside ? i : j, ni = kRowsInside ? j : i;
+      scores(mi, ni) += kBiasUnit * bias_element<Element>(bias, inside[i] + outside);
     }
   }
 }
