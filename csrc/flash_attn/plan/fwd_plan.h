@@ -204,7 +204,8 @@ inline FwdPlan plan_fwd_wgmma(const FwdProblem& problem, const Device& device, c
   plan.num_splits = choice.num_splits;
   const bool by_pair = is_value_dim_pair(problem.head_dim, problem.head_dim_v) && !problem.has_score_mod() &&
                        !problem.has_dropout && !problem.has_mask() && choice.num_splits == 1;
-  const int head_dim = wgmma_head_dim(fwd_tile(problem.max_head_dim(), FwdVariant::kPlain).head_dim);
+  int head_dim = wgmma_head_dim(fwd_tile(problem.max_head_dim(), FwdVariant::kPlain).head_dim);
+  if (problem.has_bias && !sm90_takes_bias(head_dim)) head_dim = kSm90MaskedTile.head_dim;
   if (!by_pair) plan.variant = sm90_variant(problem, device, choice, head_dim);
   const Sm90FwdTile tile = by_pair ? kSm90ValueDimTile : sm90_fwd_tile(head_dim, plan.variant);
   plan.head_dim = tile.head_dim;

@@ -201,6 +201,10 @@ constexpr Sm90FwdTile kSm90ListedTiles[] = {
     {256, 128, 64, 2, 1, false, 1, 0, 128},
 };
 
+// Whether the kernel of a row above has biases as data: not with three consumers of 128 keys, where S leaves no registers
+// to the addresses of their elements. Calls with one take the next greater head dim.
+constexpr bool sm90_takes_bias(int head_dim) { return head_dim >= kSm90MaskedTile.head_dim; }
+
 // Of head dims that it has a tile for: up to kMaxWgmmaHeadDim.
 constexpr Sm90FwdTile sm90_listed_tile(int head_dim) {
   int index = 0;

@@ -73,6 +73,7 @@ struct FwdConfig {
   static constexpr bool kDescending = false;
   static constexpr bool kTransposedV = false;
   static constexpr bool kListed = kVariant == FwdVariant::kListed;  // blocks in the order of a list
+  static constexpr bool kMayBias = kListed && plan::sm90_takes_bias(kHeadDim);
   struct NoTripCount {
     static constexpr int kNoBlock = -1;
   };

@@ -30,7 +30,7 @@ __device__ __forceinline__ void modify_scores(const Mainloop& m, Scores& scores,
     if (m.params.has_score_mod) {  // the short form: in a kernel for all options code counts more than its time
       const int diagonal = alibi_diagonal(m.params, work.tile.batch, visibility, first_row);
       ScoreMod(m.params, work.tile.batch, work.tile.head).apply(scores, m.coords, diagonal, key);
-      if (m.mask.bias.given()) {
+      if constexpr (Config::kMayBias) {
         const ScoreBias bias = m.mask.bias.of(work.tile.batch, work.tile.head, work.tile.q_begin);
         const BiasTile tile{first_row, key, work.tile.seqlen_q, work.tile.seqlen_k, diagonal};
         add_biases<typename Config::Element>(scores, m.coords, bias, tile);
