@@ -331,6 +331,30 @@ void check_masks() {
   }
 }
 
+// Biases as data: by list on Hopper, with a separate kernel of dQ where a softcap is differentiated; else by mma.sync.
+void check_biases() {
+  for (int head_dim : {8, 32, 64, 128, 192, 256, 512}) {
+    for (int options = 0; options < 8; ++options) {
+      BwdProblem problem = dense(3, 1000, 8, head_dim);
+      problem.has_bias = true;
+      problem.modifiers = flash::Modifiers::kAny;
+      problem.has_softcap = options & 1;
+      problem.deterministic = options & 2;
+      problem.is_varlen = options & 4;
+      for (const char* forced : {static_cast<const char*>(nullptr), "mma_sync"}) {
+        const BwdPlan plan = plan_of(problem, kH100, forced);
+        const bool listed = head_dim <= 256 && forced == nullptr;
+        check::that(plan.family == (listed ? Family::kWgmma : Family::kMmaSync), "family", head_dim, options);
+        check::that(plan.variant == (listed ? BwdVariant::kListed : BwdVariant::kDropout), "variant", head_dim);
+        check::that(plan.mask.matrices == listed, "lists", head_dim, plan.mask.matrices);
+        const bool has_pass = listed && (problem.has_softcap || problem.deterministic || head_dim > 128);
+        check::that(plan.dq_pass == has_pass, "dQ", head_dim, options);
+      }
+      check::that(plan_of(problem, kA100).variant == BwdVariant::kDropout, "elsewhere", head_dim, options);
+    }
+  }
+}
+
 void check_explained() {
   const std::string line = one_line(flash::plan::explain(plan_of(dense(32, 512, 32, 64), kH100)));
   check::that(line.find("direction=backward kernel=wgmma variant=plain") == 0, "line", line);
@@ -341,6 +365,7 @@ void check_explained() {
 
 int main() {
   check_table();
+  check_biases();
   check_memory();
   check_stages();
   check_dq_pass();

@@ -407,10 +407,41 @@ void check_masks() {
   }
 }
 
+// Biases as data: by list on Hopper, where a mask needs it too, else by mma.sync with its kernels for all options.
+void check_biases() {
+  for (int head_dim : {8, 32, 64, 96, 128, 160, 192, 256, 320, 512}) {
+    for (int options = 0; options < 8; ++options) {
+      FwdProblem problem = options & 1 ? packed(3, 1000, 8, head_dim) : dense(3, 1000, 8, head_dim);
+      problem.has_bias = true;
+      problem.modifiers = flash::Modifiers::kAny;
+      problem.has_key_lengths = options & 2;
+      const bool has_mask = options & 4;
+      problem.mask_matrices = has_mask ? 6 : 0;
+      for (const char* forced : {static_cast<const char*>(nullptr), "mma_sync", "split_kv", "wgmma:8"}) {
+        const FwdPlan plan = plan_of(problem, kH100, forced);
+        const bool declined = forced != nullptr && std::string(forced) == "mma_sync";
+        const bool listed = head_dim <= 256 && (has_mask || !(declined || problem.has_key_lengths));
+        check::that(plan.family == (listed ? Family::kWgmma : Family::kMmaSync) && plan.num_splits == 1, "family",
+                    head_dim, options);
+        check::that(plan.variant == (listed ? FwdVariant::kBiased : FwdVariant::kDropout), "variant", head_dim,
+                    flash::plan::variant_name(plan.variant));
+        check::that(plan.mask.matrices == (listed ? has_mask ? 6 : 1 : 0), "lists", head_dim, plan.mask.matrices);
+        check::that(!listed || (plan.mask.tile == plan.block_m && plan.mask.block == plan.block_n), "tiles", head_dim);
+      }
+      problem.mask_matrices = 0;
+      for (const Device& device : {kA100, kL40, kB200, kRtx5090}) {
+        const FwdPlan plan = plan_of(problem, device);
+        check::that(plan.family == Family::kMmaSync && plan.variant == FwdVariant::kDropout, "elsewhere", head_dim);
+      }
+    }
+  }
+}
+
 }  // namespace
 
 int main() {
   check_table();
+  check_biases();
   check_tangents();
   check_splits();
   check_other_families();

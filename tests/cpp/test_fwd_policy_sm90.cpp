@@ -11,7 +11,7 @@ using namespace flash::plan;
 using namespace flash::plan::fwd_feature;
 
 constexpr const char* kVariantNames[kNumFwdVariants] = {"plain",    "short",   "dropout", "score_mod", "masked",
-                                                        "one_wave", "softcap", "alibi",   "direct",    "listed"};
+                                                        "one_wave", "softcap", "alibi",   "direct",    "listed", "biased"};
 constexpr int kHeadDims[kNumSm90FwdHeadDims] = {64, 96, 128, 192, 256};
 
 struct NamedFeature {
@@ -80,6 +80,7 @@ void check_conflicts() {
   fails(kAlignUnmasked, FwdVariant::kListed);
   fails(kMaskBoundsInRegs, FwdVariant::kListed);
   fails(0, FwdVariant::kListed);  // blocks of 80 keys
+  fails(0, FwdVariant::kBiased);
   const auto fails_on = [](Sm90FwdTile other, uint32_t features) {
     check::that(fwd_policy_conflict(other, {other.head_dim, features, 1}, FwdVariant::kPlain) != nullptr,
                 "a conflict with the tile is found", other.block_m, other.block_n, other.kv_stages, features);

@@ -105,7 +105,7 @@ struct FwdPlan {
   bool pdl = false;            // programmatic dependent launch
   bool exact_row_max = false;  // the row max follows every score, at the price of more rescaling
   int page_box_rows = 0;       // rows of a TMA box within a page; 0: rows are copied one by one
-  MaskPlan mask;               // of kListed
+  MaskPlan mask;               // of variants that visit by list
   int64_t workspace_bytes = 0;
 
   // ---- the whole call (plan/call_plan.h) ----
@@ -147,7 +147,7 @@ constexpr bool runs_direct(const FwdProblem& problem, const Device& device, cons
 
 inline FwdVariant sm90_variant(const FwdProblem& problem, const Device& device, const FamilyChoice& choice,
                                int head_dim) {
-  if (problem.has_mask()) return FwdVariant::kListed;
+  if (problem.has_mask()) return problem.has_bias ? FwdVariant::kBiased : FwdVariant::kListed;
   if (problem.has_score_mod()) return score_mod_variant(problem);
   if (problem.has_dropout) return FwdVariant::kDropout;
   if (choice.num_splits > 1 || choice.is_one_wave) {
@@ -204,8 +204,7 @@ inline FwdPlan plan_fwd_wgmma(const FwdProblem& problem, const Device& device, c
   plan.num_splits = choice.num_splits;
   const bool by_pair = is_value_dim_pair(problem.head_dim, problem.head_dim_v) && !problem.has_score_mod() &&
                        !problem.has_dropout && !problem.has_mask() && choice.num_splits == 1;
-  int head_dim = wgmma_head_dim(fwd_tile(problem.max_head_dim(), FwdVariant::kPlain).head_dim);
-  if (problem.has_bias && !sm90_takes_bias(head_dim)) head_dim = kSm90MaskedTile.head_dim;
+  const int head_dim = wgmma_head_dim(fwd_tile(problem.max_head_dim(), FwdVariant::kPlain).head_dim);
   if (!by_pair) plan.variant = sm90_variant(problem, device, choice, head_dim);
   const Sm90FwdTile tile = by_pair ? kSm90ValueDimTile : sm90_fwd_tile(head_dim, plan.variant);
   plan.head_dim = tile.head_dim;

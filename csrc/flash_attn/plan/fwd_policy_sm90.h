@@ -63,7 +63,7 @@ struct FwdPolicy {
   constexpr bool has(fwd_feature::Feature feature) const { return (features & feature) != 0; }
 };
 
-constexpr int kNumFwdVariants = 10;
+constexpr int kNumFwdVariants = 11;
 
 namespace fwd_policy_table {
 
@@ -154,6 +154,14 @@ constexpr FwdPolicy kRows[kNumFwdVariants][kNumSm90FwdHeadDims] = {
         {192, 0, 0},
         {256, kExpBeforePvWait | kSpeculativeExp | kIntFlags, 1},
     },
+    // kBiased: those of kListed without speculation, which would add a bias twice
+    {
+        {64, kIntFlags, 1},
+        {96, 0, 0},
+        {128, kEarlyStored | kIntFlags, 1},
+        {192, 0, 0},
+        {256, kExpBeforePvWait | kIntFlags, 1},
+    },
 };
 
 // kSm90ValueDimTile, kPlain.
@@ -234,7 +242,7 @@ constexpr const char* fwd_policy_conflict(const Sm90FwdTile& tile, const FwdPoli
   }
   // A warpgroup that skips fully masked blocks still holds the previous V stage, and with kIssueNextQkEarly the last
   // one until the next Q lands.
-  if (variant == FwdVariant::kListed) {
+  if (visits_by_list(variant)) {
     if (tile.block_n % kMaskStrip != 0) return "lists have whole strips of keys";
     if (policy.has(kMaskBoundsInRegs) || policy.has(kAlignUnmasked)) return "lists have no bounds and no rotation";
     if (sm90_most_listed_skips(tile, policy) < 1) return "a K/V ring this shallow skips no block";

@@ -38,7 +38,7 @@ constexpr int slot_bytes(int bytes) { return (bytes + 15) / 16 * 16; }
 // sizeof(sm90::FwdStorage), one for each consumer group.
 constexpr int sm90_fwd_smem_bytes(const Sm90FwdTile& tile, FwdVariant variant, Dtype dtype) {
   const int element = dtype_bytes(dtype), groups = tile.block_m / 64;
-  const bool has_dropout = variant == FwdVariant::kDropout, has_lists = variant == FwdVariant::kListed;
+  const bool has_dropout = variant == FwdVariant::kDropout, has_lists = visits_by_list(variant);
   const int fine_words = tile.block_n / 8, col_vectors = (fine_words + fine_words / 2 + 3) / 4;
   const int barriers = 4 * tile.kv_stages + 1 + 3 * tile.q_stages * groups + 2 * 3;
   SmemLayout storage;

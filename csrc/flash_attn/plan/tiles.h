@@ -29,6 +29,7 @@ constexpr int kNumHeadDims = 7;
 // splits. The variants with score modifiers do both, kDropout calls of one wave.
 // kDirect: kOneWave's tile, for the calls among them that need no schedule: dense, without splits and pages.
 // kListed: blocks by list, of a mask as data (core/block_list.h), with dropout and score modifiers as run-time options.
+// kBiased: the same with biases as data, each block as one that hides something.
 enum class FwdVariant {
   kPlain,
   kShort,
@@ -40,6 +41,7 @@ enum class FwdVariant {
   kAlibi,
   kDirect,
   kListed,
+  kBiased,
 };
 
 constexpr const char* variant_name(FwdVariant variant) {
@@ -54,12 +56,17 @@ constexpr const char* variant_name(FwdVariant variant) {
     case FwdVariant::kAlibi: return "alibi";
     case FwdVariant::kDirect: return "direct";
     case FwdVariant::kListed: return "listed";
+    case FwdVariant::kBiased: return "biased";
   }
   return "";
 }
 
 constexpr bool modifies_scores(FwdVariant variant) {
   return variant == FwdVariant::kScoreMod || variant == FwdVariant::kSoftcap || variant == FwdVariant::kAlibi;
+}
+
+constexpr bool visits_by_list(FwdVariant variant) {
+  return variant == FwdVariant::kListed || variant == FwdVariant::kBiased;
 }
 
 // mma.sync family, sm_80 and up. Each fits the 99 KB of shared memory of sm_86/89/120, at head dim 512 all but kPlain.
@@ -201,12 +208,12 @@ constexpr Sm90FwdTile kSm90ListedTiles[] = {
     {256, 128, 64, 2, 1, false, 1, 0, 128},
 };
 
-// Whether the kernel of a row above has biases as data: not with three consumers of 128 keys, where S leaves no registers
-// to the addresses of their elements. Calls with one take the next greater head dim.
-constexpr bool sm90_takes_bias(int head_dim) { return head_dim >= kSm90MaskedTile.head_dim; }
+// kBiased at the first of these head dims: with three consumers S leaves no registers to a bias.
+constexpr Sm90FwdTile kSm90BiasedTile = {64, 128, 128, 3, 2, true, 1};
 
 // Of head dims that it has a tile for: up to kMaxWgmmaHeadDim.
-constexpr Sm90FwdTile sm90_listed_tile(int head_dim) {
+constexpr Sm90FwdTile sm90_listed_tile(int head_dim, bool biased) {
+  if (biased && head_dim <= kSm90BiasedTile.head_dim) return kSm90BiasedTile;
   int index = 0;
   while (kSm90ListedTiles[index].head_dim < head_dim) ++index;
   return kSm90ListedTiles[index];
@@ -217,7 +224,7 @@ constexpr Sm90FwdTile sm90_fwd_tile(int head_dim, FwdVariant variant) {
     if (head_dim_index(head_dim) == head_dim_index(kSm90MaskedTile.head_dim)) return kSm90MaskedTile;
     variant = FwdVariant::kPlain;
   }
-  if (variant == FwdVariant::kListed) return sm90_listed_tile(head_dim);
+  if (visits_by_list(variant)) return sm90_listed_tile(head_dim, variant == FwdVariant::kBiased);
   if (variant == FwdVariant::kOneWave || variant == FwdVariant::kDirect) {
     Sm90FwdTile tile = kSm90OneWaveTiles[head_dim_index(head_dim) - kSm90FirstHeadDim];
     if (variant == FwdVariant::kDirect) tile.q_stages = 1, tile.overlaps = false;
@@ -231,7 +238,7 @@ constexpr Sm90FwdTile sm90_fwd_tile(int head_dim, FwdVariant variant) {
 // has none; rows are looked up 32 at a time. Not by list.
 constexpr bool sm90_reads_pages(const Sm90FwdTile& tile, FwdVariant variant) {
   return tile.consumer_groups == 1 && variant != FwdVariant::kDropout && variant != FwdVariant::kDirect &&
-         variant != FwdVariant::kListed && tile.block_n % 32 == 0;
+         !visits_by_list(variant) && tile.block_n % 32 == 0;
 }
 
 // Whether masked calls of this head dim have a separate tile.
@@ -249,7 +256,7 @@ constexpr bool sm90_has_variant(int head_dim, FwdVariant variant) {
     return own.consumer_groups != plain.consumer_groups || own.block_m != plain.block_m;
   }
   if (variant == FwdVariant::kDirect) return plain.head_dim == 64 || plain.head_dim == 128;
-  if (variant == FwdVariant::kListed) return own.head_dim == plain.head_dim;
+  if (visits_by_list(variant)) return own.head_dim == plain.head_dim;
   return variant != FwdVariant::kMasked || sm90_splits_masked(head_dim);
 }
 

@@ -94,7 +94,46 @@ __device__ __forceinline__ void add_pairs(Scores& scores, const Coords& coords, 
   }
 }
 
-// The same of 16 bits where a thread's rows are pairs of neighbours, and its columns are 8 apart: S^T.
+// The same of 16 bits in two steps, so that loads overlap what makes the scores. kPairs: of a row.
+template <int kRows, int kPairs>
+struct BiasPairs {
+  uint32_t words[kRows * kPairs];
+  bool loaded;  // by all lanes of the warp
+
+  template <class Coords>
+  __device__ __forceinline__ void load(const ScoreBias& bias, const BiasTile& tile, const Coords& coords) {
+    const int first = tile.key_begin + coords.col(0), last = tile.key_begin + coords.col(2 * kPairs - 1);
+    const bool all_exist = last <= bias.last_col(tile.seqlen_k);
+    loaded = bias.data != nullptr && !bias.is_float && bias.loads_pairs && __all_sync(0xffffffffu, all_exist);
+    if (!loaded) return;
+#pragma unroll
+    for (int mi = 0; mi < kRows; ++mi) {
+      const int row = min(tile.row_begin + coords.row(mi), tile.seqlen_q - 1);
+      const uint32_t* const at = static_cast<const uint32_t*>(bias.data) + ((row * bias.row_stride + first) >> 1);
+#pragma unroll
+      for (int i = 0; i < kPairs; ++i) {
+        // volatile: else it may sink below the wait for the scores
+        const uint32_t* const from = at + (coords.col(2 * i) - coords.col(0)) / 2;
+        asm volatile("ld.global.nc.b32 %0, [%1];" : "=r"(words[mi * kPairs + i]) : "l"(from));
+      }
+    }
+  }
+
+  template <class Element, class Scores>
+  __device__ __forceinline__ void add(Scores& scores) const {
+#pragma unroll
+    for (int mi = 0; mi < kRows; ++mi) {
+#pragma unroll
+      for (int i = 0; i < kPairs; ++i) {
+        const float2 pair = unpack_pair<Element>(words[mi * kPairs + i]);
+        scores(mi, 2 * i) += kBiasUnit * pair.x;
+        scores(mi, 2 * i + 1) += kBiasUnit * pair.y;
+      }
+    }
+  }
+};
+
+// attn_bias of 16 bits where a thread's rows are pairs of neighbours, and its columns are 8 apart: S^T.
 template <class Element, class Scores, class Coords>
 __device__ __forceinline__ void add_transposed_pairs(Scores& scores, const Coords& coords, const ScoreBias& bias,
                                                      const BiasTile& tile) {

@@ -72,8 +72,8 @@ struct FwdConfig {
   // KV blocks in ascending order, unmasked ones first; P V reads V, not V^T.
   static constexpr bool kDescending = false;
   static constexpr bool kTransposedV = false;
-  static constexpr bool kListed = kVariant == FwdVariant::kListed;  // blocks in the order of a list
-  static constexpr bool kMayBias = kListed && plan::sm90_takes_bias(kHeadDim);
+  static constexpr bool kListed = plan::visits_by_list(kVariant);  // blocks in the order of a list
+  static constexpr bool kBiased = kVariant == FwdVariant::kBiased;
   struct NoTripCount {
     static constexpr int kNoBlock = -1;
   };

@@ -130,6 +130,7 @@ cudaError_t run_mha_fwd(const Flash_fwd_split_params& params, const plan::FwdPla
       case FwdVariant::kAlibi: return run_variant<kDtype, kHeadDim, FwdVariant::kAlibi>(params, plan, stream);
       case FwdVariant::kDirect: return run_variant<kDtype, kHeadDim, FwdVariant::kDirect>(params, plan, stream);
       case FwdVariant::kListed: return run_variant<kDtype, kHeadDim, FwdVariant::kListed>(params, plan, stream);
+      case FwdVariant::kBiased: return run_variant<kDtype, kHeadDim, FwdVariant::kBiased>(params, plan, stream);
     }
     return cudaErrorInvalidValue;
   }

@@ -10,6 +10,7 @@
 #include "core/block_range.h"
 #include "kernels/common/convert.h"
 #include "kernels/common/origin.h"
+#include "kernels/common/score_bias.h"
 #include "kernels/sm90/fwd_dropout.h"
 #include "kernels/sm90/fwd_softmax_step.h"
 #include "kernels/sm90/fwd_storage.h"
@@ -56,6 +57,7 @@ struct FwdMainloop {
   ShortSoftcapSeries short_series;  // of the softcap
   BlockEntry entry;                 // kListed: of the block that is masked
   bool clears_next = true;          // kListed: the next P V is the tile's first
+  BiasPairs<kRows, Config::kBlockN / 8> bias_pairs;  // kBiased: of the next scores
 
   __device__ __forceinline__ FwdMainloop(const FwdLaunch& launch, Storage& storage_, int group_)
       : params(launch.params), mask(launch.mask), storage(storage_), group(group_), coords(threadIdx.x % 128) {}
@@ -200,6 +202,29 @@ struct FwdMainloop {
     return factors_of(params, mask.factors, tile, tile.head);
   }
 
+  // kBiased: the biases of a tile's sequence and head, and where its scores of a block lie.
+  __device__ __forceinline__ ScoreBias bias_of(const WorkTile& tile) const {
+    return mask.bias.of(tile.batch, tile.head, tile.q_begin);
+  }
+  __device__ __forceinline__ BiasTile bias_tile(const Work& work, int key, int diagonal) const {
+    return {row_begin(work), key, work.tile.seqlen_q, work.tile.seqlen_k, diagonal};
+  }
+  // Starts loads that do not wait for S.
+  __device__ __forceinline__ void load_bias_pairs(const Work& work, int key) {
+    if constexpr (Config::kBiased) bias_pairs.load(bias_of(work.tile), bias_tile(work, key, 0), coords);
+  }
+  template <class Scores>
+  __device__ __forceinline__ void add_biases_to(Scores& scores, const Work& work, int key, int diagonal) const {
+    const ScoreBias bias = bias_of(work.tile);
+    const BiasTile tile = bias_tile(work, key, diagonal);
+    if (bias_pairs.loaded) {
+      bias_pairs.template add<Element>(scores);
+      if (bias.table != nullptr) add_table(scores, coords, bias, tile);
+    } else {
+      add_biases<Element>(scores, coords, bias, tile);
+    }
+  }
+
   // P of a tile's first block, whose S is complete.
   __device__ __forceinline__ void first_step(const Work& work) {
     softmax = decltype(softmax)();
@@ -218,6 +243,7 @@ struct FwdMainloop {
       slope_log2 = ScoreMod::head_slope_log2(params, work.tile.batch, work.tile.head);
       alibi_row = alibi_diagonal(params, work.tile.batch, mask_of<Config>(params, work.tile), row_begin(work));
     }
+    load_bias_pairs(work, key);
     auto scores = row_col_view(acc_s);
     if (!kMaskFirstOnDemand || n_block != Work::TripCount::kNoBlock) modify_scores<true>(*this, scores, work, key);
     if constexpr (Config::kHasScoreMod) {
@@ -253,6 +279,7 @@ struct FwdMainloop {
     } else {
       key = (Config::kMaskBoundsInRegs ? n_block : work.order.block(i)) * Config::kBlockN;
     }
+    load_bias_pairs(work, key);
     wait_for<Config::kExpAfterPvWait && !kMasked ? 0 : 1>(acc_s);
     if constexpr (!Config::kRandomBitsInPv) dropout.read_col_bits(storage, k_state.stage);
     if constexpr (!SoftmaxStep::kMayRecomputeS) release_k();
@@ -324,6 +351,7 @@ struct FwdMainloop {
 
   // Steps of kListed without mask, dropout and score modifiers, all of which masked steps have as run-time options.
   __device__ __forceinline__ int unmasked_end(const Work& work) const {
+    if constexpr (Config::kBiased) return 0;
     return params.has_score_mod || params.has_dropout ? 0 : work.order.whole;
   }
 

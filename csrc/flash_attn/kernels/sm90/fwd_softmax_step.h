@@ -30,11 +30,7 @@ __device__ __forceinline__ void modify_scores(const Mainloop& m, Scores& scores,
     if (m.params.has_score_mod) {  // the short form: in a kernel for all options code counts more than its time
       const int diagonal = alibi_diagonal(m.params, work.tile.batch, visibility, first_row);
       ScoreMod(m.params, work.tile.batch, work.tile.head).apply(scores, m.coords, diagonal, key);
-      if constexpr (Config::kMayBias) {
-        const ScoreBias bias = m.mask.bias.of(work.tile.batch, work.tile.head, work.tile.q_begin);
-        const BiasTile tile{first_row, key, work.tile.seqlen_q, work.tile.seqlen_k, diagonal};
-        add_biases<typename Config::Element>(scores, m.coords, bias, tile);
-      }
+      if constexpr (Config::kBiased) m.add_biases_to(scores, work, key, diagonal);
     }
     if (m.hides_some()) apply_factors(scores, m.coords, m.factors(work.tile), visibility, first_row, key);
   } else if constexpr (kMasked) {
