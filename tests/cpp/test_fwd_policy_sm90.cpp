@@ -10,8 +10,8 @@ namespace {
 using namespace flash::plan;
 using namespace flash::plan::fwd_feature;
 
-constexpr const char* kVariantNames[kNumFwdVariants] = {"plain",    "short",   "dropout", "score_mod", "masked",
-                                                        "one_wave", "softcap", "alibi",   "direct",    "listed", "biased"};
+constexpr const char* kVariantNames[kNumFwdVariants] = {
+    "plain", "short", "dropout", "score_mod", "masked", "one_wave", "softcap", "alibi", "direct", "listed", "biased"};
 constexpr int kHeadDims[kNumSm90FwdHeadDims] = {64, 96, 128, 192, 256};
 
 struct NamedFeature {

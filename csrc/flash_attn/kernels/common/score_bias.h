@@ -105,16 +105,18 @@ struct BiasPairs {
     const int first = tile.key_begin + coords.col(0), last = tile.key_begin + coords.col(2 * kPairs - 1);
     const bool all_exist = last <= bias.last_col(tile.seqlen_k);
     loaded = bias.data != nullptr && !bias.is_float && bias.loads_pairs && __all_sync(0xffffffffu, all_exist);
-    if (!loaded) return;
 #pragma unroll
     for (int mi = 0; mi < kRows; ++mi) {
       const int row = min(tile.row_begin + coords.row(mi), tile.seqlen_q - 1);
       const uint32_t* const at = static_cast<const uint32_t*>(bias.data) + ((row * bias.row_stride + first) >> 1);
 #pragma unroll
       for (int i = 0; i < kPairs; ++i) {
-        // volatile: else it may sink below the wait for the scores
+        // volatile: else it may sink below the wait for the scores. Predicated: a branch would serialise wgmmas
+        // (C7514).
         const uint32_t* const from = at + (coords.col(2 * i) - coords.col(0)) / 2;
-        asm volatile("ld.global.nc.b32 %0, [%1];" : "=r"(words[mi * kPairs + i]) : "l"(from));
+        asm volatile("{.reg .pred p; setp.ne.b32 p, %2, 0; @p ld.global.nc.b32 %0, [%1];}"
+                     : "=r"(words[mi * kPairs + i])
+                     : "l"(from), "r"(static_cast<int>(loaded)));
       }
     }
   }

@@ -8,6 +8,7 @@
 #include "core/static_switch.h"
 #include "kernels/common/accumulator.h"
 #include "kernels/common/differentiate.h"
+#include "kernels/common/element.h"
 #include "kernels/common/launch.h"
 #include "kernels/common/mask.h"
 #include "kernels/common/origin.h"
@@ -318,11 +319,25 @@ struct BiasGradient {
       const int row = at.row_begin + coords.row(mi);
       const int64_t first = row_index(owner, at.q_begin + row);
 #pragma unroll
-      for (int ni = 0; ni < kCols; ++ni) {
+      for (int ni = 0; ni < kCols; ni += 2) {
         const int64_t col = owner.n_block * kBlockN + coords.col(ni);
-        if (row < at.row_end && col < params.tiles.cols) put(first + col, chunk, total(mi, ni));
+        if (row >= at.row_end || col >= params.tiles.cols) continue;
+        if (stores_pairs()) {
+          put_pair(first + col, total(mi, ni), total(mi, ni + 1));
+        } else {
+          put(first + col, chunk, total(mi, ni));
+          if (col + 1 < params.tiles.cols) put(first + col + 1, chunk, total(mi, ni + 1));
+        }
       }
     }
+  }
+
+  // Pairs of 16-bit columns, all of which exist.
+  __device__ __forceinline__ bool stores_pairs() const {
+    return params.partial_ptr == nullptr && !params.out_is_float && params.tiles.cols % 2 == 0;
+  }
+  __device__ __forceinline__ void put_pair(int64_t index, float first, float second) const {
+    static_cast<uint32_t*>(params.out_ptr)[index / 2] = pack_pair(first, second, Element{});
   }
 
   __device__ __forceinline__ void store_column_sums(const float* tile, const BiasTiles::Owner& owner,
