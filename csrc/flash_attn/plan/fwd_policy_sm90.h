@@ -154,11 +154,11 @@ constexpr FwdPolicy kRows[kNumFwdVariants][kNumSm90FwdHeadDims] = {
         {192, 0, 0},
         {256, kExpBeforePvWait | kSpeculativeExp | kIntFlags, 1},
     },
-    // kBiased: those of kListed without speculation, which would add a bias twice
+    // kBiased: no speculation, which would add a bias twice
     {
         {64, kIntFlags, 1},
         {96, 0, 0},
-        {128, kEarlyStored | kIntFlags, 1},
+        {128, kIssueNextQkEarly | kIntFlags, 1},
         {192, 0, 0},
         {256, kExpBeforePvWait | kIntFlags, 1},
     },

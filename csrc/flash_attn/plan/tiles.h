@@ -208,15 +208,18 @@ constexpr Sm90FwdTile kSm90ListedTiles[] = {
     {256, 128, 64, 2, 1, false, 1, 0, 128},
 };
 
-// kBiased at the first of these head dims: with three consumers S leaves no registers to a bias.
-constexpr Sm90FwdTile kSm90BiasedTile = {64, 128, 128, 3, 2, true, 1};
+// kBiased: two consumers have the registers for the elements of a bias on their way, three do not.
+constexpr Sm90FwdTile kSm90BiasedTiles[] = {
+    {64, 128, 128, 3, 2, true, 1},
+    {128, 128, 128, 2, 2, false, 1},
+    {256, 128, 64, 2, 1, false, 1, 0, 128},
+};
 
 // Of head dims that it has a tile for: up to kMaxWgmmaHeadDim.
 constexpr Sm90FwdTile sm90_listed_tile(int head_dim, bool biased) {
-  if (biased && head_dim <= kSm90BiasedTile.head_dim) return kSm90BiasedTile;
-  int index = 0;
-  while (kSm90ListedTiles[index].head_dim < head_dim) ++index;
-  return kSm90ListedTiles[index];
+  const Sm90FwdTile* tile = biased ? kSm90BiasedTiles : kSm90ListedTiles;
+  while (tile->head_dim < head_dim) ++tile;
+  return *tile;
 }
 
 constexpr Sm90FwdTile sm90_fwd_tile(int head_dim, FwdVariant variant) {

@@ -243,7 +243,7 @@ struct FwdMainloop {
       slope_log2 = ScoreMod::head_slope_log2(params, work.tile.batch, work.tile.head);
       alibi_row = alibi_diagonal(params, work.tile.batch, mask_of<Config>(params, work.tile), row_begin(work));
     }
-    load_bias_pairs(work, key);
+    if constexpr (Config::kBiased) bias_pairs.loaded = false;  // nothing to overlap
     auto scores = row_col_view(acc_s);
     if (!kMaskFirstOnDemand || n_block != Work::TripCount::kNoBlock) modify_scores<true>(*this, scores, work, key);
     if constexpr (Config::kHasScoreMod) {
