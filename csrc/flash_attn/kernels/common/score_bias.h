@@ -94,6 +94,13 @@ __device__ __forceinline__ void add_pairs(Scores& scores, const Coords& coords, 
   }
 }
 
+// volatile: else it may sink below a wait for scores. Predicated: a branch would serialise wgmmas (C7514).
+__device__ __forceinline__ void load_if(bool condition, uint32_t& word, const uint32_t* from) {
+  asm volatile("{.reg .pred p; setp.ne.b32 p, %2, 0; @p ld.global.nc.b32 %0, [%1];}"
+               : "=r"(word)
+               : "l"(from), "r"(static_cast<int>(condition)));
+}
+
 // The same of 16 bits in two steps, so that loads overlap what makes the scores. kPairs: of a row.
 template <int kRows, int kPairs>
 struct BiasPairs {
@@ -135,25 +142,42 @@ struct BiasPairs {
   }
 };
 
-// attn_bias of 16 bits where a thread's rows are pairs of neighbours, and its columns are 8 apart: S^T.
-template <class Element, class Scores, class Coords>
-__device__ __forceinline__ void add_transposed_pairs(Scores& scores, const Coords& coords, const ScoreBias& bias,
-                                                     const BiasTile& tile) {
-  using namespace cute;
-  constexpr int kRows = decltype(size<0>(scores))::value, kCols = decltype(size<1>(scores))::value;
-  const int lane = threadIdx.x % 32, row_of_lane = lane / 4 - 2 * (lane % 4);
+// The same where a thread's rows are pairs of neighbours, and its columns are 8 apart: S^T. Loaded as pairs of columns,
+// which are transposed where they are added.
+template <int kPairs, int kCols>
+struct TransposedBiasPairs {
+  uint32_t words[kPairs * kCols];
+  bool loaded;  // by all lanes of the warp
+
+  template <class Coords>
+  __device__ __forceinline__ void load(const ScoreBias& bias, const BiasTile& tile, const Coords& coords) {
+    const int lane = threadIdx.x % 32, row_of_lane = lane / 4 - 2 * (lane % 4);
+    const bool all_exist = tile.key_begin + coords.col(kCols - 1) <= bias.last_col(tile.seqlen_k);
+    loaded = bias.data != nullptr && !bias.is_float && bias.loads_pairs && __all_sync(0xffffffffu, all_exist);
 #pragma unroll
-  for (int mi = 0; mi < kRows; mi += 2) {
-    const int row = min(tile.row_begin + coords.row(mi) + row_of_lane, tile.seqlen_q - 1);
+    for (int i = 0; i < kPairs; ++i) {
+      const int row = min(tile.row_begin + coords.row(2 * i) + row_of_lane, tile.seqlen_q - 1);
 #pragma unroll
-    for (int ni = 0; ni < kCols; ++ni) {
-      const int64_t at = (row * bias.row_stride + tile.key_begin + coords.col(ni) - row_of_lane) >> 1;
-      const float2 pair = unpack_pair<Element>(transpose_pairs(__ldg(static_cast<const uint32_t*>(bias.data) + at)));
-      scores(mi, ni) += kBiasUnit * pair.x;
-      scores(mi + 1, ni) += kBiasUnit * pair.y;
+      for (int ni = 0; ni < kCols; ++ni) {
+        const int64_t at = (row * bias.row_stride + tile.key_begin + coords.col(ni) - row_of_lane) >> 1;
+        load_if(loaded, words[i * kCols + ni], static_cast<const uint32_t*>(bias.data) + at);
+      }
     }
   }
-}
+
+  template <class Element, class Scores>
+  __device__ __forceinline__ void add(Scores& scores) const {
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) {
+#pragma unroll
+      for (int ni = 0; ni < kCols; ++ni) {
+        const float2 pair = unpack_pair<Element>(transpose_pairs(words[i * kCols + ni]));
+        scores(2 * i, ni) += kBiasUnit * pair.x;
+        scores(2 * i + 1, ni) += kBiasUnit * pair.y;
+      }
+    }
+  }
+};
 
 // Any strides and ends. The inner loop is the short one: offsets of the others need no registers then.
 template <class Element, class Scores, class Coords>
@@ -215,7 +239,10 @@ __device__ __forceinline__ void add_biases(Scores& scores, const Coords& coords,
     if (!loads_pairs(bias, tile, scores, coords) || (kTransposed && bias.is_float)) {
       add_elements<Element>(scores, coords, bias, tile);
     } else if constexpr (kTransposed) {
-      add_transposed_pairs<Element>(scores, coords, bias, tile);
+      constexpr int kRows = decltype(cute::size<0>(scores))::value, kCols = decltype(cute::size<1>(scores))::value;
+      TransposedBiasPairs<kRows / 2, kCols> pairs;
+      pairs.load(bias, tile, coords);
+      pairs.template add<Element>(scores);
     } else {
       add_pairs<Element>(scores, coords, bias, tile);
     }

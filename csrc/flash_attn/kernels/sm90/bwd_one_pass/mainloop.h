@@ -61,6 +61,7 @@ struct BwdMainloop {
   PipelineState<2> dq_state;  // of the next dS whose dQ is to be computed
 
   AccDkv acc_dk, acc_dv;
+  TransposedBiasPairs<Config::kBlockM / 8, 2> bias_pairs;  // kListed: of the next scores
 
   __device__ __forceinline__ BwdMainloop(const BwdLaunch& launch_, Storage& storage_, const BwdWorkTile& tile_,
                                          int group_, PipelineState<Config::kStages> state_,
@@ -146,6 +147,7 @@ struct BwdMainloop {
     start_scores(storage.k[0], storage.q[stage], acc_s);
     storage.do_full[stage].wait(state.phase);
     start_scores(storage.v[0], storage.dout[stage], acc_dp);
+    load_bias_pairs(at);
     wait_for<1>(acc_s);
     differentiate<true>(at, Config::kListed && is_whole(at), lse_log2, acc_s, acc_dp);
     compute_dk_alternate_dq(acc_dp, i);
@@ -168,6 +170,28 @@ struct BwdMainloop {
     }
   }
 
+  // kListed: starts loads of a bias that do not wait for S.
+  __device__ __forceinline__ BiasTile bias_tile(const BwdStep<Config>& at, int diagonal) const {
+    return {at.m_block * Config::kBlockM, key_begin(), tile.seqlen_q, tile.seqlen_k, diagonal};
+  }
+  __device__ __forceinline__ void load_bias_pairs(const BwdStep<Config>& at) {
+    if constexpr (Config::kListed) {
+      bias_pairs.loaded = false;
+      if (!launch.mask.bias.given()) return;
+      bias_pairs.load(launch.mask.bias.of(tile.batch, at.head, tile.q_begin), bias_tile(at, 0), coords);
+    }
+  }
+  template <class Scores>
+  __device__ __forceinline__ void add_biases_to(Scores& scores, const BwdStep<Config>& at, int diagonal) const {
+    const ScoreBias bias = launch.mask.bias.of(tile.batch, at.head, tile.q_begin);
+    if (bias_pairs.loaded) {
+      bias_pairs.template add<Element>(scores);
+      if (bias.table != nullptr) add_table(scores, coords, bias, bias_tile(at, diagonal));
+    } else {
+      add_biases<Element>(scores, coords, bias, bias_tile(at, diagonal));
+    }
+  }
+
   // On entry S is complete and dP in flight; on exit acc_s holds P and acc_dp holds dS. kStartsDv: starts dV += P^T dO
   // before it waits for dP.
   template <bool kStartsDv, class LseRows>
@@ -184,7 +208,7 @@ struct BwdMainloop {
       const int diagonal = alibi_diagonal(params, tile.batch, visibility, tile_coords.row_begin);
       if (params.has_score_mod) {
         ScoreMod(params, tile.batch, at.head).apply(scores, coords, diagonal, tile_coords.key_begin);
-        add_biases_of(mask_at(at), tile_coords, diagonal, coords, scores);
+        add_biases_to(scores, at, diagonal);
       }
       if (!is_unmasked) mask_scores<Config::kBlockM, 64>(scores, coords, mask_at(at), tile_coords);
       exponentiate_scores(scores, params.softmax_scale_log2, lse_log2);
@@ -302,6 +326,7 @@ struct BwdMainloop {
       AccSdP acc_dp;
       storage.do_full[stage].wait(state.phase);
       start_scores(values, storage.dout[stage], acc_dp);
+      load_bias_pairs(at);
       wait_for_order_barrier<Config>(group);
       const bool is_unmasked =
           Config::kListed ? is_whole(at) : at.m_block >= unmasked.begin && at.m_block < unmasked.end;
