@@ -13,6 +13,8 @@
 
 #include "kernels/common/dropout.h"
 #include "kernels/common/pdl.h"
+#include "kernels/common/shared_storage.h"
+#include "kernels/common/warp_index.h"
 #include "kernels/sm90/wide_fwd_consumer.h"
 #include "kernels/sm90/wide_fwd_producer.h"
 #include "plan/sm90_smem.h"
@@ -23,10 +25,7 @@ namespace sm90 {
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, 1)
     flash_fwd_wide_kernel(const __grid_constant__ WideFwdLaunch launch) {
-  static_assert(sizeof(WideFwdStorage<Config>) == plan::sm90_wide_fwd_smem_bytes(Config::kDtype),
-                "plan and kernel agree on the shared memory");
-  extern __shared__ __align__(1024) char smem[];
-  auto& storage = *reinterpret_cast<WideFwdStorage<Config>*>(smem);
+  auto& storage = shared_storage<WideFwdStorage<Config>, plan::sm90_wide_fwd_smem_bytes(Config::kDtype)>();
   if (threadIdx.x == 0) {
     storage.init_barriers();
     tma::Barrier::fence_init();
@@ -36,8 +35,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   const WideFwdWork work(launch, blockIdx.x, Config::kBlockM, Config::kBlockN);
   __syncthreads();
   if (work.tile.empty()) return;
-  // Shuffled, so that ptxas sees uniform branches.
-  const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), group = warp / 4;
+  const int warp = warp_index(), group = warp / 4;
   if (group == 0) {
     cutlass::arch::warpgroup_reg_dealloc<Config::kProducerRegisters>();
     WideFwdProducer<Config>(launch, storage, work).run(warp);

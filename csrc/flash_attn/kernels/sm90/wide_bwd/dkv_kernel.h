@@ -16,6 +16,8 @@
 #include "kernels/common/differentiate.h"
 #include "kernels/common/pdl.h"
 #include "kernels/common/row_store.h"
+#include "kernels/common/shared_storage.h"
+#include "kernels/common/warp_index.h"
 #include "kernels/sm90/bwd_row_values.h"
 #include "kernels/sm90/bwd_steps.h"
 #include "kernels/sm90/bwd_tile_loader.h"
@@ -330,10 +332,7 @@ struct WideDkvConsumer {
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, 1)
     flash_bwd_wide_dkv_kernel(const __grid_constant__ BwdTwoPassLaunch launch) {
-  static_assert(sizeof(WideDkvStorage<Config>) == plan::sm90_wide_dkv_smem_bytes(Config::kDtype),
-                "plan and kernel agree on the shared memory");
-  extern __shared__ __align__(1024) char smem[];
-  auto& storage = *reinterpret_cast<WideDkvStorage<Config>*>(smem);
+  auto& storage = shared_storage<WideDkvStorage<Config>, plan::sm90_wide_dkv_smem_bytes(Config::kDtype)>();
   if (threadIdx.x == 0) storage.init_barriers();
   wait_for_previous_kernel();
   const int half = blockIdx.x % Config::kConsumers;
@@ -341,8 +340,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
       bwd_work_tile_at(launch.params, Config::kBlockN, blockIdx.x / Config::kConsumers, launch.grid);
   __syncthreads();
   if (tile.empty(Config::kBlockN)) return;
-  // Shuffled, so that ptxas sees uniform branches.
-  const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), group = warp / 4;
+  const int warp = warp_index(), group = warp / 4;
   if (group == 0) {
     cutlass::arch::warpgroup_reg_dealloc<Config::kProducerRegisters>();
     if (warp < 2) WideDkvLoader<Config>(launch, storage, warp, half).run(tile);

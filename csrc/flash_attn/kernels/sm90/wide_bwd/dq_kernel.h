@@ -13,6 +13,8 @@
 #include "kernels/common/mask.h"
 #include "kernels/common/pdl.h"
 #include "kernels/common/row_store.h"
+#include "kernels/common/shared_storage.h"
+#include "kernels/common/warp_index.h"
 #include "kernels/sm90/bwd_launch_params.h"
 #include "kernels/sm90/bwd_tile_loader.h"
 #include "kernels/sm90/bwd_two_pass/dq_rows.h"
@@ -255,10 +257,7 @@ struct WideDqConsumer {
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, 1)
     flash_bwd_wide_dq_kernel(const __grid_constant__ BwdTwoPassLaunch launch) {
-  static_assert(sizeof(WideDqStorage<Config>) == plan::sm90_wide_dq_smem_bytes(Config::kDtype),
-                "plan and kernel agree on the shared memory");
-  extern __shared__ __align__(1024) char smem[];
-  auto& storage = *reinterpret_cast<WideDqStorage<Config>*>(smem);
+  auto& storage = shared_storage<WideDqStorage<Config>, plan::sm90_wide_dq_smem_bytes(Config::kDtype)>();
   if (threadIdx.x == 0) storage.init_barriers();
   wait_for_previous_kernel();
   const WorkTile tile = work_tile_at(launch.params, Config::kBlockM, blockIdx.x);
@@ -266,8 +265,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   if (tile.empty()) return;
   const BlockRange range =
       block_range(mask_of<Config>(launch.params, tile), tile.row_begin, tile.row_end, Config::kBlockN);
-  // Shuffled, so that ptxas sees uniform branches.
-  const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), group = warp / 4;
+  const int warp = warp_index(), group = warp / 4;
   if (group == 0) {
     cutlass::arch::warpgroup_reg_dealloc<Config::kProducerRegisters>();
     if (warp < 2 && range.count() > 0) WideDqLoader<Config>(launch, storage, warp).run(tile, range);
