@@ -1,4 +1,4 @@
-"""mask, attn_bias, rel_bias and mask_bits where some calls take none of them: over caches and ranks, with 8 bits."""
+"""Calls that refuse some of mask, attn_bias, rel_bias and mask_bits: over caches, across ranks, with 8 bits."""
 
 from __future__ import annotations
 

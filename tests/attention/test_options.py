@@ -192,7 +192,7 @@ FUNCTIONS = (
     flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache, flash_attn_cp_func,
     fa3.flash_attn_func, fa3.flash_attn_varlen_func, fa3.flash_attn_with_kvcache,
 )  # fmt: skip
-# The other arguments: the tensors that are attended, and options with tests of their own, by file.
+# All other arguments: input tensors, and options that another file tests, by file.
 INPUTS = {"q", "k", "v", "k_cache", "v_cache", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k",
           "block_table", "rotary_sin", "rotary_interleaved"}  # fmt: skip
 ELSEWHERE = {

@@ -350,7 +350,7 @@ void check_biases() {
         const bool listed = head_dim <= 256 && forced == nullptr;
         check::that(plan.family == (listed ? Family::kWgmma : Family::kMmaSync), "family", head_dim, options);
         const bool has_pass = listed && (problem.has_softcap || problem.deterministic || head_dim > 128);
-        const bool has_bits = listed && !has_pass && problem.has_dropout && head_dim > 64;  // beside no boxes
+        const bool has_bits = listed && !has_pass && problem.has_dropout && head_dim > 64;  // leaves no room for boxes
         const BwdVariant by_list = has_pass || has_bits ? BwdVariant::kListed : BwdVariant::kBiased;
         check::that(plan.variant == (listed ? by_list : BwdVariant::kDropout), "variant", head_dim);
         check::that(plan.mask.matrices == listed, "lists", head_dim, plan.mask.matrices);

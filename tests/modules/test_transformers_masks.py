@@ -104,7 +104,7 @@ def test_a_prefix_with_padding_behind_it():
 @pytest.mark.parametrize("new", (1, 4))
 @pytest.mark.parametrize("kind", ("causal", "chunked_causal", "sliding_window_causal"))
 def test_cached_keys(new, kind):
-    """Queries behind the first ones; one query gets a mask of tokens."""
+    """Queries after the first ones; one query gets a mask of tokens."""
     function = {
         "causal": masking_utils.causal_mask_function,
         "chunked_causal": masking_utils.chunked_causal_mask_function(CHUNK, torch.tensor([0, 3])),

@@ -197,7 +197,8 @@ inline BiasTiles rel_bias_tiles(const at::Tensor& bias, const Flash_bwd_params& 
 // Bytes of a dS that is stored to be summed. A larger one is computed again, tile by tile.
 constexpr int64_t kMostStoredBytes = int64_t{1} << 31;
 
-// The sums of a stored dS for a table; none where matrices have diagonals of their own, or the table is long.
+// How the gradient of rel_bias is summed from a stored dS. No parts, so that dS is computed again: without a rel_bias,
+// in packed calls and calls with origins, whose sequences differ in diagonals, and for a long table.
 inline DiagonalParts diagonal_parts(const BiasTensors& bias, const Flash_bwd_params& call) {
   constexpr int64_t kMostFloats = int64_t{1} << 26;
   DiagonalParts parts;

@@ -131,7 +131,7 @@ constexpr int sm90_dq_smem_bytes(const Sm90BwdTile& tile, bool may_drop, Dtype d
 
 // kBiased: boxes of a bias for each consumer; they take the place of a dedicated buffer for dK and dV.
 constexpr int kSm90BwdBiasStages = 2;
-// Whether it has room for the random bits of dropout beside them.
+// Whether shared memory also has room for the random bits of dropout.
 constexpr bool sm90_biased_bwd_may_drop(const Sm90BwdTile& tile) { return tile.head_dim <= 64; }
 
 // sizeof(sm90::BwdStorage).

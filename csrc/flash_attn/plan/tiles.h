@@ -230,7 +230,7 @@ constexpr Sm90FwdTile kSm90ListedTiles[] = {
     {256, 128, 64, 2, 1, false, 1, 0, 128},
 };
 
-// kBiased: with so many rows K, V and a bias of 16 bits are a third less bytes for each score than with 128.
+// kBiased: 192 rows need a third fewer bytes of K, V and a 16-bit bias per score than 128 rows do.
 constexpr int kBiasBoxBytes = 128;
 constexpr Sm90FwdTile kSm90BiasedTiles[] = {
     {64, 192, 128, 2, 2, true, 1, 0, 0, 4},

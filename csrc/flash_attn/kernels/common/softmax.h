@@ -197,8 +197,8 @@ struct Softmax {
   }
 
   // Second half of update(). Offsets: row_max * scale, subtracted from exponents; large ones from the scores
-  // beforehand. kBlockSums: each block has a sum of its own, as one chain of additions over thousands of keys would be
-  // most of the LSE's error.
+  // beforehand. kBlockSums: the block is summed first and then added to row_sum. One chain of additions over thousands
+  // of keys would be most of the LSE's error.
   template <bool kBlockSums = false, class Scores>
   __device__ __forceinline__ void exponentiate(Scores& scores, float scale) {
     using namespace cute;

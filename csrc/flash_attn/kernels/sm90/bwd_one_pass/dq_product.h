@@ -13,7 +13,7 @@ namespace flash {
 namespace sm90 {
 
 // kBiased: the store of a step's dS, from which the gradient of attn_bias is made, by one thread. The bulk copy starts
-// behind that thread's fence_buffer().
+// after that thread's fence_buffer().
 template <class Config>
 struct DsStore {
   const BwdLaunch& launch;
