@@ -30,8 +30,8 @@ sinks, s_aux, learnable_sink: (nheads,) float32 or half precision, one argument 
 
 _SCORE_TENSORS = """\
 mask: `flash_attn.AttentionMask`, or a bool tensor <of_scores>,
-    True where a score takes part (docs/masks.md); causal and window hide further scores. On CUDA for compute
-    capability 9.0, head dims up to 256, without pages and 8-bit tensors.
+    True where a score takes part (docs/masks.md); causal and window hide further scores. On CUDA without pages
+    and 8-bit tensors.
 attn_bias: of q's dtype or float32, <of_scores>.
     Added to the scores, after softcap, in natural-log units; -inf hides a score. Learnable.
     On CUDA without 8-bit tensors.

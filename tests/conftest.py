@@ -215,14 +215,6 @@ def device(request):
 
 
 @pytest.fixture
-def masked_device(device) -> str:
-    """The device, where its kernels take a mask, and with it biases."""
-    if device == "cuda" and torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("CUDA kernels take masks on compute capability 9.0 alone")
-    return device
-
-
-@pytest.fixture
 def hopper(device):
     """The device, where the kernels are of two families; skips where there is one only."""
     import flash_attn

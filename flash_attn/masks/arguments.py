@@ -10,7 +10,6 @@ from .checks import dtype_name, require
 from .factors import MaskFactors, pack_bits
 
 DEVICES = ("cpu", "cuda")  # whose backends take them
-MAX_MASKED_HEAD_DIM = 256  # of the kernels with a mask on CUDA
 
 
 def mask_factors(

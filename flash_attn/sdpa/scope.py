@@ -15,10 +15,9 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
-import flash_attn
 from flash_attn.flash_attn_interface import flash_attn_func
 from flash_attn.limits import MAX_HEAD_DIM
-from flash_attn.masks.arguments import DEVICES, MAX_MASKED_HEAD_DIM
+from flash_attn.masks.arguments import DEVICES
 from flash_attn.ops import arguments, context
 from flash_attn.scoped import Scoped
 
@@ -39,8 +38,8 @@ def use(devices: str | Sequence[str] = ("cuda",)) -> Iterator[None]:
 
     Calls that they support come here, all others go to PyTorch as before. Supported: query, key and value of four
     dimensions, float16 or bfloat16 (or cast to them by torch.autocast), head dims up to 512, of plain tensors outside
-    of torch.func transforms. attn_mask may be one of `torch.nn.attention.bias`, a tensor of numbers, or a bool one (on
-    CUDA for compute capability 9.0, head dims up to 256). is_causal is aligned to the top left corner, as PyTorch's,
+    of torch.func transforms. attn_mask may be one of `torch.nn.attention.bias`, a tensor of numbers, or a bool one.
+    is_causal is aligned to the top left corner, as PyTorch's,
     whatever the lengths.
 
     The scope is that of the thread or asyncio task; while one is open anywhere, checkpoints that a backward on a GPU
@@ -160,15 +159,15 @@ def _served_inputs(
         and heads > 0
         and seqlen_q > 0
         and seqlen_k > 0  # of no batch cuDNN returns None
-        and (attn_mask is None or _mask_fits(attn_mask, query, seqlen_k, max(head_dim, value_dim)))
+        and (attn_mask is None or _mask_fits(attn_mask, query, seqlen_k))
         and 0.0 <= dropout_p < 1.0
         and (scale is None or math.isfinite(scale))
     )
     return (query, key, value, attn_mask) if fits else None
 
 
-def _mask_fits(attn_mask: Any, query: Tensor, seqlen_k: int, head_dim: int) -> bool:
-    """Whether flash_attn_func takes this mask for this query, number of keys and greater head dim."""
+def _mask_fits(attn_mask: Any, query: Tensor, seqlen_k: int) -> bool:
+    """Whether flash_attn_func takes this mask for this query and number of keys."""
     if type(attn_mask) is CausalBias:
         return query.shape[2] == attn_mask.seq_len_q and seqlen_k == attn_mask.seq_len_kv
     if type(attn_mask) not in _TENSOR_TYPES or attn_mask.layout is not torch.strided or attn_mask.is_nested:
@@ -177,24 +176,11 @@ def _mask_fits(attn_mask: Any, query: Tensor, seqlen_k: int, head_dim: int) -> b
     fits: bool = (
         attn_mask.device == query.device
         and attn_mask.dtype in (torch.bool, torch.float32, query.dtype)
-        and _takes_mask(query.device, attn_mask.dtype, head_dim)
+        and query.device.type in DEVICES
         and 2 <= attn_mask.dim() <= 4
         and all(n in (1, full) for n, full in zip(attn_mask.shape[::-1], sizes))
     )
     return fits
-
-
-def _takes_mask(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether the kernels of a device take an attn_mask of this dtype; otherwise the call is PyTorch's."""
-    if dtype != torch.bool or device.type == "cpu":
-        return device.type in DEVICES
-    return device.type in DEVICES and head_dim <= MAX_MASKED_HEAD_DIM and _has_list_kernels(device.index or 0)
-
-
-@cache
-def _has_list_kernels(index: int) -> bool:
-    """Whether the wgmma family, which alone visits blocks by list, runs on a GPU."""
-    return torch.cuda.get_device_capability(index) == (9, 0) and "90" in flash_attn.__build__["archs"]
 
 
 def _plain_execution() -> bool:

@@ -153,10 +153,10 @@ def test_biases(device, family, call):
 
 
 @pytest.mark.parametrize("call", MASKED_CALLS, ids=str)
-def test_biases_and_masks(masked_device, call):
-    if masked_device == "cpu" and call.dim > 64:
+def test_biases_and_masks(device, call):
+    if device == "cpu" and call.dim > 64:
         pytest.skip("a head dim of the kernels")
-    check(call, masked_device)
+    check(call, device)
 
 
 @pytest.mark.devices("cuda")

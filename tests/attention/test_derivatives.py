@@ -645,9 +645,9 @@ def differentiated(out, x):
 
 
 @pytest.mark.parametrize("what", (*SECOND, *OF_BIAS))
-def test_masks_and_biases_are_refused_by_name(masked_device, what):
+def test_masks_and_biases_are_refused_by_name(device, what):
     """Whichever input is differentiated, in whichever order; none is left out of the scores."""
-    q, calls = masked_calls(masked_device)
+    q, calls = masked_calls(device)
     q.requires_grad_(what not in ("tangent", "dual"))
     for function, name, given in calls:
         if what in OF_BIAS:
@@ -659,11 +659,11 @@ def test_masks_and_biases_are_refused_by_name(masked_device, what):
             {**SECOND, **OF_BIAS}[what](function, q, given)
 
 
-def test_create_graph_keeps_the_gradients_of_converted_calls(masked_device, monkeypatch):
+def test_create_graph_keeps_the_gradients_of_converted_calls(device, monkeypatch):
     """Padded, with sinks of half precision, a mask and a bias: the gradients are those of a first derivative."""
     monkeypatch.setattr(normalize, "_pads", lambda q: True)
     shapes = (1, 5, 2, 12), (2,), (5, 5)
-    leaves = [torch.randn(x, device=masked_device, dtype=torch.bfloat16, requires_grad=True) for x in shapes]
+    leaves = [torch.randn(x, device=device, dtype=torch.bfloat16, requires_grad=True) for x in shapes]
     q, sinks, attn_bias = leaves
     out = flash_attn_func(q, q, q, sinks=sinks, attn_bias=attn_bias, mask=torch.ones_like(attn_bias).tril() > 0)
     expected, actual = (
@@ -673,9 +673,9 @@ def test_create_graph_keeps_the_gradients_of_converted_calls(masked_device, monk
         torch.testing.assert_close(x, y)
 
 
-def test_a_tangent_of_the_incoming_gradient_alone_sees_the_mask(masked_device):
+def test_a_tangent_of_the_incoming_gradient_alone_sees_the_mask(device):
     """The backward is linear in it, so that its tangent is a backward."""
-    q, calls = masked_calls(masked_device)
+    q, calls = masked_calls(device)
     q.requires_grad_()
     for function, _, given in calls:
         out = function(q, given)

@@ -88,9 +88,8 @@ def dense_inputs(device, count):
 
 @pytest.mark.parametrize("dropout_p", (0.0, 0.2))
 @pytest.mark.parametrize("name", DENSE)
-def test_dense_functions(masked_device, name, dropout_p):
+def test_dense_functions(device, name, dropout_p):
     """Biases with and without axes that broadcast, with causal, sinks and grouped heads."""
-    device = masked_device
     inputs = dense_inputs(device, DENSE[name])
     ids = torch.randint(0, 3, (BATCH, SEQLEN), device=device).sort(-1).values
     mask = AttentionMask.document_ids(ids)
@@ -128,8 +127,7 @@ def packed_reference(device, inputs, mask, attn_bias, rel_bias, lengths=LENGTHS)
 
 
 @pytest.mark.parametrize("name", PACKED)
-def test_packed_functions(masked_device, name):
-    device = masked_device
+def test_packed_functions(device, name):
     count = PACKED[name]
     rest = [(HEADS_K, DIM)] * 2 if count == 3 else [(2, HEADS_K, DIM)]
     shapes = [(3, HEADS, DIM)] if count == 1 else [(HEADS, DIM), *rest]
@@ -146,9 +144,8 @@ def test_packed_functions(masked_device, name):
     check_step(results, reference, [*inputs, attn_bias, rel_bias])
 
 
-def test_rows_in_use(masked_device):
+def test_rows_in_use(device):
     """Rows of masks and biases go with those of q that seqused_q keeps."""
-    device = masked_device
     q, k, v = (randn(device, TOTAL, h, DIM) for h in (HEADS, HEADS_K, HEADS_K))
     cu, used = cumulative(device), torch.tensor([7, 0, 11], device=device)
     lo, hi = torch.randint(0, LONGEST, (2, 1, TOTAL), device=device).sort(0).values
@@ -176,9 +173,9 @@ def test_rows_in_use(masked_device):
 
 
 @pytest.mark.parametrize("axes", ((), (0,), (1,), (0, 1), (2,), (3,), (2, 3), (0, 1, 2, 3)))
-def test_bool_tensors_broadcast(masked_device, axes):
+def test_bool_tensors_broadcast(device, axes):
     """A tensor, its expansion and the mask made of it are one mask."""
-    device, full = masked_device, (BATCH, HEADS, SEQLEN, SEQLEN)
+    full = (BATCH, HEADS, SEQLEN, SEQLEN)
     q, k, v = dense_inputs(device, 3)
     seen = torch.rand([1 if i in axes else n for i, n in enumerate(full)], device=device) > 0.3
     right = expected(q, k, v, seen.expand(full), None, 0, torch.float64)[0]
@@ -216,35 +213,35 @@ def cubes(mask):
 
 
 @pytest.mark.parametrize("axes", ((0,), (1, 3), (0, 1, 2, 3)))
-def test_gradients_of_expanded_biases(masked_device, axes):
+def test_gradients_of_expanded_biases(device, axes):
     """That of the expanded tensor has every element, that of what was expanded their sums."""
     full = (BATCH, HEADS, SEQLEN, SEQLEN)
-    q, k, v = dense_inputs(masked_device, 3)
-    bias = randn(masked_device, *(1 if i in axes else n for i, n in enumerate(full)))
+    q, k, v = dense_inputs(device, 3)
+    bias = randn(device, *(1 if i in axes else n for i, n in enumerate(full)))
     expanded = bias.expand(full)
     results = flash_attn_func(q, k, v, attn_bias=expanded, return_attn_probs=True)
     check_step(results, lambda d: expected(q, k, v, None, None, 0, d, attn_bias=expanded), [q, expanded, bias])
 
 
-def test_compiled_apply_keeps_the_gradient_of_a_bias(masked_device):
+def test_compiled_apply_keeps_the_gradient_of_a_bias(device):
     """Within which torch sees no tensor of a record: the call is left to eager execution."""
 
     def step(q, k, v, bias):
         rest = (0.0, None, False, (-1, -1), 0.0, None, False, False, True, None, Options(attn_bias=bias))
         return FlashAttnFunc.apply(q, k, v, *rest)
 
-    arguments = [*dense_inputs(masked_device, 3), randn(masked_device, SEQLEN, SEQLEN)]
+    arguments = [*dense_inputs(device, 3), randn(device, SEQLEN, SEQLEN)]
     compiled = gradients(torch.compile(step, backend="eager"), arguments)
     for ours, right in zip(compiled, gradients(step, arguments)):
         torch.testing.assert_close(ours, right)
 
 
 @pytest.mark.parametrize("kind", ("mask", "blocks", "tensor"))
-def test_compilers_and_transforms(masked_device, kind):
+def test_compilers_and_transforms(device, kind):
     """torch.compile, torch.func, make_fx and checkpoints give the eager results; new contents compile nothing."""
-    if kind == "blocks" and masked_device == "cuda":
+    if kind == "blocks" and device == "cuda":
         pytest.skip("CUDA takes blocks of multiples of 64, here they have 16")
-    arguments = step_arguments(masked_device, kind)
+    arguments = step_arguments(device, kind)
     eager = gradients(masked_step, arguments)
     q, k, v, mask, attn_bias, rel_bias = arguments
     floats = (q, k, v, attn_bias, rel_bias)
@@ -267,13 +264,12 @@ def test_compilers_and_transforms(masked_device, kind):
         for mine, theirs in zip(ours, right):
             torch.testing.assert_close(mine, theirs, msg=lambda text, name=name: f"{name}: {text}")
     with torch.compiler.set_stance("fail_on_recompile"):
-        changed = step_arguments(masked_device, kind)
+        changed = step_arguments(device, kind)
         torch.testing.assert_close(compiled(*changed), masked_step(*changed))
 
 
-def test_vmap(masked_device):
+def test_vmap(device):
     """Each sample has a mask and a bias, or all samples share one."""
-    device = masked_device
     q = randn(device, 3, BATCH, SEQLEN, HEADS, DIM)
     seen = torch.rand(3, BATCH, 1, SEQLEN, SEQLEN, device=device) > 0.4
     attn_bias = randn(device, HEADS, 1, SEQLEN)
@@ -286,11 +282,11 @@ def test_vmap(masked_device):
         torch.testing.assert_close(ours[i], torch.autograd.grad(loss(attn_bias, q[i], seen[i]), attn_bias)[0])
 
 
-def test_operators_pass_opcheck(masked_device):
-    q, k, v, _, attn_bias, rel_bias = step_arguments(masked_device, "tensor")
+def test_operators_pass_opcheck(device):
+    q, k, v, _, attn_bias, rel_bias = step_arguments(device, "tensor")
     fields = flash_attn.ops.attention_args.AttentionArgs._fields
     given = dict.fromkeys(fields)
-    ranges = torch.tensor([3, 30], dtype=torch.int32, device=masked_device).expand(1, 1, SEQLEN, 2).contiguous()
+    ranges = torch.tensor([3, 30], dtype=torch.int32, device=device).expand(1, 1, SEQLEN, 2).contiguous()
     given.update(
         q=q, k=k, v=v, max_seqlen_q=0, max_seqlen_k=0, dropout_p=0.0, softmax_scale=0.3, causal=True, window_left=-1,
         window_right=-1, softcap=0.0, deterministic=False, return_softmax=False, return_max_logit=False,
@@ -302,8 +298,8 @@ def test_operators_pass_opcheck(masked_device):
 
 
 @pytest.mark.parametrize("name", ("mask", "attn_bias", "rel_bias"))
-def test_a_change_before_the_backward_is_an_error(masked_device, name):
-    arguments = dict(zip(inspect.signature(masked_step).parameters, step_arguments(masked_device, "mask")))
+def test_a_change_before_the_backward_is_an_error(device, name):
+    arguments = dict(zip(inspect.signature(masked_step).parameters, step_arguments(device, "mask")))
     out = masked_step(**arguments)
     changed = arguments[name]
     changed = next(iter(changed.factors.tensors().values())) if name == "mask" else changed
@@ -313,12 +309,12 @@ def test_a_change_before_the_backward_is_an_error(masked_device, name):
         out.sum().backward()
 
 
-def test_gradients_only_for_biases_that_ask(masked_device, monkeypatch):
+def test_gradients_only_for_biases_that_ask(device, monkeypatch):
     """Of a constant bias the backend sums none."""
-    backend, seen = backends.get(masked_device), []
+    backend, seen = backends.get(device), []
     bwd = backend.bwd
     monkeypatch.setattr(backend, "bwd", lambda *args, **named: [seen.append(named), bwd(*args, **named)][1])
-    q, k, v, mask, attn_bias, rel_bias = step_arguments(masked_device, "mask")
+    q, k, v, mask, attn_bias, rel_bias = step_arguments(device, "mask")
     constant = attn_bias.detach()
     masked_step(q, k, v, mask, constant, None).sum().backward()
     assert seen[-1]["bias_grad"] is False and q.grad is not None
@@ -346,12 +342,12 @@ def test_plain_calls_pass_nothing_by_name(device, monkeypatch):
     assert seen == dict.fromkeys(("fwd", "varlen_fwd", "bwd", "varlen_bwd"), {})
 
 
-def test_minus_infinity_hides(masked_device):
+def test_minus_infinity_hides(device):
     """With a row that sees nothing."""
-    q, k, v = dense_inputs(masked_device, 3)
-    seen = torch.rand(SEQLEN, SEQLEN, device=masked_device) > 0.4
+    q, k, v = dense_inputs(device, 3)
+    seen = torch.rand(SEQLEN, SEQLEN, device=device) > 0.4
     seen[5] = False
-    bias = torch.zeros(SEQLEN, SEQLEN, device=masked_device).masked_fill(~seen, -math.inf)
+    bias = torch.zeros(SEQLEN, SEQLEN, device=device).masked_fill(~seen, -math.inf)
     for ours, right in zip(
         flash_attn_func(q, k, v, attn_bias=bias, return_attn_probs=True),
         flash_attn_func(q, k, v, mask=seen, return_attn_probs=True),
@@ -359,11 +355,11 @@ def test_minus_infinity_hides(masked_device):
         torch.testing.assert_close(ours, right)
 
 
-def test_explain(masked_device):
-    keep = torch.ones(SEQLEN, device=masked_device)
+def test_explain(device):
+    keep = torch.ones(SEQLEN, device=device)
     mask = AttentionMask.key_padding(keep.bool())
-    plans = flash_attn.explain(flash_attn_func, *dense_inputs(masked_device, 3), mask=mask)
-    assert plans["forward"]["kernel"] == "tiled" or masked_device == "cuda"
+    plans = flash_attn.explain(flash_attn_func, *dense_inputs(device, 3), mask=mask)
+    assert plans["forward"]["kernel"] == "tiled" or device == "cuda"
     assert plans["backward"] is not None
 
 
@@ -381,7 +377,7 @@ def test_explain(masked_device):
         ({"mask": torch.ones(1, 1, 36, 37, dtype=torch.bool)}, "mask.bits: expected 37 x 2"),
     ),
 )
-def test_errors_name_the_argument(masked_device, given, message):
-    given = {name: x.to(masked_device) if isinstance(x, torch.Tensor) else x for name, x in given.items()}
+def test_errors_name_the_argument(device, given, message):
+    given = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in given.items()}
     with pytest.raises((RuntimeError, TypeError), match=f"^{message}"):
-        flash_attn_func(*dense_inputs(masked_device, 3), **given)
+        flash_attn_func(*dense_inputs(device, 3), **given)

@@ -21,10 +21,16 @@ BATCH, HEADS = 2, 6
 SQ, SK = (205, 300) if torch.cuda.is_available() else (75, 130)
 
 
-@pytest.fixture(autouse=True)
-def _has_kernels(device):
-    if device == "cuda" and torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("kernels with a mask run on compute capability 9.0")
+@pytest.fixture(params=("wgmma", "mma_sync"), autouse=True)
+def family(request, device, monkeypatch):
+    """Both families of CUDA kernels."""
+    if request.param == "mma_sync":
+        if device == "cpu":
+            pytest.skip("the CPU has one backend")
+        monkeypatch.setenv("FLASH_ATTN_FAMILY", "mma_sync")
+    elif device == "cuda" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the wgmma family runs on compute capability 9.0")
+    return request.param
 
 
 def skip_on_cpu(device, call):
@@ -71,6 +77,8 @@ CALLS = [
     Call("ranges", 256, causal=True),
     Call("sparse blocks", 256, heads_k=1),
     Call("documents", 40, window=(30, 30)),
+    Call("all", 320, causal=True),
+    Call("sparse blocks", 512),
     # dropout and score modifiers
     Call("ranges", 64, window=(90, 200), softcap=2.0, alibi=True, dropout=0.3),
     Call("startend", sinks=True, softcap=3.0, heads_k=6),
@@ -84,6 +92,7 @@ CALLS = [
     Call("startend", deterministic=True, dropout=0.2, alibi=True),
     Call("bits", 192, dim_v=128, deterministic=True),
     Call("documents", 256, deterministic=True, softcap=2.0),
+    Call("bits", 512, deterministic=True, dropout=0.2),
 ]
 
 
@@ -223,6 +232,7 @@ PACKED_CALLS = (
     Call("bits", 128, softcap=3.0),
     Call("bits", 256),
     Call("ranges", 128, deterministic=True),
+    Call("startend", 512, window=(100, 60)),
 )
 
 
@@ -295,21 +305,23 @@ def test_a_graph_reads_the_mask_of_each_replay(device, kind):
 
 
 @pytest.mark.devices("cuda")
-def test_plans_of_calls_with_a_mask(device):
+def test_plans_of_calls_with_a_mask(device, family):
     call = Call("bits", 128)
     q, k, v = inputs(call, device)
     mask = make_mask("bits", SQ, SK, device)
     rest = (None, *numbers(call))
     plan = backends.get(device).explain_fwd(q, k, v, None, *rest, False, None, mask=mask.factors)
-    assert (plan["kernel"], plan["variant"]) == ("wgmma", "listed") and "mask_plan,attention" in plan["stages"]
+    variant = {"wgmma": "listed", "mma_sync": "dropout"}[family]
+    assert (plan["kernel"], plan["variant"]) == (family, variant) and "mask_plan,attention" in plan["stages"]
     plain = backends.get(device).explain_fwd(q, k, v, None, *rest, False, None)
-    assert "mask_plan" not in plain["stages"] and plain["variant"] != "listed"
+    assert "mask_plan" not in plain["stages"] and plain["variant"] != variant
     lse = torch.empty(BATCH, HEADS, SQ, device=device)
     for deterministic in (False, True):
         plan = backends.get(device).explain_bwd(
             q, q, k, v, q, lse, None, None, None, *rest, deterministic, None, None, mask=mask.factors
         )
-        assert (plan["kernel"], plan["variant"], plan["dq_pass"]) == ("wgmma", "listed", deterministic)
+        dq_pass = deterministic and family == "wgmma"
+        assert (plan["kernel"], plan["variant"], plan["dq_pass"]) == (family, variant, dq_pass)
 
 
 def refused(function, message, *args, **named):
@@ -363,12 +375,6 @@ def test_errors(device):
         backend.fwd, "out: expected memory that does not overlap mask.query_ranges, got elements of both", q, q, q,
         overlapping.view(2, 5, 4, 64), *rest[1:], mask=good._replace(query_ranges=factor),
     )  # fmt: skip
-    wide, wide_lse = torch.randn(2, 5, 4, 320, device=device).bfloat16(), torch.zeros(2, 4, 5, device=device)
-    no_kernel = (
-        "mask: expected None where no wgmma kernel runs the call (compute capability 9.0, head dim 320), got one"
-    )
-    refused(backend.fwd, no_kernel, wide, wide, wide, *rest, mask=good)
-    refused(backend.bwd, no_kernel, *[wide] * 5, wide_lse, *[None] * 4, *rest[2:8], False, None, None, mask=good)
     codes, scale = q.to(torch.float8_e4m3fn), torch.ones(4, device=device)
     refused(
         backend.fwd, "k: expected float16 or bfloat16 with a mask on CUDA, got float8_e4m3fn", q, codes, codes, *rest,

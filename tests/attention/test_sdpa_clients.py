@@ -133,10 +133,9 @@ def test_padded_batches(device, way):
     torch.testing.assert_close(logits[seen], expected[seen], atol=2e-2, rtol=2e-2)
 
 
-def test_packed_rows(masked_device):
+def test_packed_rows(device):
     """Training on several documents in a row, which transformers tells apart by position_ids, with the mask that it
     makes for SDPA: as accurate as with torch's."""
-    device = masked_device
     tokens = torch.randint(64, (2, 40), device=device)
     positions = torch.cat([torch.arange(n, device=device) for n in (11, 25, 4)]).expand(2, -1)
     given = {"input_ids": tokens, "labels": tokens, "position_ids": positions, "use_cache": False}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -15,8 +14,6 @@ from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 import flash_attn.sdpa
 from flash_attn.dropout import dropout_mask
-from flash_attn.masks.arguments import MAX_MASKED_HEAD_DIM
-from flash_attn.sdpa.scope import _takes_mask
 
 BOTH = ("cuda", "cpu")
 ORIGINAL = F.scaled_dot_product_attention
@@ -90,36 +87,12 @@ MASKS = {  # heads, rows and columns of a mask in the first batch entry
 }
 
 
-HOPPER, BOTH_FAMILIES = (9, 0), ["80", "90"]
-
-
-@pytest.mark.parametrize(
-    "capability, archs, taken",
-    ((HOPPER, BOTH_FAMILIES, True), (HOPPER, ["80"], False), ((8, 0), BOTH_FAMILIES, False), ((12, 0), ["90"], False)),
-)
-def test_gpus_that_take_a_mask(monkeypatch, capability, archs, taken):
-    """Of the GPUs, those for which there are kernels with block lists; calls on others are PyTorch's as before."""
-    scope = sys.modules["flash_attn.sdpa.scope"]
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
-    monkeypatch.setitem(flash_attn.__build__, "archs", archs)
-    scope._has_list_kernels.cache_clear()
-    gpu = torch.device("cuda", 0)
-    for head_dim in (64, MAX_MASKED_HEAD_DIM, MAX_MASKED_HEAD_DIM + 1):
-        assert scope._takes_mask(gpu, torch.bool, head_dim) == (taken and head_dim <= MAX_MASKED_HEAD_DIM)
-        assert scope._takes_mask(gpu, torch.float16, head_dim)
-        assert scope._takes_mask(torch.device("cpu"), torch.bool, head_dim)
-    scope._has_list_kernels.cache_clear()
-
-
 @pytest.mark.each
 @pytest.mark.parametrize("kind", ("bool", "numbers", "float32", "expanded"))
 @pytest.mark.parametrize("name", MASKS)
 @pytest.mark.needs_torch((2, 5), "makes NaN of rows without keys")
 def test_masks(device, scope, name, kind):
     """Against torch itself, with the gradient of numbers; rows without keys are among those of bool masks."""
-    dtype = torch.float32 if kind in ("numbers", "float32") else torch.bool
-    if not _takes_mask(torch.device(device), dtype, 64):
-        pytest.skip(f"torch computes a mask of {dtype} on this device")
     inputs, shape = make(device, 31, 50), MASKS[name]
     mask = torch.randn(shape, device=device, dtype=inputs[0].dtype)
     leaves = [*inputs]
@@ -145,17 +118,17 @@ def test_masks(device, scope, name, kind):
 
 
 @pytest.mark.parametrize("backend", ("eager", "aot_eager"))
-def test_masks_under_autocast_and_compiled(masked_device, scope, backend):
-    q, k, v = (x.detach().float() for x in make(masked_device, heads_k=4))
-    mask = torch.randn(40, 40, device=masked_device)
+def test_masks_under_autocast_and_compiled(device, scope, backend):
+    q, k, v = (x.detach().float() for x in make(device, heads_k=4))
+    mask = torch.randn(40, 40, device=device)
 
     def step(mask):
-        with torch.autocast(masked_device, torch.bfloat16):
+        with torch.autocast(device, torch.bfloat16):
             return F.scaled_dot_product_attention(q, k, v, mask)
 
     compiled = torch.compile(step, backend=backend, fullgraph=True)
     for given in (mask, mask > 0):
-        out, ours = served(masked_device, step, given)
+        out, ours = served(device, step, given)
         assert ours and out.dtype == torch.bfloat16
         torch.testing.assert_close(compiled(given), out)
         with flash_attn.sdpa.use(()):

@@ -353,9 +353,8 @@ def test_bad_arguments(device):
 
 
 @pytest.mark.parametrize("heads_k", (HEADS, 2))
-def test_masks_and_biases(masked_device, heads_k):
+def test_masks_and_biases(device, heads_k):
     """As the module by definition has it; without use_flash_attn, over a cache or ranks they are refused by name."""
-    device = masked_device
     module = MHA(EMBED, HEADS, heads_k, causal=True, use_flash_attn=True, device=device, dtype=half(device))
     x = torch.randn(BATCH, SEQLEN, EMBED, device=device, dtype=half(device))
     ids = torch.randint(0, 3, (BATCH, SEQLEN), device=device).sort(-1).values

@@ -495,10 +495,10 @@ def test_t5(device, side):
     assert torch.equal(*tokens)
 
 
-def test_position_bias_of_packed_sequences_and_pages_is_refused(masked_device):
+def test_position_bias_of_packed_sequences_and_pages_is_refused(device):
     bias, cu = torch.zeros(1, 4, SEQLEN, SEQLEN), torch.tensor([0, 60], dtype=torch.int32)
     with pytest.raises(NotImplementedError, match="^cu_seq_lens_q: expected None with position_bias, got Tensor"):
-        call(masked_device, position_bias=bias, cu_seq_lens_q=cu, cu_seq_lens_k=cu)
+        call(device, position_bias=bias, cu_seq_lens_q=cu, cu_seq_lens_k=cu)
 
 
 def test_unsupported_arguments_are_named(device):

@@ -185,9 +185,9 @@ def inputs_of(name, device, side=None):
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("side", (None, "left", "right"))
-def test_models(masked_device, name, side):
+def test_models(device, name, side):
     """Logits and the gradient of the first layer's keys."""
-    device, results = masked_device, {}
+    results = {}
     given = inputs_of(name, device, side)
     kept = given.get("attention_mask", torch.ones_like(given["input_ids"])).bool()
     labels = given["input_ids"].masked_fill(
@@ -266,9 +266,8 @@ class Layer(torch.nn.Module):
 
 
 @pytest.mark.parametrize("kind", ("bool", "numbers", "of heads"))
-def test_masks_of_scores(masked_device, kind):
+def test_masks_of_scores(device, kind):
     """Of a model or of the caller: they say all, causal too. Fewer columns than keys are those of the first ones."""
-    device = masked_device
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     q, k, v = (torch.randn(2, h, SEQLEN, 16, device=device, dtype=dtype) for h in (4, 2, 2))
     seen = torch.rand(2, 4 if kind == "of heads" else 1, SEQLEN, 20, device=device) < 0.6

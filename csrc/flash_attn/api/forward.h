@@ -231,7 +231,6 @@ inline void check_mask_options(const FwdCall& call) {
 inline plan::FwdPlan plan_call(const FwdCall& call, const plan::FwdProblem& problem, const Flash_fwd_params& params) {
   if (problem.has_mask() || problem.has_bias) check_mask_options(call);
   const plan::FwdPlan plan = checked_plan(problem, params.device, call.launch.sm_margin);
-  if (problem.has_mask()) check_mask_plan(plan.mask, params);
   if (problem.gathers_keys && plan.stages.has(plan::Stage::kDequantize)) {
     checks::at_most("block_table", static_cast<int64_t>(params.b) * plan.dequantized_rows, "keys of all sequences");
   }

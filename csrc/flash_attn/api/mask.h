@@ -184,14 +184,6 @@ inline MaskParams mask_params(const MaskTensors& mask, int heads) {
   return params;
 }
 
-// A call with a mask has a kernel where its plan has lists.
-inline void check_mask_plan(const plan::MaskPlan& plan, const Flash_fwd_params& params) {
-  if (plan.matrices > 0) return;
-  const int64_t capability = compute_capability(params.device), head_dim = params.max_head_dim();
-  checks::fail("mask", "expected None where no wgmma kernel runs the call (compute capability ", capability / 10, ".",
-               capability % 10, ", head dim ", head_dim, "), got one");
-}
-
 // ---- the pass ----
 
 // Makes the lists of `plan` for the kernels after it, which get them in `mask`. call: with the segments of a packed

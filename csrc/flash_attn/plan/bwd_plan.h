@@ -10,11 +10,11 @@
 namespace flash {
 namespace plan {
 
-// kDropout: of the mma.sync family, which has score modifiers in all of its kernels; origins and biases too. kGeneral:
-// of the wgmma family, dropout and score modifiers. kAccumulate: dK and dV are added to fp32 tensors, in the mma.sync
-// family with or without dropout, in the wgmma family by plain calls; there kGeneral adds for the others. kListed: of
-// the wgmma family, all calls with a mask or a bias as data. kBiased: in its place with a bias, in one pass, at head
-// dim 128 without dropout.
+// kDropout: of the mma.sync family, which has score modifiers in all of its kernels; origins, biases and masks too.
+// kGeneral: of the wgmma family, dropout and score modifiers. kAccumulate: dK and dV are added to fp32 tensors, in the
+// mma.sync family with or without dropout, in the wgmma family by plain calls; there kGeneral adds for the others.
+// kListed: of the wgmma family, all calls with a mask or a bias as data. kBiased: in its place with a bias, in one
+// pass, at head dim 128 without dropout.
 enum class BwdVariant { kPlain, kDropout, kAccumulate, kGeneral, kListed, kBiased };
 
 constexpr const char* variant_name(BwdVariant variant) {
@@ -64,7 +64,7 @@ struct BwdPlan {
   bool dq_is_dynamic = false;
   bool dq_overlaps = false;  // its kernel may begin on multiprocessors that have no n_block left
   int dq_threads = 0, dq_smem_bytes = 0;
-  MaskPlan mask;                 // of kListed
+  MaskPlan mask;                 // of calls with a mask
   MaskPlan dq_mask;              // of dQ's separate kernel
   int64_t softmax_d_rows = 0;    // of one head
   int64_t softmax_d_blocks = 0;  // CTAs of its kernel for each head (and sequence of a dense batch)
@@ -102,11 +102,13 @@ inline BwdPlan plan_bwd_mma_sync(const BwdProblem& problem, const Device& device
   BwdPlan plan;
   const BwdTile wanted = bwd_tile(problem.head_dim);
   const int wanted_smem_bytes = wanted.blocks_per_sm * bwd_smem_bytes(wanted, 1, problem.dtype);
-  plan.small_tile = small_bwd_tile(problem.head_dim) && wanted_smem_bytes > device.smem_per_block;
+  const bool fits = wanted_smem_bytes <= device.smem_per_block && (!problem.has_mask() || may_be_listed(wanted));
+  plan.small_tile = small_bwd_tile(problem.head_dim) && !fits;
   const BwdTile tile = bwd_tile(problem.head_dim, plan.small_tile);
-  plan.variant = problem.accumulates_dkv                                          ? BwdVariant::kAccumulate
-                 : problem.has_dropout || problem.has_origins || problem.has_bias ? BwdVariant::kDropout
-                                                                                  : BwdVariant::kPlain;
+  const bool is_general = problem.has_dropout || problem.has_origins || problem.has_bias || problem.has_mask();
+  plan.variant = problem.accumulates_dkv ? BwdVariant::kAccumulate
+                 : is_general            ? BwdVariant::kDropout
+                                         : BwdVariant::kPlain;
   plan.may_store_ds = problem.has_bias && !problem.has_softcap;
   plan.head_dim = plan.head_dim_v = tile.head_dim;
   plan.block_m = tile.block_m;
@@ -123,6 +125,7 @@ inline BwdPlan plan_bwd_mma_sync(const BwdProblem& problem, const Device& device
   plan.grid = plan.order.blocks;
   set_dq_accumulator(plan, problem);
   plan.dq_threads = plan.threads;
+  if (problem.has_mask()) plan.mask = plan_mask(problem, true, list_size(tile.block_n), list_size(tile.block_m));
   return plan;
 }
 
@@ -254,7 +257,7 @@ inline bool wgmma_supports(const BwdProblem& problem, const Device& device) {
 }
 
 // `forced`: the value of FLASH_ATTN_FAMILY, or null (choose_backward_family()). If no kernel takes V with another head
-// dim, it is the plan of the padded call. A call with a mask that no kernel takes gets a plan without MaskPlan.
+// dim, it is the plan of the padded call.
 inline BwdPlan plan_bwd(const BwdProblem& given, const Device& device, const char* forced) {
   const Family family = given.has_mask() || given.has_bias
                             ? choose_listed_family(given, device, forced)
@@ -268,7 +271,7 @@ inline BwdPlan plan_bwd(const BwdProblem& given, const Device& device, const cha
     plan.pad_head_dim = padded.head_dim;
     return plan;
   }
-  BwdPlan plan = !by_wgmma                         ? plan_bwd_mma_sync(problem, device)
+  BwdPlan plan = !by_wgmma                         ? plan_bwd_mma_sync(given, device)
                  : is_wide(problem.max_head_dim()) ? plan_bwd_wide(problem, device)
                                                    : plan_bwd_wgmma(problem, device);
   plan.dtype = problem.dtype;

@@ -314,12 +314,12 @@ inline FamilyChoice choose_family(const FamilyQuery& query, const char* forced) 
   return fastest_family(query);
 }
 
-// Of a call with a mask or a bias as data. A mask needs the lists of the wgmma family; a bias alone does not.
+// Of a call with a mask or a bias as data.
 inline Family choose_listed_family(const Problem& problem, const Device& device, const char* forced) {
   const bool declined = forced != nullptr && std::strcmp(forced, "mma_sync") == 0;
   const bool has_kernel = device.capability == kWgmmaCapability && problem.max_head_dim() <= kMaxWgmmaHeadDim;
-  return problem.has_mask() || (has_kernel && !declined && !problem.has_key_lengths) ? Family::kWgmma
-                                                                                     : Family::kMmaSync;
+  const bool takes_lengths = problem.has_mask() || !problem.has_key_lengths;
+  return has_kernel && !declined && takes_lengths ? Family::kWgmma : Family::kMmaSync;
 }
 
 // The same call where the family visits blocks by list: without a mask they are those of one that hides nothing.

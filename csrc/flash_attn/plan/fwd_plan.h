@@ -345,7 +345,7 @@ inline FwdPlan plan_fwd_mma_sync(const FwdProblem& problem, const Device& device
   FwdPlan plan;
   plan.dtype = problem.dtype;
   const FwdTile plain = fwd_tile(problem.head_dim, FwdVariant::kPlain);
-  if (problem.has_dropout || problem.has_origins || problem.has_bias) {
+  if (problem.has_dropout || problem.has_origins || problem.has_bias || problem.has_mask()) {
     plan.variant = FwdVariant::kDropout;
   } else if (mma_sync_has_short(problem.head_dim)) {
     const bool fits = fwd_smem_bytes(plain, problem.dtype) <= device.smem_per_block;
@@ -362,13 +362,13 @@ inline FwdPlan plan_fwd_mma_sync(const FwdProblem& problem, const Device& device
   plan.num_work_tiles = plan.grid;
   plan.row_max_falls = takes_falling_row_max(problem, device, plan);
   plan.pdl = true;
-  plan.workspace_bytes = 4 * varlen_words(problem.is_varlen, problem.batch);
+  if (problem.has_mask()) plan.mask = plan_mask(problem, false, list_size(tile.block_m), list_size(tile.block_n));
+  plan.workspace_bytes = 4 * (varlen_words(problem.is_varlen, problem.batch) + plan.mask.words());
   return plan;
 }
 
 // The kernel of a call without a cache and e4m3 products. `forced`: the value of FLASH_ATTN_FAMILY, or null
-// (choose_family()). If no kernel takes V with another head dim, it is the plan of the padded call. A call with a mask
-// that no kernel takes gets a plan without MaskPlan.
+// (choose_family()). If no kernel takes V with another head dim, it is the plan of the padded call.
 inline FwdPlan plan_fwd_kernel(const FwdProblem& given, const Device& device, const char* forced) {
   const FamilyChoice choice = given.has_mask() || given.has_bias
                                   ? FamilyChoice{choose_listed_family(given, device, forced)}
@@ -386,7 +386,7 @@ inline FwdPlan plan_fwd_kernel(const FwdProblem& given, const Device& device, co
     plan.pad_head_dim = padded.head_dim;
     return plan;
   }
-  if (choice.family != Family::kDecode) return plan_fwd_mma_sync(problem, device);
+  if (choice.family != Family::kDecode) return plan_fwd_mma_sync(given, device);
   FwdPlan plan;
   plan.family = Family::kDecode;
   plan.dtype = problem.dtype;

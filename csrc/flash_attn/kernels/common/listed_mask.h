@@ -124,6 +124,31 @@ __device__ __forceinline__ uint32_t bits_of_octets(uint32_t word, int first_col)
   return (word & 0x3u) | (word >> 6 & 0xcu) | (word >> 12 & 0x30u) | (word >> 18 & 0xc0u);
 }
 
+// Hides scores whose bit of `seen` is 0 or whose key is hidden from the row. row_begin, key_begin: of the tile.
+template <int kRows, class Scores, class Coords>
+__device__ __forceinline__ void hide_unseen(Scores& scores, const Coords& coords, const MaskFactors& factors,
+                                            int seqlen_k, int row_begin, int key_begin, uint32_t (&seen)[kRows]) {
+  constexpr int kCols = decltype(cute::size<1>(scores))::value;
+  static_assert(kCols <= 32, "a word holds a bit for each column");
+  if (factors.key_hidden != nullptr) {
+#pragma unroll 4
+    for (int ni = 0; ni < kCols; ++ni) {
+      const Intervals hidden = factors.hidden_rows_of(min(key_begin + coords.col(ni), seqlen_k - 1));
+#pragma unroll
+      for (int mi = 0; mi < kRows; ++mi) {
+        if (hidden.contain(row_begin + coords.row(mi))) seen[mi] &= ~(1u << ni);
+      }
+    }
+  }
+#pragma unroll
+  for (int mi = 0; mi < kRows; ++mi) {
+#pragma unroll
+    for (int ni = 0; ni < kCols; ++ni) {
+      if (!(seen[mi] >> ni & 1u)) scores(mi, ni) = -INFINITY;
+    }
+  }
+}
+
 // For rows from row_begin and keys from key_begin on, a multiple of kMaskWordKeys.
 template <class Scores, class Coords>
 __device__ __forceinline__ void apply_factors(Scores& scores, const Coords& coords, const MaskFactors& factors,
@@ -143,23 +168,7 @@ __device__ __forceinline__ void apply_factors(Scores& scores, const Coords& coor
       seen[mi] |= bits_of_octets(in_window & factors.row_word(row, key), coords.col(0)) << (kColsOfWord * i);
     }
   }
-  if (factors.key_hidden != nullptr) {
-#pragma unroll 4
-    for (int ni = 0; ni < kCols; ++ni) {
-      const Intervals hidden = factors.hidden_rows_of(min(key_begin + coords.col(ni), window.seqlen_k - 1));
-#pragma unroll
-      for (int mi = 0; mi < kRows; ++mi) {
-        if (hidden.contain(row_begin + coords.row(mi))) seen[mi] &= ~(1u << ni);
-      }
-    }
-  }
-#pragma unroll
-  for (int mi = 0; mi < kRows; ++mi) {
-#pragma unroll
-    for (int ni = 0; ni < kCols; ++ni) {
-      if (!(seen[mi] >> ni & 1u)) scores(mi, ni) = -INFINITY;
-    }
-  }
+  hide_unseen(scores, coords, factors, window.seqlen_k, row_begin, key_begin, seen);
 }
 
 // The same where a thread's columns are two keys, 8 apart within a word, and its rows are many queries: accumulators of

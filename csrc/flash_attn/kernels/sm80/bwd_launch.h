@@ -28,7 +28,7 @@ template <class Config>
 cudaError_t run_flash_bwd(const Flash_bwd_mask_params& params, const plan::BwdPlan& plan, cudaStream_t stream) {
   static std::atomic<uint64_t> configured_devices{0};
   return launch(flash_bwd_kernel<Config>, plan.grid, plan.threads, plan.smem_bytes,
-                BwdLaunch{params, plan.stages, plan.order, params.mask.bias, params.ds}, params.device, stream,
+                BwdLaunch{params, plan.stages, plan.order, params.mask, params.ds}, params.device, stream,
                 configured_devices);
 }
 

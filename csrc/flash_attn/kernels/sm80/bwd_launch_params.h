@@ -13,9 +13,9 @@ enum class BwdVariant { kPlain, kDropout, kAccumulate };
 
 struct BwdLaunch {
   Flash_bwd_params params;
-  int stages;      // buffers of Q and of dO
-  BwdGrid grid;    // of the main kernel
-  ScoreBias bias;  // of kDropout
+  int stages;       // buffers of Q and of dO
+  BwdGrid grid;     // of the main kernel
+  MaskParams mask;  // of kDropout, and its biases
   ScoreGradients ds;
 };
 

@@ -22,6 +22,7 @@
 #include "kernels/sm80/bwd_config.h"
 #include "kernels/sm80/clear_rows.h"
 #include "kernels/sm80/gemm.h"
+#include "kernels/sm80/listed_steps.h"
 #include "kernels/sm80/stage_accumulator.h"
 #include "kernels/sm80/warp_ops.h"
 
@@ -29,9 +30,9 @@ namespace flash {
 namespace sm80 {
 
 // A step with this thread's pointers into Q and dO, which advance by additions alone.
-template <class Element>
+template <class Element, class Step>
 struct BwdCursor {
-  QStep at;
+  Step at;
   const Element* q;  // this thread's first 16-byte vector of the m_block
   const Element* dout;
 };
@@ -47,16 +48,16 @@ struct BwdMainloop {
   static constexpr int kRows = decltype(cute::size<0>(row_col_layout(typename AccSdP::layout_type{})))::value;
 
   const Flash_bwd_params& params;
-  const ScoreBias& bias;
+  const MaskParams& mask;  // of kMayBias
   const ScoreGradients& ds;
   const BwdWorkTile& tile;
   const MaskOf<Config> visibility;
   const int first_row;  // rows before it are fully masked and are cleared in shared memory
-  const QBlockOrder order;
+  const BwdStepsOf<Config> order;
   const typename Config::RowCopyT copy;
   const typename Config::SdPCoords coords;
   const int stages;  // buffers of Q and of dO: 2, or 1 where shared memory is short
-  using Cursor = BwdCursor<Element>;
+  using Cursor = BwdCursor<Element, BwdStepOf<Config>>;
   Element* const smem;
 
   AccDkv acc_dk;  // ((2, 2), MMA_N, MMA_D)
@@ -68,12 +69,12 @@ struct BwdMainloop {
 
   __device__ __forceinline__ BwdMainloop(const BwdLaunch& launch, const BwdWorkTile& tile_, Element* smem_)
       : params(launch.params),
-        bias(launch.bias),
+        mask(launch.mask),
         ds(launch.ds),
         tile(tile_),
         visibility(mask_of<Config>(launch.params, tile_)),
         first_row(first_visible_row(visibility)),
-        order(q_block_order<Config>(launch.params, tile_)),
+        order(bwd_steps<Config>(launch, tile_)),
         copy(launch.params.d),
         stages(launch.stages),
         smem(smem_) {
@@ -109,8 +110,7 @@ struct BwdMainloop {
   __device__ __forceinline__ bool is_varlen() const { return params.is_varlen(); }
   __device__ __forceinline__ bool is_deterministic() const { return params.dq_semaphore_ptr != nullptr; }
 
-  __device__ __forceinline__ Cursor start() const {
-    const QStep at = order.start();
+  __device__ __forceinline__ Cursor cursor_at(const BwdStepOf<Config>& at) const {
     const int row = tile.q_begin + at.m_block * Config::kBlockM;
     auto pointer_to = [&](const void* data, const MatrixStrides& strides) {
       return static_cast<const Element*>(data) + matrix_offset(strides, is_varlen(), tile.batch, row, at.head) +
@@ -120,9 +120,14 @@ struct BwdMainloop {
   }
 
   __device__ __forceinline__ void advance(Cursor& cursor) const {
-    const bool other_rows = order.advance(cursor.at);
-    cursor.q += order.offset(other_rows, params.q_strides.row, params.q_strides.head, Config::kBlockM);
-    cursor.dout += order.offset(other_rows, params.do_strides.row, params.do_strides.head, Config::kBlockM);
+    if constexpr (Config::kMayBias) {
+      order.advance(cursor.at);
+      cursor = cursor_at(cursor.at);
+    } else {
+      const bool other_rows = order.advance(cursor.at);
+      cursor.q += order.offset(other_rows, params.q_strides.row, params.q_strides.head, Config::kBlockM);
+      cursor.dout += order.offset(other_rows, params.do_strides.row, params.do_strides.head, Config::kBlockM);
+    }
   }
 
   __device__ __forceinline__ void load_kv() const {
@@ -173,12 +178,41 @@ struct BwdMainloop {
     __syncthreads();
   }
 
+  // Of keys that no query of the group sees, and of queries that see no key.
+  __device__ __forceinline__ void clear_unseen_keys() const {
+    if constexpr (Config::kMayBias) {
+      if (mask.lists.entries == nullptr) return;
+      cute::cp_async_fence();
+      wait_for_copies();
+      const int key = tile.n_block * Config::kBlockN;
+      const auto word = [&](int i) {
+        uint32_t seen = 0u;
+        for (int j = 0; j < params.h_h_k_ratio; ++j) {
+          const int head = tile.head_k * params.h_h_k_ratio + j;
+          seen |= seen_keys_of(params, mask, tile, head, tile.q_segment)[key / kMaskWordKeys + i];
+        }
+        return seen;
+      };
+      clear_unseen_rows<Config, Config::kBlockN>(word, smem_k(), smem_v());
+    }
+  }
+  __device__ __forceinline__ void clear_unseen_queries(const QStep& at, int stage) const {
+    if constexpr (Config::kMayBias) {
+      if (mask.lists.entries == nullptr) return;
+      const uint32_t* const seen = seen_rows_of(params, mask, tile, at.head);
+      const int row = at.m_block * Config::kBlockM;
+      const auto word = [&](int i) { return seen[row / kMaskWordKeys + i] >> (row % kMaskWordKeys); };
+      clear_unseen_rows<Config, Config::kBlockM>(word, smem_q(stage), smem_do(stage));
+    }
+  }
+
   __device__ __forceinline__ void run() {
     const int count = order.count();
     if (count == 0) return;
     load_kv();
+    clear_unseen_keys();
     if constexpr (Config::kVInRegisters) load_v_operand();
-    Cursor current = start();
+    Cursor current = cursor_at(order.start());
     load_q_do(current, 0);
     for (int i = 0; i < count; ++i) {
       const int stage = stages == 2 ? i % 2 : 0;
@@ -188,6 +222,7 @@ struct BwdMainloop {
       wait_for_copies();
       const int fully_masked_rows = min(first_row - current.at.m_block * Config::kBlockM, Config::kBlockM);
       clear_rows<Config>(fully_masked_rows, smem_q(stage), smem_do(stage));
+      clear_unseen_queries(current.at, stage);
       if (i > 0) release_dq_semaphore(order.before(current.at));
       if constexpr (Config::kVInRegisters) {
         step_of_one_buffer(current.at, next, has_next);
@@ -206,7 +241,7 @@ struct BwdMainloop {
   }
 
   // Stores P and dS of a step to shared memory; ends with a barrier.
-  __device__ __forceinline__ void make_p_ds(const QStep& at, int stage) {
+  __device__ __forceinline__ void make_p_ds(const BwdStepOf<Config>& at, int stage) {
     if constexpr (Config::kSplitsSdP) {
       make_p_ds_by_halves(at, stage);
     } else {
@@ -216,7 +251,7 @@ struct BwdMainloop {
   }
 
   // Some warps compute dP and pass it in fp32, in accumulator order, to the threads of as many others, which have S.
-  __device__ __forceinline__ void make_p_ds_by_halves(const QStep& at, int stage) {
+  __device__ __forceinline__ void make_p_ds_by_halves(const BwdStepOf<Config>& at, int stage) {
     using namespace cute;
     constexpr int kDpBarrier = 1;
     const int thread = threadIdx.x % Config::kSdPThreads;
@@ -255,7 +290,7 @@ struct BwdMainloop {
     store_p_ds(acc, acc_dp);
   }
 
-  __device__ __forceinline__ void make_p_ds_by_all(const QStep& at, int stage) {
+  __device__ __forceinline__ void make_p_ds_by_all(const BwdStepOf<Config>& at, int stage) {
     using namespace cute;
     const int row_begin = at.m_block * Config::kBlockM;
     float lse_log2[kRows], delta[kRows];
@@ -306,7 +341,7 @@ struct BwdMainloop {
     }
   }
 
-  __device__ __forceinline__ void step(const QStep& at, int stage) {
+  __device__ __forceinline__ void step(const BwdStepOf<Config>& at, int stage) {
     make_p_ds(at, stage);
     store_ds(at);
     add_dv(stage);
@@ -315,7 +350,7 @@ struct BwdMainloop {
   }
 
   // The same with one buffer: the next dO and Q overwrite this step's as soon as nobody reads these any more.
-  __device__ __forceinline__ void step_of_one_buffer(const QStep& at, const Cursor& next, bool has_next) {
+  __device__ __forceinline__ void step_of_one_buffer(const BwdStepOf<Config>& at, const Cursor& next, bool has_next) {
     make_p_ds(at, 0);
     store_ds(at);
     add_dv(0);
@@ -344,22 +379,26 @@ struct BwdMainloop {
   }
 
   // In: S and dP. Out: P with dropped elements 0, as dV needs it, and dS up to the softmax scale.
-  __device__ __forceinline__ void differentiate(const QStep& at, int row_begin, const float (&lse_log2)[kRows],
-                                                const float (&delta)[kRows], AccSdP& acc_s, AccSdP& acc_dp) const {
+  __device__ __forceinline__ void differentiate(const BwdStepOf<Config>& at, int row_begin,
+                                                const float (&lse_log2)[kRows], const float (&delta)[kRows],
+                                                AccSdP& acc_s, AccSdP& acc_dp) const {
     auto scores = row_col_view(acc_s);  // ((2, MMA_M), (2, MMA_N))
     auto dp = row_col_view(acc_dp);
     const TileCoords tile_coords{tile.batch, at.head, row_begin, tile.n_block * Config::kBlockN};
     constexpr bool kMayDrop = Config::kMayDrop;
-    DropoutMask mask;
-    if constexpr (kMayDrop) mask = DropoutMask(params, tile_coords.batch, tile_coords.head);
-    const TileBits<decltype(coords)> bits(mask, coords, row_begin, tile_coords.key_begin);
+    DropoutMask dropout;
+    if constexpr (kMayDrop) dropout = DropoutMask(params, tile_coords.batch, tile_coords.head);
+    const TileBits<decltype(coords)> bits(dropout, coords, row_begin, tile_coords.key_begin);
     const auto run = [&](const auto& mask_of_tile) {
       differentiate_general<Config::kBlockM, Config::kBlockN, kMayDrop>(params, mask_of_tile, tile_coords, coords, bits,
                                                                         RowArray<kRows>{lse_log2},
                                                                         RowArray<kRows>{delta}, scores, dp);
     };
     if constexpr (Config::kMayBias) {
-      run(BiasedVisibility<Element>{visibility, bias.of(tile.batch, at.head, tile.q_begin)});
+      run(GeneralMask<Element>{{visibility, mask.bias.of(tile.batch, at.head, tile.q_begin)},
+                               factors_of(params, mask.factors, tile, at.head),
+                               mask.lists.entries != nullptr,
+                               at.hides});
     } else {
       run(visibility);
     }

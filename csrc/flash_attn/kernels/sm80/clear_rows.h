@@ -17,5 +17,24 @@ __device__ __forceinline__ void clear_rows(int rows, Tiles&&... tiles) {
   __syncthreads();
 }
 
+// Zeroes those of the first kRows rows whose bit is 0, likewise. seen(i): the bits of 32 rows from row 32 i on, the
+// same for all threads.
+template <class Config, int kRows, class Seen, class... Tiles>
+__device__ __forceinline__ void clear_unseen_rows(const Seen& seen, Tiles&&... tiles) {
+  constexpr int kWords = kRows < 32 ? 1 : kRows / 32;
+  constexpr uint32_t kAll = kRows < 32 ? (1u << kRows % 32) - 1u : ~0u;
+  bool all_seen = true;
+#pragma unroll
+  for (int i = 0; i < kWords; ++i) all_seen &= (seen(i) & kAll) == kAll;
+  if (all_seen) return;
+#pragma unroll 1
+  for (int i = threadIdx.x; i < kRows * Config::kHeadDim; i += Config::kThreads) {
+    const int row = i / Config::kHeadDim;
+    if (seen(row / 32) >> (row % 32) & 1u) continue;
+    ((tiles(row, i % Config::kHeadDim) = typename Config::Element(0.0f)), ...);
+  }
+  __syncthreads();
+}
+
 }  // namespace sm80
 }  // namespace flash

@@ -22,8 +22,8 @@ template <Dtype kDtype, int kHeadDim_, FwdVariant kVariant_>
 struct FwdConfig {
   using Element = ElementOf<kDtype>;
   static constexpr FwdVariant kVariant = kVariant_;
-  static constexpr bool kMayDrop = kVariant == FwdVariant::kDropout;  // and may have origins and biases
-  using Params = std::conditional_t<kMayDrop, Flash_fwd_bias_params, Flash_fwd_params>;
+  static constexpr bool kMayDrop = kVariant == FwdVariant::kDropout;  // and may have origins, biases and masks
+  using Params = std::conditional_t<kMayDrop, Flash_fwd_general_params, Flash_fwd_params>;
   static constexpr plan::FwdTile kTile = plan::fwd_tile(kHeadDim_, kVariant);
   static constexpr int kHeadDim = kTile.head_dim;
   static constexpr int kBlockM = kTile.block_m;

@@ -13,7 +13,7 @@ template <class Config>
 __device__ __forceinline__ void compute_attn_1rowblock(const typename Config::Params& params, const WorkTile& tile) {
   extern __shared__ __align__(128) char smem[];
   FwdMainloop<Config> mainloop(params, tile, reinterpret_cast<typename Config::Element*>(smem));
-  if (mainloop.range.count() > 0) {
+  if (mainloop.steps.count() > 0) {
     mainloop.prologue();
     mainloop.run_masked();
     mainloop.run_unmasked();
@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
 // The same of kDropout.
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
-    flash_fwd_general_kernel(const __grid_constant__ Flash_fwd_bias_params params) {
+    flash_fwd_general_kernel(const __grid_constant__ Flash_fwd_general_params params) {
   wait_for_previous_kernel();
   store_rng_state(params.dropout);
   compute_attn<Config>(params);

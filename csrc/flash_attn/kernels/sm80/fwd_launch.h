@@ -22,7 +22,7 @@ struct FwdConfig;
 template <class Config>
 __global__ void flash_fwd_kernel(const __grid_constant__ Flash_fwd_params params) {}
 template <class Config>
-__global__ void flash_fwd_general_kernel(const __grid_constant__ Flash_fwd_bias_params params) {}
+__global__ void flash_fwd_general_kernel(const __grid_constant__ Flash_fwd_general_params params) {}
 #endif
 
 template <class Config>
@@ -37,7 +37,7 @@ cudaError_t run_flash_fwd_general(const Flash_fwd_split_params& params, const pl
                                   cudaStream_t stream) {
   static std::atomic<uint64_t> configured_devices{0};
   return launch_dependent(flash_fwd_general_kernel<Config>, plan.grid, plan.threads, plan.smem_bytes,
-                          Flash_fwd_bias_params{params, params.mask.bias}, params.device, stream, configured_devices);
+                          Flash_fwd_general_params{params, params.mask}, params.device, stream, configured_devices);
 }
 
 template <Dtype kDtype, int kHeadDim>

@@ -7,8 +7,8 @@ namespace flash {
 namespace sm80 {
 
 // Of kDropout; other variants take Flash_fwd_params.
-struct Flash_fwd_bias_params : Flash_fwd_params {
-  ScoreBias bias;
+struct Flash_fwd_general_params : Flash_fwd_params {
+  MaskParams mask;
 };
 
 }  // namespace sm80

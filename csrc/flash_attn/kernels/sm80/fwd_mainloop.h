@@ -17,6 +17,7 @@
 #include "kernels/sm80/clear_rows.h"
 #include "kernels/sm80/fwd_config.h"
 #include "kernels/sm80/gemm.h"
+#include "kernels/sm80/listed_steps.h"
 #include "kernels/sm80/row_exchange.h"
 
 namespace flash {
@@ -88,7 +89,8 @@ struct FwdMainloop {
   const typename Config::Params& params;
   const WorkTile& tile;
   const MaskOf<Config> visibility;
-  const BlockRange range;
+  using Steps = std::conditional_t<Config::kMayDrop, GeneralKvSteps<Config>, BlockRange>;
+  const Steps steps;
   const KvLoader<Config> loader;
   const typename Config::Coords coords;
   Element* const smem;  // Q, then K, then V, then what warps that share rows exchange
@@ -100,10 +102,19 @@ struct FwdMainloop {
       : params(params_),
         tile(tile_),
         visibility(mask_of<Config>(params_, tile_)),
-        range(block_range(visibility, tile_.row_begin, tile_.row_end, Config::kBlockN)),
+        steps(make_steps()),
         loader(params_, tile_),
         smem(smem_) {
     cute::clear(acc_o);
+  }
+
+  __device__ __forceinline__ Steps make_steps() const {
+    const BlockRange range = block_range(visibility, tile.row_begin, tile.row_end, Config::kBlockN);
+    if constexpr (Config::kMayDrop) {
+      return {params, tile, range};
+    } else {
+      return range;
+    }
   }
 
   __device__ __forceinline__ auto smem_q() const {
@@ -130,24 +141,48 @@ struct FwdMainloop {
 
   __device__ __forceinline__ void prologue() const {
     load_q();
-    loader.template load_k<true>(range.block_at(0), smem_k());
+    loader.template load_k<true>(steps.block_at(0), smem_k());
     cute::cp_async_fence();
   }
 
   __device__ __forceinline__ void run_masked() {
-    const int masked_blocks = range.masked_count();
+    const int masked_blocks = steps.masked_count();
     for (int i = 0; i < masked_blocks; ++i)
-      step<true>(range.block_at(i), i + 1 < range.count() ? range.block_at(i + 1) : -1);
+      step<true>(steps.block_at(i), i + 1 < steps.count() ? steps.block_at(i + 1) : -1);
   }
 
   __device__ __forceinline__ void run_unmasked() {
-    for (int n_block = range.unmasked_end - 1; n_block >= range.unmasked_begin; --n_block) {
-      step<false>(n_block, n_block > range.unmasked_begin ? n_block - 1 : -1);
+    if constexpr (Config::kMayDrop) {
+      for (int i = steps.masked_count(), count = steps.count(); i < count; ++i)
+        step<false>(steps.block_at(i), i + 1 < count ? steps.block_at(i + 1) : -1);
+    } else {
+      for (int n_block = steps.unmasked_end - 1; n_block >= steps.unmasked_begin; --n_block) {
+        step<false>(n_block, n_block > steps.unmasked_begin ? n_block - 1 : -1);
+      }
     }
   }
 
-  // Clears V of keys at the beginning of the n_block that no query of the sequence sees.
+  // The mask of a masked block.
+  template <class Scores>
+  __device__ __forceinline__ void mask_block(Scores& scores, int key) const {
+    if constexpr (Config::kMayDrop) {
+      if (steps.is_listed) {
+        const MaskFactors factors = factors_of(params, params.mask.factors, tile, tile.head);
+        return sm80::apply_factors(scores, coords, factors, visibility, tile.row_begin, key);
+      }
+    }
+    apply_mask(scores, coords, visibility, tile.row_begin, tile.row_end, key, key + Config::kBlockN);
+  }
+
+  // Clears V of keys of the n_block that no query of the sequence sees: by the window those at its beginning.
   __device__ __forceinline__ void clear_masked_values(int key) const {
+    if constexpr (Config::kMayDrop) {
+      if (steps.is_listed) {
+        const uint32_t* const seen = seen_keys_of(params, params.mask, tile, tile.head, tile.segment);
+        const auto word = [&](int i) { return seen[key / kMaskWordKeys + i]; };
+        return clear_unseen_rows<Config, Config::kBlockN>(word, smem_v());
+      }
+    }
     if (!params.window.may_mask_left()) return;
     clear_rows<Config>(min(first_visible_key(visibility) - key, Config::kBlockN), smem_v());
   }
@@ -171,11 +206,11 @@ struct FwdMainloop {
       ScoreMod(params, tile.batch, tile.head).apply(scores, coords, diagonal, key);
       if constexpr (Config::kMayDrop) {
         const BiasTile bias_tile{tile.row_begin, key, tile.seqlen_q, tile.seqlen_k, diagonal};
-        add_biases<Element>(scores, coords, params.bias.of(tile.batch, tile.head, tile.q_begin), bias_tile);
+        add_biases<Element>(scores, coords, params.mask.bias.of(tile.batch, tile.head, tile.q_begin), bias_tile);
       }
     }
     if constexpr (kMasked) {
-      apply_mask(scores, coords, visibility, tile.row_begin, tile.row_end, key, key + Config::kBlockN);
+      mask_block(scores, key);
     }
 
     float maxima[kRows];
