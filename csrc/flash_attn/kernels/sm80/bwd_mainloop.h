@@ -411,6 +411,9 @@ struct BwdMainloop {
   // Reduces dQ into global memory, in deterministic mode in the order of the dQ semaphore. `peeked`: its value as read
   // before the GEMM.
   __device__ __forceinline__ void reduce_dq_tile(const QStep& at, int peeked, const AccDq& acc_dq) const {
+    if constexpr (Config::kMayBias) {
+      if (!order.has_dq(at)) return;
+    }
     const int64_t index = dq_tile_index(at);
     if (is_deterministic()) dq_semaphore_acquire<Config>(params, visibility, at.m_block, tile.n_block, index, peeked);
     reduce_dq<Config::kThreads>(acc_dq, params.dq_accum_ptr + index * Config::kDqTile, threadIdx.x);

@@ -103,10 +103,17 @@ struct GeneralQSteps {
     }
     BlockList list = list_of(at.head);
     for (++at.index; at.index >= kParts * list.count(); at.index = 0) list = list_of(++at.head);
-    const int entry = at.index / kParts;
-    at.m_block = kParts * list.at(entry).block() + at.index % kParts;
-    at.hides = entry >= list.whole;
+    const BlockEntry entry = list.at(at.index / kParts);
+    at.m_block = kParts * entry.block() + at.index % kParts;
+    at.hides = false;
+#pragma unroll
+    for (int strip = 0; strip < plan::list_size(Config::kBlockN) / kMaskStrip; ++strip) {
+      at.hides |= entry.strip(strip) != BlockClass::kWhole;  // of a whole block too, beyond the last key
+    }
   }
+
+  // Whether the m_block has a tile of dQ: part of a block of the list may be beyond the last row.
+  __device__ __forceinline__ bool has_dq(const QStep& at) const { return kParts == 1 || at.m_block < window.rows.end; }
 
   // Of deterministic calls.
   __device__ __forceinline__ QStep before(const QStep& at) const { return window.before(at); }
