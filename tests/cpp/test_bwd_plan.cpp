@@ -291,11 +291,22 @@ void check_rules() {
   }
 }
 
+// The mma.sync kernels visit whole strips of a list by their smaller tiles, and have a tile of keys that fits.
+void check_mma_sync_mask(const BwdProblem& problem, const BwdPlan& plan) {
+  check::that(plan.family == Family::kMmaSync && plan.variant == BwdVariant::kDropout, "mma.sync", problem.head_dim);
+  check::that(plan.mask.matrices == problem.mask_matrices && plan.mask.of_keys && plan.dq_mask.matrices == 0, "lists",
+              plan.mask.matrices);
+  check::that(plan.mask.tile % plan.block_n == 0 && plan.mask.tile % flash::kMaskStrip == 0 &&
+                  plan.mask.block % plan.block_m == 0 && plan.mask.block % flash::kMaskStrip == 0,
+              "whole tiles and strips", plan.mask.tile, plan.mask.block);
+  check::that(plan.workspace_bytes >= 4 * plan.mask.words(), "workspace", plan.workspace_bytes);
+}
+
 // Masks as data: lists of m_blocks for tiles of keys, and of n_blocks for a separate kernel of dQ, which deterministic
-// calls always have.
+// calls of the wgmma family always have.
 void check_masks() {
   using flash::plan::MaskPlan;
-  for (int head_dim : {8, 32, 64, 96, 128, 160, 192, 256}) {
+  for (int head_dim : {8, 32, 64, 96, 128, 160, 192, 256, 512}) {
     for (int head_dim_v : {head_dim, 128}) {
       for (int64_t seqlen : {1, 100, 1000, 100000}) {
         for (int options = 0; options < 16; ++options) {
@@ -307,6 +318,10 @@ void check_masks() {
           problem.deterministic = options & 8;
           for (const char* forced : {static_cast<const char*>(nullptr), "mma_sync"}) {
             const BwdPlan plan = plan_of(problem, kH100, forced);
+            if (forced != nullptr || head_dim > 256) {
+              check_mma_sync_mask(problem, plan);
+              continue;
+            }
             check::that(plan.family == Family::kWgmma && !plan.dq_in_smem, "kernel", head_dim, seqlen, options);
             check::that(plan.variant == BwdVariant::kListed, "variant", head_dim,
                         flash::plan::variant_name(plan.variant));
@@ -326,7 +341,7 @@ void check_masks() {
             check::that(plan.workspace_bytes >= 4 * (plan.mask.words() + rows.words()), "workspace", options);
           }
           for (const Device& device : {kA100, kL40, kB200, kRtx5090}) {
-            check::that(plan_of(problem, device).mask.matrices == 0, "no kernel", device.capability, head_dim);
+            check_mma_sync_mask(problem, plan_of(problem, device));
           }
         }
       }

@@ -406,11 +406,36 @@ void check_gathered() {
   check::that(stages() == "prepare,dequantize,attention", "none is longer", stages());
 }
 
-// Masks as data: lists that hold every block, made after the segments of a packed batch and before the one kernel that
-// reads them, whatever the sizes; no plan where no kernel does.
+// The lists of a mask hold every block; they are made after the segments of a packed batch and before the one kernel
+// that reads them.
+void check_lists(const FwdProblem& problem, const FwdPlan& plan) {
+  using flash::plan::Stage;
+  const flash::plan::MaskPlan& mask = plan.mask;
+  check::that(mask.matrices == problem.mask_matrices && !mask.of_keys, "matrices", mask.matrices);
+  check::that(mask.tile % plan.block_m == 0 && mask.block % plan.block_n == 0, "whole tiles of the kernel", mask.tile);
+  check::that(mask.tile % flash::kMaskStrip == 0 && mask.block % flash::kMaskStrip == 0 &&
+                  mask.tile / flash::kMaskStrip <= flash::kMaxTileStrips,
+              "whole strips", mask.tile, mask.block);
+  const int64_t matrices = problem.heads * (problem.is_varlen ? 1 : problem.batch);
+  check::that(mask.tile != plan.block_m || mask.tiles * matrices == plan.num_work_tiles, "a list for every tile",
+              mask.tiles);
+  check::that(mask.capacity * mask.block >= problem.seqlen_k, "room for all blocks", mask.capacity);
+  check::that(plan.workspace_bytes >= 4 * mask.words(), "workspace", plan.workspace_bytes);
+  std::vector<Stage> stages(plan.stages.begin(), plan.stages.end());
+  check::that(stages.size() >= 2 && stages[stages.size() - 2] == Stage::kMaskPlan &&
+                  stages.back() == Stage::kAttention && plan.stages.has(Stage::kPrepare) >= problem.is_varlen,
+              "stages", stages.size());
+}
+
+void check_mma_sync_mask(const FwdProblem& problem, const FwdPlan& plan) {
+  check::that(plan.family == Family::kMmaSync && plan.variant == FwdVariant::kDropout, "mma.sync", problem.head_dim);
+  check_lists(problem, plan);
+}
+
+// Masks as data, whatever the sizes.
 void check_masks() {
   using flash::plan::Stage;
-  for (int head_dim : {8, 32, 64, 96, 128, 160, 192, 256}) {
+  for (int head_dim : {8, 32, 64, 96, 128, 160, 192, 256, 512}) {
     for (int head_dim_v : {head_dim, 128}) {
       for (int64_t seqlen : {1, 100, 1000, 100000}) {
         for (int options = 0; options < 32; ++options) {
@@ -422,6 +447,10 @@ void check_masks() {
           problem.batch_invariant = options & 16;
           for (const char* forced : {static_cast<const char*>(nullptr), "mma_sync", "split_kv", "wgmma:8"}) {
             const FwdPlan plan = plan_of(problem, kH100, forced);
+            if (head_dim > 256 || (forced != nullptr && std::string(forced) == "mma_sync")) {
+              check_mma_sync_mask(problem, plan);
+              continue;
+            }
             check::that(plan.family == Family::kWgmma && plan.num_splits == 1 && !plan.pdl, "kernel", head_dim, seqlen,
                         options, flash::plan::family_name(plan.family));
             check::that(plan.variant == FwdVariant::kListed, "variant", head_dim,
@@ -432,23 +461,11 @@ void check_masks() {
                                                         : 256) &&
                             !plan.has_value_dim(),
                         "head dim of the kernel", head_dim, plan.head_dim);
-            const flash::plan::MaskPlan& mask = plan.mask;
-            check::that(mask.matrices == problem.mask_matrices && !mask.of_keys, "matrices", mask.matrices);
-            check::that(mask.tile == plan.block_m && mask.block == plan.block_n, "tiles of the kernel", mask.tile);
-            check::that(mask.tile % flash::kMaskStrip == 0 && mask.block % flash::kMaskStrip == 0 &&
-                            mask.tile / flash::kMaskStrip <= flash::kMaxTileStrips,
-                        "whole strips", mask.tile, mask.block);
-            const int64_t matrices = problem.heads * (problem.is_varlen ? 1 : problem.batch);
-            check::that(mask.tiles * matrices == plan.num_work_tiles, "a list for every tile", mask.tiles);
-            check::that(mask.capacity * mask.block >= problem.seqlen_k, "room for all blocks", mask.capacity);
-            check::that(plan.workspace_bytes >= 4 * mask.words(), "workspace", plan.workspace_bytes);
-            std::vector<Stage> stages(plan.stages.begin(), plan.stages.end());
-            check::that(stages.size() >= 2 && stages[stages.size() - 2] == Stage::kMaskPlan &&
-                            stages.back() == Stage::kAttention && plan.stages.has(Stage::kPrepare) >= problem.is_varlen,
-                        "stages", stages.size());
+            check::that(plan.mask.tile == plan.block_m && plan.mask.block == plan.block_n, "tiles", plan.mask.tile);
+            check_lists(problem, plan);
           }
           for (const Device& device : {kA100, kL40, kB200, kRtx5090}) {
-            check::that(plan_of(problem, device).mask.matrices == 0, "no kernel", device.capability, head_dim);
+            check_mma_sync_mask(problem, plan_of(problem, device));
           }
           problem.mask_matrices = 0;
           const FwdPlan plain = plan_of(problem, kH100);
@@ -461,7 +478,8 @@ void check_masks() {
   }
 }
 
-// Biases as data: by list on Hopper, where a mask needs it too, else by mma.sync with its kernels for all options.
+// Biases as data: by list on Hopper, else by mma.sync with its kernels for all options, there by list with a mask
+// alone.
 void check_biases() {
   for (int head_dim : {8, 32, 64, 96, 128, 160, 192, 256, 320, 512}) {
     for (int options = 0; options < 8; ++options) {
@@ -474,12 +492,12 @@ void check_biases() {
       for (const char* forced : {static_cast<const char*>(nullptr), "mma_sync", "split_kv", "wgmma:8"}) {
         const FwdPlan plan = plan_of(problem, kH100, forced);
         const bool declined = forced != nullptr && std::string(forced) == "mma_sync";
-        const bool listed = head_dim <= 256 && (has_mask || !(declined || problem.has_key_lengths));
+        const bool listed = head_dim <= 256 && !declined && (has_mask || !problem.has_key_lengths);
         check::that(plan.family == (listed ? Family::kWgmma : Family::kMmaSync) && plan.num_splits == 1, "family",
                     head_dim, options);
         check::that(plan.variant == (listed ? FwdVariant::kBiased : FwdVariant::kDropout), "variant", head_dim,
                     flash::plan::variant_name(plan.variant));
-        check::that(plan.mask.matrices == (listed ? has_mask ? 6 : 1 : 0), "lists", head_dim, plan.mask.matrices);
+        check::that(plan.mask.matrices == (has_mask ? 6 : listed), "lists", head_dim, plan.mask.matrices);
         check::that(!listed || (plan.mask.tile == plan.block_m && plan.mask.block == plan.block_n), "tiles", head_dim);
       }
       problem.mask_matrices = 0;
