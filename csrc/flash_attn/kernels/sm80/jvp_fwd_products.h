@@ -13,7 +13,7 @@ struct JvpFwdProducts {
   using Element = typename Config::Element;
   static constexpr int kRowTiles = Config::kBlockM / (16 * Config::kWarps);
   static constexpr int kKeyTiles = Config::kBlockN / 8, kColTiles = Config::kHeadDim / 8;
-  static constexpr int kPairs = 2;  // of tiles of columns at a time: a sum waits for the one before
+  static constexpr int kPairs = 2 / kRowTiles;  // of tiles of columns at a time: a sum waits for the one before
   using Scores = float[kRowTiles][kKeyTiles][4];
   using Out = float[kRowTiles][kColTiles][4];
   using Probs = uint32_t[Config::kBlockN / 16][kRowTiles][4];  // an A operand of each 16 keys
