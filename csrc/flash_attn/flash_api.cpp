@@ -68,8 +68,11 @@ cudaError_t run_mha_fwd_fp8(const Flash_fwd_fp8_params& params, const plan::FwdP
 
 cudaError_t run_mha_fwd_jvp(const Flash_fwd_jvp_params& params, const plan::FwdPlan& plan, cudaStream_t stream) {
   return FP16_SWITCH(plan.dtype, [&] {
-    return plan.head_dim == 64 ? run_mha_fwd_jvp_wgmma_<kDtype, 64>(params, plan, stream)
-                               : run_mha_fwd_jvp_wgmma_<kDtype, 128>(params, plan, stream);
+    return BOOL_SWITCH(plan.head_dim == 64, kIsSmall, [&] {
+      constexpr int kHeadDim = kIsSmall ? 64 : 128;
+      if (plan.family == plan::Family::kWgmma) return run_mha_fwd_jvp_wgmma_<kDtype, kHeadDim>(params, plan, stream);
+      return run_mha_fwd_jvp_<kDtype, kHeadDim>(params, plan, stream);
+    });
   });
 }
 

@@ -28,18 +28,6 @@ SHAPES = {
 }
 
 
-@pytest.fixture(params=("wgmma", "mma_sync"))
-def family(request, device, monkeypatch):
-    """Both families of CUDA kernels."""
-    if request.param == "mma_sync":
-        if device == "cpu":
-            pytest.skip("the CPU has one backend")
-        monkeypatch.setenv("FLASH_ATTN_FAMILY", "mma_sync")
-    elif device == "cuda" and torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("the wgmma family runs on compute capability 9.0")
-    return request.param
-
-
 @dataclass
 class Call(ScoreCall):
     bias: str = ""

@@ -132,7 +132,7 @@ def upcast(tensors):
 
 @pytest.mark.parametrize("packed", (False, True), ids=("dense", "packed"))
 @pytest.mark.parametrize("feature", FEATURES)
-def test_tangents(device, feature, packed, small_blocks):
+def test_tangents(device, family, feature, packed, small_blocks):
     """By torch.func.jvp, by forward_ad and explicit, those of plain attention."""
     problem = Problem(device, feature, packed)
     inputs, directions = tuple(problem.inputs), tuple(problem.directions())
@@ -162,7 +162,7 @@ TILES = {
 @pytest.mark.parametrize("lengths", (((300, 429),), ((0, 130), (257, 64), (129, 300), (1, 1))), ids=("dense", "packed"))
 @pytest.mark.parametrize("head_dim, dtype", ((64, torch.float16), (96, torch.float16), (128, torch.bfloat16)))
 @pytest.mark.parametrize("feature", TILES)
-def test_tangents_across_tiles(device, feature, head_dim, dtype, lengths):
+def test_tangents_across_tiles(device, family, feature, head_dim, dtype, lengths):
     """Several blocks of keys, and on a GPU more work tiles than multiprocessors; grouped queries, padded rows."""
     batch, heads, heads_k = (2, 72, 24) if device == "cuda" else (1, 3, 1)
     dtype = dtype if device == "cuda" else torch.float64
@@ -280,7 +280,7 @@ def qkv(device, rows=6, keys=7):
 
 
 @pytest.mark.parametrize("missing", ("q", "k", "v", "kv", "qk", "qkv"))
-def test_a_tangent_that_is_not_given_is_zero(device, missing):
+def test_a_tangent_that_is_not_given_is_zero(device, family, missing):
     """As None, as a tensor without a tangent, as zeros; those given are expanded."""
     inputs = dict(zip("qkv", qkv(device)))
     given = {name: torch.randn_like(x[:, :1]).expand_as(x) for name, x in inputs.items() if name not in missing}
@@ -297,7 +297,7 @@ def test_a_tangent_that_is_not_given_is_zero(device, missing):
         assert torch.equal(tangent, actual[2])
 
 
-def test_one_key_passes_its_tangent_on(device):
+def test_one_key_passes_its_tangent_on(device, family):
     """Its probability is 1 whatever the scores: all of their tangent cancels."""
     q, k, v = qkv(device, keys=1)
     tq, tk, tv = (8 * torch.randn_like(x) for x in (q, k, v))
@@ -306,10 +306,8 @@ def test_one_key_passes_its_tangent_on(device):
 
 
 @pytest.mark.devices("cuda")
-def test_a_kernel_computes_plain_calls(device, monkeypatch):
-    """Of head dims up to 128 on a GPU of compute capability 9.0, in every mode."""
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("there are kernels for compute capability 9.0")
+def test_a_kernel_computes_plain_calls(device, family, monkeypatch):
+    """Of head dims up to 128, in every mode."""
     monkeypatch.setattr(blocks, "tangents", None)
     q, k, v = qkv(device)
     t_out = flash_attn_jvp(q, k, v, q, causal=True)[2]
@@ -317,7 +315,7 @@ def test_a_kernel_computes_plain_calls(device, monkeypatch):
 
 
 @pytest.mark.parametrize("with_sinks", (False, True))
-def test_rows_without_keys_are_constant(device, with_sinks):
+def test_rows_without_keys_are_constant(device, family, with_sinks):
     """Gradients and tangents of theirs that are NaN reach nothing."""
     q, k, v = (x.requires_grad_() for x in qkv(device, 6, 4))
     sinks = torch.randn(2, device=device) if with_sinks else None

@@ -367,24 +367,33 @@ void check_e4m3() {
 
 // Which calls with tangents have a kernel, and its plan.
 void check_tangents() {
-  const auto supports = [](auto change, const Device& device = kH100, const char* forced = nullptr) {
-    return flash::plan::jvp_fwd_supports(changed(dense(2, 2048, 16, 128, kCausal), change), device, forced);
+  const auto family = [](auto change, const Device& device = kH100, const char* forced = nullptr) {
+    const auto plan = flash::plan::plan_jvp_fwd(changed(dense(2, 2048, 16, 128, kCausal), change), device, forced);
+    return plan ? std::string(flash::plan::family_name(plan->family)) : "none";
   };
-  check::that(supports([](FwdProblem& p) { p.heads_k = 4, p.is_varlen = true; }), "packed");
-  check::that(supports([](FwdProblem& p) { p.head_dim = 32, p.head_dim_v = 72; }), "head dims up to 128");
-  check::that(!supports([](FwdProblem& p) { p.head_dim_v = 136; }), "head dims above 128");
-  check::that(!supports([](FwdProblem&) {}, kA100) && !supports([](FwdProblem&) {}, kB200), "other GPUs");
-  check::that(!supports([](FwdProblem&) {}, kH100, "mma_sync") && supports([](FwdProblem&) {}, kH100, "wgmma"),
-              "forced");
-  check::that(!supports([](FwdProblem& p) { p.seqlen_k = 0; }), "no keys");
-  check::that(!supports([](FwdProblem& p) { p.batch = p.heads = int64_t{1} << 30; }), "too many work tiles");
+  const auto same = [](FwdProblem&) {};
+  check::that(family([](FwdProblem& p) { p.heads_k = 4, p.is_varlen = true; }) == "wgmma", "packed");
+  check::that(family([](FwdProblem& p) { p.head_dim = 32, p.head_dim_v = 72; }) == "wgmma", "head dims up to 128");
+  check::that(family([](FwdProblem& p) { p.head_dim_v = 136; }) == "none", "head dims above 128");
+  check::that(family([](FwdProblem& p) { p.head_dim_v = 100; }) == "none", "no whole vectors");
+  check::that(family([](FwdProblem& p) { p.modifiers = flash::Modifiers::kSoftcap; }) == "none", "softcap");
+  check::that(family([](FwdProblem& p) { p.seqlen_k = 0; }) == "none", "no keys");
+  check::that(family(same, kA100) == "mma_sync" && family(same, kB200) == "mma_sync", "other GPUs");
+  check::that(family(same, kH100, "mma_sync") == "mma_sync" && family(same, kH100, "wgmma") == "wgmma", "forced");
+  check::that(family([](FwdProblem& p) { p.fits_tensor_maps = false; }) == "mma_sync", "strides");
+  check::that(family(same, flash::plan::limited(kA100, 60000)) == "none", "too little shared memory");
+  check::that(family([](FwdProblem& p) { p.batch = p.heads = int64_t{1} << 30; }) == "none", "too many work tiles");
   for (const int head_dim : {8, 64, 96, 128}) {
     for (const FwdProblem& problem : {dense(1, 8192, 32, head_dim), packed(8, 2048, 16, head_dim, kCausal)}) {
-      const FwdPlan plan = flash::plan::plan_jvp_fwd(problem, kH100);
+      const FwdPlan plan = *flash::plan::plan_jvp_fwd(problem, kH100, nullptr);
       check::that(plan.head_dim == (head_dim > 64 ? 128 : 64) && plan.block_m == 128, "tile", head_dim);
       check::that(plan.smem_bytes <= kH100.smem_per_block, "shared memory", head_dim, plan.smem_bytes);
       check::that(plan.stages.has(flash::plan::Stage::kPrepare) >= problem.is_varlen, "segments", head_dim);
       check::that(plan.is_dynamic <= plan.stages.has(flash::plan::Stage::kPrepare), "a cleared semaphore", head_dim);
+      const FwdPlan other = *flash::plan::plan_jvp_fwd(problem, kA100, nullptr);
+      check::that(other.head_dim == plan.head_dim && other.smem_bytes <= 99 * 1024, "tile of mma.sync", head_dim);
+      check::that(other.stages.has(flash::plan::Stage::kPrepare) == problem.is_varlen, "segments", head_dim);
+      check::that(other.grid * other.block_m >= problem.heads * problem.seqlen_q, "all rows", head_dim, other.grid);
     }
   }
 }

@@ -91,8 +91,9 @@ inline std::optional<std::vector<at::Tensor>> jvp_forward(const JvpCall& call) {
   plan::FwdProblem problem = fwd_problem(params, dtype_of(q));
   problem.fits_tensor_maps &= fit_tensor_maps(params, dtype_of(q));
   const plan::Device device = device_of(params.device, call.sm_margin);
-  if (!plan::jvp_fwd_supports(problem, device, forced_family())) return std::nullopt;
-  const plan::FwdPlan plan = plan::plan_jvp_fwd(problem, device);
+  const std::optional<plan::FwdPlan> planned = plan::plan_jvp_fwd(problem, device, forced_family());
+  if (!planned) return std::nullopt;
+  const plan::FwdPlan& plan = *planned;
 
   const at::DimVector shape = checks::output_shape(q, v);
   const at::Tensor out = new_empty(q, shape, q.scalar_type()), t_out = new_empty(q, shape, q.scalar_type());

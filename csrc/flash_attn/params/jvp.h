@@ -16,7 +16,11 @@ struct Flash_fwd_jvp_params : Flash_fwd_params {
   MatrixStrides tq_strides, tk_strides, tv_strides, to_strides;
 };
 
-// For GPUs of compute capability 9.0. tq or tk is given.
+// For GPUs of compute capability 8.0 and newer. tq, tk or tv is given.
+template <Dtype kDtype, int kHeadDim>
+cudaError_t run_mha_fwd_jvp_(const Flash_fwd_jvp_params& params, const plan::FwdPlan& plan, cudaStream_t stream);
+
+// The same by the wgmma family, for GPUs of compute capability 9.0.
 template <Dtype kDtype, int kHeadDim>
 cudaError_t run_mha_fwd_jvp_wgmma_(const Flash_fwd_jvp_params& params, const plan::FwdPlan& plan, cudaStream_t stream);
 
