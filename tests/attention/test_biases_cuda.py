@@ -61,6 +61,8 @@ CALLS = [
     Call("full", 64, deterministic=True),
     Call("heads", 128, deterministic=True, causal=True),
     Call("scores", 64, wide=True, scale=1e6),  # beyond float16
+    *(Call("heads", dim, scale=scale) for dim in (64, 128, 256) for scale in (5.0, 200.0)),  # each block raises row_max
+    Call("keys", 128, dtype=torch.float16, scale=30.0),
     Call(rel=5),
     Call(rel=40, dim=64, causal=True),
     Call(rel=1000, dim=64, heads_k=6),

@@ -29,6 +29,7 @@ inline float __int_as_float(int bits) {
   return value;
 }
 inline float __uint_as_float(unsigned bits) { return __int_as_float(static_cast<int>(bits)); }
+inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 inline int __vimax3_s32(int a, int b, int c) { return max(a, max(b, c)); }
 inline unsigned __vimax3_u32(unsigned a, unsigned b, unsigned c) { return max(a, max(b, c)); }
 inline bool __all_sync(uint32_t mask, bool value) { return !__any_sync(mask, !value); }

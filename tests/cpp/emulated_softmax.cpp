@@ -82,6 +82,51 @@ void attend(Scores& scores, float threshold_log2, Result& result) {
   }
 }
 
+// The same where a bias is part of the exponents, as BoxSoftmax of the wgmma forward has it. `scores` are biased, of
+// which `bias` is a part; both in units of 1 / 0.125. Counts the blocks of which it needs the scores again.
+void attend_biased(Scores& scores, Scores& bias, Result& result, int& repeated) {
+  constexpr float kLog2e = 1.44269504f, kLn2 = 0.693147181f, kThreshold = 8.0f;
+  const int g = threadIdx.x / 4, t = threadIdx.x % 4;
+  flash::Softmax<2, int> softmax;
+  View<kDim> out;
+  for (int block = 0; block < scores.blocks; ++block) {
+    View<kKeys / 4> p, biased, added;
+    for (int mi = 0; mi < 2; ++mi) {
+      for (int ni = 0; ni < kKeys / 4; ++ni) {
+        added(mi, ni) = 0.125f * bias.at(block, g + 8 * mi, 4 * t + ni);
+        biased(mi, ni) = kScale * scores.at(block, g + 8 * mi, 4 * t + ni);
+        p(mi, ni) = added(mi, ni) > -INFINITY ? (biased(mi, ni) - kLog2e * added(mi, ni)) / kScale : 0.0f;
+      }
+    }
+    float correction[2] = {1.0f, 1.0f};
+    const auto bias_of = [&](int mi, int ni) { return added(mi, ni); };
+    bool done = block > 0 && softmax.may_speculate(kThreshold);
+    if (done && !softmax.exp2_speculative_biased(p, kScale, bias_of)) {
+      done = softmax.raise_row_max(p, 1.0f, correction);
+      repeated += threadIdx.x == 0 && !done;
+    }
+    if (!done) {
+      p = biased;
+      if (block == 0) softmax.set_row_max(p, 1.0f);
+      if (block > 0) softmax.update_row_max(p, 1.0f, correction, kThreshold);
+      softmax.exponentiate(p, 1.0f);
+    }
+    for (int mi = 0; mi < 2; ++mi) {
+      for (int col = 0; col < kDim; ++col) {
+        float sum = 0.0f;
+        for (int ni = 0; ni < kKeys / 4; ++ni) sum += p(mi, ni) * value_of(block, 4 * t + ni, col);
+        out(mi, col) = out(mi, col) * correction[mi] + flash::quad_sum(sum);
+      }
+    }
+  }
+  float o_scale[2];
+  softmax.finalize(o_scale, 1.0f, 1.0f, -INFINITY);
+  for (int mi = 0; mi < 2; ++mi) {
+    for (int col = 0; col < kDim; ++col) result.out[g + 8 * mi][col] = out(mi, col) * o_scale[mi];
+    result.lse[g + 8 * mi] = softmax.lse(mi, 1.0f, kLn2, -INFINITY);
+  }
+}
+
 void check_row(Scores& scores, int row, const Result& result, double tolerance) {
   double top = -INFINITY, sum = 0.0, expected[kDim] = {};
   for (int i = 0; i < scores.blocks * kKeys; ++i) top = std::max(top, 0.125 * scores.at(i / kKeys, row, i % kKeys));
@@ -126,6 +171,18 @@ void run(Scores scores, double tolerance = 2e-6) {
   }
 }
 
+// Returns how many blocks needed their scores again.
+template <class Hidden>
+int run_biased(int blocks, float deviation, float slope, double tolerance, const Hidden& hidden) {
+  Scores bias = make_scores(blocks, deviation, slope, hidden), scores = make_scores(blocks, 8.0f, 0.0f, hidden);
+  for (size_t i = 0; i < bias.values.size(); ++i) scores.values[i] += bias.values[i];
+  Result result(blocks);
+  int repeated = 0;
+  emulation::run_block(32, [&] { attend_biased(scores, bias, result, repeated); });
+  for (int row = 0; row < kRowsOfWarp; ++row) check_row(scores, row, result, tolerance);
+  return repeated;
+}
+
 }  // namespace
 
 int main() {
@@ -138,6 +195,11 @@ int main() {
   run(make_scores(12, 20000.0f, 0.0f, none), 2e-3);
   run(make_scores(10, 8.0f, 0.0f, [](int row, int block) { return block < row % 4; }));
   run(make_scores(10, 8.0f, 0.0f, [](int row, int block) { return row == 5 || block >= row; }));
+  check::that(run_biased(20, 8.0f, 0.0f, 4e-6, none) == 0, "scores are near");
+  check::that(run_biased(20, 8.0f, 100.0f, 2e-5, none) == 0, "the largest P tells the maximum");
+  check::that(run_biased(12, 8.0f, 700.0f, 1e-4, none) > 0, "P overflows");
+  run_biased(12, 800.0f, 0.0f, 2e-4, none);
+  run_biased(12, 8.0f, 0.0f, 4e-6, [](int row, int block) { return block < row % 4 || row == 7; });
   // Scores that fall by hundreds of powers of 2: row_max stops, and float32 holds the sums.
   Scores falling = make_scores(100, 1.0f, -30.0f, none);
   Result result(falling.blocks);

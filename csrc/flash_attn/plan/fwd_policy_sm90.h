@@ -162,13 +162,13 @@ constexpr FwdPolicy kRows[kNumFwdVariants][kNumSm90FwdHeadDims] = {
         {192, 0, 0},
         {256, 0, 0},
     },
-    // kBiased: no speculation, which would add a bias twice
+    // kBiased
     {
-        {64, kIntFlags, 1},
+        {64, kSpeculativeAfterPv | kIntFlags, 1},
         {96, 0, 0},
-        {128, kIntFlags, 1},
+        {128, kSpeculativeAfterPv | kIntFlags, 1},
         {192, 0, 0},
-        {256, kExpBeforePvWait | kIntFlags, 1},
+        {256, kExpBeforePvWait | kSpeculativeExp | kIntFlags, 1},
     },
 };
 

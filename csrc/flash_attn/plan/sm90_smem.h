@@ -43,7 +43,7 @@ constexpr int sm90_fwd_smem_bytes(const Sm90FwdTile& tile, FwdVariant variant, D
   const int barriers = 4 * tile.kv_stages + 1 + 3 * tile.q_stages * groups + 2 * 3;
   SmemLayout storage;
   storage.add(kBiasBoxBytes * tile.bias_stages * tile.block_m, kSwizzleBytes)
-      .add(2 * kBarrierBytes * tile.bias_stages, kBarrierBytes)
+      .add(2 * kBarrierBytes * tile.bias_stages * groups, kBarrierBytes)
       .add(element * tile.q_stages * tile.block_m * tile.head_dim, kSwizzleBytes)
       .add(element * tile.kv_stages * tile.block_n * tile.head_dim, kSwizzleBytes)
       .add(element * tile.kv_stages * tile.block_n * tile.value_dim(), kSwizzleBytes)

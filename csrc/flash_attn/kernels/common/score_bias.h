@@ -56,6 +56,13 @@ __device__ __forceinline__ float2 unpack_pair(uint32_t pair) {
           static_cast<float>(Element::bitcast(static_cast<uint16_t>(pair >> 16)))};
 }
 
+// One of them as a float.
+template <class Element>
+__device__ __forceinline__ float half_of_pair(uint32_t pair, int half) {
+  const float2 both = unpack_pair<Element>(pair);
+  return half == 0 ? both.x : both.y;
+}
+
 // Explicit, so that all ways of reading a bias round alike.
 __device__ __forceinline__ void add_bias(float& score, float bias) { score = __fmaf_rn(kBiasUnit, bias, score); }
 

@@ -62,20 +62,39 @@ struct BiasBoxes {
 // Offset of a 16-byte vector in a box.
 __device__ __forceinline__ int box_offset(int row, int vector) { return row * kBiasBoxBytes + (vector ^ row % 8) * 16; }
 
-// Adds box `part` of a row of boxes of 16-bit elements. scores: a row_col_view of 16 rows for each warp, the first of
-// which is row first_row of the box; without rows all have row 0.
-template <class Element, class Scores>
-__device__ __forceinline__ void add_box(Scores& scores, int part, const char* box, int first_row, bool has_rows) {
-  const int lane = threadIdx.x % 32, row = has_rows ? first_row + lane % 16 : 0;
+// Columns of a thread's scores that a box of 16-bit elements has, and its words with a pair of columns of one row each.
+constexpr int kBoxCols = 16, kBoxWords = kBoxCols;
+
+// The word of row mi and column ni of a row_col_view: of 16 columns those of rows 8 apart, then those 8 columns on.
+__device__ __forceinline__ constexpr int box_word(int mi, int ni) { return ni / 4 * 4 + ni / 2 % 2 * 2 + mi; }
+
+// Where a lane's first address for ldmatrix is in a box. The warp has 16 rows from first_row on; without rows all have
+// row 0. Shuffled, so that ptxas keeps it and does not compute it in every step.
+__device__ __forceinline__ int box_lane_offset(int first_row, bool has_rows) {
+  const int lane = threadIdx.x % 32;
+  return __shfl_sync(0xffffffffu, box_offset(has_rows ? first_row + lane % 16 : 0, lane / 16), lane);
+}
+
+// Reads box `part` of a row of boxes of 16-bit elements.
+template <int kWords>
+__device__ __forceinline__ void read_box(uint32_t (&words)[kWords], int part, const char* box, int lane_offset) {
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {  // 16 columns
-    uint32_t words[4];           // rows 8 apart, then columns 8 apart
-    cute::SM75_U32x4_LDSM_N::copy(*reinterpret_cast<const cute::uint128_t*>(box + box_offset(row, 2 * i + lane / 16)),
-                                  words[0], words[1], words[2], words[3]);
+  for (int i = 0; i < kBoxCols / 4; ++i) {  // 16 columns of the warp; the swizzle is an XOR of the vector's index
+    uint32_t* const at = words + kBoxWords * part + 4 * i;
+    cute::SM75_U32x4_LDSM_N::copy(*reinterpret_cast<const cute::uint128_t*>(box + (lane_offset ^ 32 * i)), at[0], at[1],
+                                  at[2], at[3]);
+  }
+}
+
+// Adds what was read to a row_col_view, from column kBoxCols * part on.
+template <class Element, class Scores, int kWords>
+__device__ __forceinline__ void add_box(Scores& scores, int part, const uint32_t (&words)[kWords]) {
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const int col = 16 * part + 4 * i + j / 2 * 2;
-      add_bias_pair<Element>(scores(j % 2, col), scores(j % 2, col + 1), words[j]);
+  for (int mi = 0; mi < 2; ++mi) {
+#pragma unroll
+    for (int ni = 0; ni < kWords; ni += 2) {
+      const int col = kBoxCols * part + ni;
+      add_bias_pair<Element>(scores(mi, col), scores(mi, col + 1), words[box_word(mi, ni)]);
     }
   }
 }

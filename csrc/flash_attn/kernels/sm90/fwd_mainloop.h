@@ -25,6 +25,7 @@ struct FwdMainloop {
   using Storage = FwdStorage<Config>;
   using Work = FwdWork<Config>;
   using KvState = PipelineState<Config::kKvStages>;
+  using BiasState = PipelineState<Config::kBiased ? Config::kTile.bias_stages : 1>;
   using MmaQk = typename Config::MmaQk;
   using MmaPv = typename Config::MmaPv;
   using Flag = typename Config::Flag;
@@ -57,10 +58,22 @@ struct FwdMainloop {
   ShortSoftcapSeries short_series;  // of the softcap
   BlockEntry entry;                 // kListed: of the block that is masked
   bool clears_next = true;          // kListed: the next P V is the tile's first
-  PipelineState<Config::kBiased ? Config::kTile.bias_stages : 1> bias_state;
+  // kBiased
+  static constexpr int kWholeBoxes = Config::kBlockN / (kBiasBoxBytes / 2);  // of 16-bit elements, of a block
+  static constexpr bool kReadsBoxesEarly = kWholeBoxes == 1;
+  BiasState bias_state;
+  uint32_t bias_words[kWholeBoxes * kBoxWords];
+  const int box_lane;      // box_lane_offset()
+  const float scale_log2;  // of raw scores
 
   __device__ __forceinline__ FwdMainloop(const FwdLaunch& launch, Storage& storage_, int group_)
-      : params(launch.params), mask(launch.mask), storage(storage_), group(group_), coords(threadIdx.x % 128) {}
+      : params(launch.params),
+        mask(launch.mask),
+        storage(storage_),
+        group(group_),
+        coords(threadIdx.x % 128),
+        box_lane(Config::kBiased ? box_lane_offset(box_row(), launch.mask.bias.row_stride != 0) : 0),
+        scale_log2(Config::kBiased ? launch.params.scale_softmax * ScoreMod::kLog2e : 0.0f) {}
 
   // Passes through shared memory into registers: ptxas would reload a constant in every step, and wait for it.
   __device__ __forceinline__ void load_short_series() {
@@ -221,20 +234,19 @@ struct FwdMainloop {
   template <bool kFloat, class Scores>
   __device__ __forceinline__ void add_boxes(Scores& scores) {
     constexpr int kBoxes = Config::kBlockN * (kFloat ? 4 : 2) / kBiasBoxBytes;
-    const int first_row = 64 * group + threadIdx.x % 128 / 32 * 16;
-    const bool has_rows = mask.bias.row_stride != 0;
 #pragma unroll
     for (int i = 0; i < kBoxes; ++i) {
-      storage.bias_full[bias_state.stage].wait(bias_state.phase);
-      const char* const box = storage.bias[bias_state.stage];
+      const char* const box = wait_for_box(bias_state);
       if constexpr (kFloat) {
-        add_float_box(scores, i, box, first_row, has_rows);
+        add_float_box(scores, i, box, box_row(), mask.bias.row_stride != 0);
       } else {
-        add_box<Element>(scores, i, box, first_row, has_rows);
+        uint32_t words[kBoxWords];
+        read_box(words, 0, box, box_lane);
+        add_box<Element>(scores, i, words);
       }
       tma::fence_buffer();  // the arrival waits for no load
       __syncwarp();
-      release(storage.bias_empty, bias_state);
+      release_box();
     }
   }
   // The boxes of a block that this warpgroup skips.
@@ -243,10 +255,42 @@ struct FwdMainloop {
       if (!mask.bias.loads_boxes) return;
       const int boxes = Config::kBlockN * static_cast<int>(mask.bias.element_bytes()) / kBiasBoxBytes;
       for (int i = 0; i < boxes; ++i) {
-        storage.bias_full[bias_state.stage].wait(bias_state.phase);
-        release(storage.bias_empty, bias_state);
+        wait_for_box(bias_state);
+        release_box();
       }
     }
+  }
+
+  // This warpgroup's slot of a stage of boxes, the box once it has landed, and the first of the warp's rows in it.
+  __device__ __forceinline__ int box_slot(const BiasState& at) const { return at.stage * Config::kWarpGroups + group; }
+  __device__ __forceinline__ const char* wait_for_box(const BiasState& at) const {
+    storage.bias_full[box_slot(at)].wait(at.phase);
+    return storage.bias[box_slot(at)];
+  }
+  __device__ __forceinline__ static int box_row() { return threadIdx.x % 128 / 32 * 16; }
+  __device__ __forceinline__ void release_box() {
+    if (threadIdx.x % 32 == 0) storage.bias_empty[box_slot(bias_state)].arrive();
+    bias_state.advance();
+  }
+
+  // Of whole blocks, which take BoxSoftmax: read during S where there are registers for it, and released once every
+  // lane has used what it read.
+  __device__ __forceinline__ void read_boxes() {
+    BiasState at = bias_state;
+#pragma unroll
+    for (int i = 0; i < kWholeBoxes; ++i) {
+      read_box(bias_words, i, wait_for_box(at), box_lane);
+      at.advance();
+    }
+  }
+  __device__ __forceinline__ void release_boxes() {
+#pragma unroll
+    for (int i = 0; i < kWholeBoxes; ++i) release_box();
+  }
+  // Whether boxes of 16-bit elements are all that whole blocks need.
+  __device__ __forceinline__ bool adds_boxes_alone() const {
+    return mask.bias.loads_boxes && !mask.bias.is_float && mask.bias.table == nullptr && !params.has_dropout &&
+           !(params.softcap > 0.0f) && params.alibi_slopes_ptr == nullptr;
   }
 
   // P of a tile's first block, whose S is complete.
@@ -302,12 +346,14 @@ struct FwdMainloop {
     } else {
       key = (Config::kMaskBoundsInRegs ? n_block : work.order.block(i)) * Config::kBlockN;
     }
+    if constexpr (Config::kBiased && !kMasked && kReadsBoxesEarly) read_boxes();
     wait_for<Config::kExpAfterPvWait && !kMasked ? 0 : 1>(acc_s);
     if constexpr (!Config::kRandomBitsInPv) dropout.read_col_bits(storage, k_state.stage);
     if constexpr (!SoftmaxStep::kMayRecomputeS) release_k();
     float correction[kRows];
     const Flag rescale = SoftmaxStep::run(*this, work, key, q_stage, correction);
     if constexpr (SoftmaxStep::kMayRecomputeS) release_k();
+    if constexpr (Config::kBiased && !kMasked) release_boxes();
     if constexpr (Config::kExpBeforePvWait) finish_exp_before_pv_wait();
     // 5. Wait for P V, release V.
     cute::warpgroup_fence_operand(acc_s);
@@ -371,9 +417,10 @@ struct FwdMainloop {
     }
   }
 
-  // Steps of kListed without mask, dropout and score modifiers, all of which masked steps have as run-time options.
+  // Steps of kListed without mask, dropout and score modifiers, all of which masked steps have as run-time options; of
+  // kBiased with boxes alone.
   __device__ __forceinline__ int unmasked_end(const Work& work) const {
-    if constexpr (Config::kBiased) return 0;
+    if constexpr (Config::kBiased) return adds_boxes_alone() ? work.order.whole : 0;
     return params.has_score_mod || params.has_dropout ? 0 : work.order.whole;
   }
 

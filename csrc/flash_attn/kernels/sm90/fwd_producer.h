@@ -195,7 +195,8 @@ struct ColumnBitsWarp {
   }
 };
 
-// Bias warp: the boxes of attn_bias of each block in the order of their columns. Without boxes consumers read it.
+// Bias warp: the boxes of attn_bias of each block in the order of their columns, one for each consumer. Without boxes
+// consumers read it.
 template <class Config>
 struct BiasWarp {
   const FwdLaunch& launch;
@@ -213,10 +214,13 @@ struct BiasWarp {
       for (int i = 0; i < work.order.count(); ++i) {
         const int key = block_to_load<Config>(work.order, i) * Config::kBlockN;
         for (int col = key; col < key + Config::kBlockN; col += boxes.cols()) {
-          storage.bias_empty[state.stage].wait(state.phase ^ 1);
-          if (threadIdx.x % 32 == 0) {
-            storage.bias_full[state.stage].arrive_and_expect(boxes.bytes(Config::kBlockM));
-            boxes.load(storage.bias_full[state.stage], storage.bias[state.stage], tile.row_begin, col);
+          for (int group = 0; group < Config::kWarpGroups; ++group) {
+            const int slot = state.stage * Config::kWarpGroups + group;
+            storage.bias_empty[slot].wait(state.phase ^ 1);
+            if (threadIdx.x % 32 == 0) {
+              storage.bias_full[slot].arrive_and_expect(boxes.bytes(64));
+              boxes.load(storage.bias_full[slot], storage.bias[slot], tile.row_begin + 64 * group, col);
+            }
           }
           state.advance();
         }

@@ -160,8 +160,36 @@ struct SpeculativeMaskedSoftmax {
   }
 };
 
+// The same of a whole block with a bias in boxes, which is part of the exponents. Scores are raw, row_max is not.
+template <class Config>
+struct BoxSoftmax {
+  static constexpr bool kMayRecomputeS = true;
+
+  template <class Mainloop>
+  __device__ __forceinline__ static typename Config::Flag run(Mainloop& m, const FwdWork<Config>&, int, int q_stage,
+                                                              float (&correction)[Mainloop::kRows]) {
+    using Element = typename Config::Element;
+    auto scores = row_col_view(m.acc_s);
+    if constexpr (!Mainloop::kReadsBoxesEarly) m.read_boxes();
+    auto& words = m.bias_words;
+    if (m.softmax.may_speculate(m.params.rescale_threshold_log2)) {
+      const auto bias = [&](int mi, int ni) { return half_of_pair<Element>(words[box_word(mi, ni)], ni % 2); };
+      if (m.softmax.exp2_speculative_biased(scores, m.scale_log2, bias)) return false;
+      if (m.softmax.raise_row_max(scores, m.params.softmax_scale_log2, correction)) return true;
+      m.recompute_s(q_stage);
+      m.read_boxes();
+    }
+#pragma unroll
+    for (int i = 0; i < cute::size(scores); ++i) scores(i) *= m.scale_log2;
+    add_box<Element>(scores, 0, words);
+    return update_softmax(m, scores, correction);
+  }
+};
+
 template <class Config, bool kMasked>
-using SpeculativeStep = std::conditional_t<kMasked, SpeculativeMaskedSoftmax<Config>, SpeculativeSoftmax<Config>>;
+using SpeculativeStep =
+    std::conditional_t<kMasked, SpeculativeMaskedSoftmax<Config>,
+                       std::conditional_t<Config::kBiased, BoxSoftmax<Config>, SpeculativeSoftmax<Config>>>;
 
 template <class Config, bool kMasked>
 using FwdSoftmaxStep =

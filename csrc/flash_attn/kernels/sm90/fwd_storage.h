@@ -45,7 +45,7 @@ struct alignas(16) Slot {
 static_assert(sizeof(WorkTile) == plan::kWorkTileBytes, "plan and kernels agree");
 
 template <class Config>
-struct FwdStorage : BiasRing<Config::kTile.bias_stages, Config::kBlockM> {
+struct FwdStorage : BiasRing<Config::kTile.bias_stages * Config::kWarpGroups, 64> {
   using Element = typename Config::Element;
   using OutElement = typename Config::OutElement;
   using TripCount = typename Config::TripCount;
@@ -87,7 +87,7 @@ struct FwdStorage : BiasRing<Config::kTile.bias_stages, Config::kBlockM> {
     constexpr bool kHasBiasWarp = Config::kTile.bias_stages > 0;
     const int loading_warps = is_paged ? 3 : 1 + Config::kPackedDropout + Config::kHasStoreWarp + kHasBiasWarp;
     init_tile_barriers(is_paged);
-    this->init_bias_barriers(Config::kConsumerWarps);
+    this->init_bias_barriers(4);
 #pragma unroll
     for (int stage = 0; stage < Config::kQStages; ++stage) {
 #pragma unroll
