@@ -119,18 +119,3 @@ def parts(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     layout = _LAYOUTS[656]
     values, scales, rope = rows.split((layout.columns, layout.scales, 2 * _ROPE), -1)
     return values.view(torch.float8_e4m3fn), scales.view(torch.float32), rope.view(torch.bfloat16)
-
-
-def existing_first(indices: Tensor, count: int, length: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(a permutation (..., topk) that puts the indices of rows that exist first, how many they are (...) int32).
-
-    length: int32 that indices (..., topk) is broadcast with but for its last axis: the leftmost ones alone count.
-    """
-    exists = (indices >= 0) & (indices < count)
-    if length is not None:
-        exists = exists & (torch.arange(indices.shape[-1], device=indices.device) < length[..., None])
-    counts = exists.sum(-1, keepdim=True)
-    place = torch.where(exists, exists.cumsum(-1), counts + (~exists).cumsum(-1)) - 1  # a sort would be slower
-    every = torch.arange(indices.shape[-1], device=indices.device).expand_as(place)
-    order = torch.empty_like(place).scatter_(-1, place, every)
-    return order, counts.squeeze(-1).to(torch.int32)

@@ -15,7 +15,8 @@ from flash_attn import flash_attn_with_kvcache
 from flash_attn.batch_invariance import is_batch_invariant
 from flash_attn.ops import arguments, latent, library
 from flash_attn.ops.attention_args import KvCacheArgs
-from flash_mla._rows import Rows, existing_first, parts
+from flash_mla._rows import Rows, parts
+from flash_mla._selection import existing_first, selected_table
 
 _CHUNK = 1 << 24  # numbers that the scores of max_logits are computed from at a time
 
@@ -314,11 +315,8 @@ def _attend_selected(
     batch, seqlen_q = q.shape[:2]
     options: dict[str, Any] = {"softmax_scale": scale}
     if extra is None and cache.has_kernel(q, head_dim_v):
-        order, lengths = existing_first(indices, cache.count, None if length is None else length[:, None])
-        rows, page_step, row_step = cache.pool()
-        table = indices.long().gather(-1, order)
-        table = table // max(cache.page_size, 1) * page_step + table % max(cache.page_size, 1) * row_step
-        options["block_table"] = table.flatten(0, 1).to(torch.int32)
+        rows, *steps = cache.pool()
+        options["block_table"], lengths = selected_table(indices, length, cache.count, cache.page_size, *steps)
     else:
         rows, lengths = _gathered(q, ((cache, indices, length), (extra, extra_indices, extra_length)))
         options["block_table"] = torch.arange(batch * seqlen_q, dtype=torch.int32, device=q.device).unsqueeze(1)

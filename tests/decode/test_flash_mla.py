@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from interpreted import run_interpreted
 from reference import assert_accurate, attention
 from signatures import plain_signature
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -190,6 +191,31 @@ def test_sparse_prefill(device):
             scores = 0.05 * q[i].double() @ rows.double().T
             largest = scores.amax(-1) if len(rows) else torch.full_like(lse[i], -math.inf).double()
             assert torch.allclose(max_logits[i].double(), largest, atol=1e-5)
+
+
+INTERPRETED = """
+sys.path.insert(0, PATH)
+from flash_mla._selection import launch_selected_table, selected_table
+
+torch.manual_seed(0)
+for batch, seqlen_q, topk, count, page, steps, dtype, bounded in CALLS:
+    indices = torch.randint(-2, count + 3, (seqlen_q, batch, topk), dtype=dtype).transpose(0, 1)
+    length = torch.randint(-1, topk + 2, (batch,), dtype=torch.int32) if bounded else None
+    table, counts = launch_selected_table(indices, length, count, page, *steps)
+    expected, expected_counts = selected_table(indices, length, count, page, *steps)
+    exists = torch.arange(topk) < counts[:, None]
+    assert torch.equal(counts, expected_counts) and counts.dtype == table.dtype == torch.int32
+    assert torch.equal(table[exists], expected[exists]) and table.shape == expected.shape
+print("equal")
+"""
+
+
+def test_selection_kernel_under_the_interpreter():
+    """The kernel's own code without a GPU: Triton's interpreter against the PyTorch composition."""
+    pytest.importorskip("triton")
+    calls = "(2, 3, 70, 90, 16, (32, 2), torch.int32, True), (1, 2, 3000, 40, 7, (7, 1), torch.int64, False)"
+    more = "(3, 1, 2048, 1 << 29, 64, (64, 1), torch.int32, False), (2, 1, 0, 5, 1, (1, 1), torch.int32, True)"
+    run_interpreted(f"import torch\nPATH = {flash_mla.__path__[0]!r} + '/..'\nCALLS = [{calls}, {more}]\n{INTERPRETED}")
 
 
 def test_metadata_of_other_calls(device):

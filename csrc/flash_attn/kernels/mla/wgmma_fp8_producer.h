@@ -11,7 +11,10 @@ namespace mla {
 
 // All warps work on the same half of the latent columns, in the order in which consumers release them: of each step
 // the half of the consumer that has it, then the other. A lane holds the bytes of the next half while it waits, so that
-// a released half is filled at the speed of conversion alone: 12 instructions for 4 columns, 770 of a step and warp.
+// a released half is filled at the speed of conversion alone: 12 instructions for 4 columns, 770 of a step.
+//
+// Loads follow all conversions of the half before. A warp has six scoreboards: with loads between conversions, these
+// would wait for the newest load too. The proxy fence, too, would wait for loads. Rows are in the L2 cache by then.
 template <class Config>
 struct MlaFp8Producer {
   using Element = typename Config::Element;
@@ -19,7 +22,7 @@ struct MlaFp8Producer {
   static constexpr int kVectorBytes = 16, kRowLanes = Config::kHalf / kVectorBytes;
   static constexpr int kAtomLanes = Config::kAtomCols / kVectorBytes;
   static constexpr int kKeysAtATime = 32 / kRowLanes, kVectors = kKeys / kKeysAtATime;  // kVectors: of a lane
-  static_assert(kKeys == 16 && kRowLanes == 16 && kKeysAtATime * kAtomLanes == 8, "a lane looks up one key");
+  static_assert(kKeys % 8 == 0 && kKeys <= 32 && kRowLanes == 16 && kKeysAtATime * kAtomLanes == 8);
 
   const Flash_mla_params& params;
   MlaWgmmaStorage<Config>& storage;
@@ -29,8 +32,8 @@ struct MlaFp8Producer {
   const int key_of_lane = lane / kAtomLanes % kKeysAtATime, vector = lane / 8 * kAtomLanes + lane % kAtomLanes;
 
   struct Rows {
-    const char* at = nullptr;  // of the key lane % 16
-    uint32_t exists = 0;       // a bit of each key
+    int64_t at;       // of the key lane % kKeys, in bytes of latent_ptr
+    uint32_t exists;  // a bit of each key
   };
   uint4 values[kVectors];
   float scales[kVectors];
@@ -51,26 +54,28 @@ struct MlaFp8Producer {
     const FastDiv& page_size = params.paged.page_size;
     const int key = key_of(step), row = key - page_size.divide(key) * page_size.divisor;
     const bool exists = static_cast<unsigned>(page) < static_cast<unsigned>(params.paged.num_pages);
-    Rows rows;
-    rows.at = static_cast<const char*>(params.latent_ptr);
-    if (exists) rows.at += page * params.latent_strides.batch + row * params.latent_strides.row;
-    rows.exists = __ballot_sync(0xffffffffu, exists);
-    return rows;
+    const int64_t at = page * params.latent_strides.batch + row * params.latent_strides.row;
+    return {exists ? at : 0, __ballot_sync(0xffffffffu, exists)};
   }
 
-  __device__ __forceinline__ static const char* row_of(const Rows& rows, int key) {
-    return reinterpret_cast<const char*>(__shfl_sync(0xffffffffu, reinterpret_cast<uint64_t>(rows.at), key));
+  __device__ __forceinline__ const char* row_of(const Rows& rows, int key) const {
+    return static_cast<const char*>(params.latent_ptr) + __shfl_sync(0xffffffffu, rows.at, key);
   }
 
   // Keys that do not exist become 0: NaN there would pass a probability of 0.
-  __device__ __forceinline__ void load(const Rows& rows, int half, int i) {
+  __device__ __forceinline__ void load(const Rows& rows, int half) {
     const int first_col = half * Config::kHalf + vector * kVectorBytes;
-    const char* const row = row_of(rows, i * kKeysAtATime + key_of_lane);
-    values[i] = uint4{};
-    scales[i] = 0.0f;
-    if (rows.exists >> key_of_lane & 1u << i * kKeysAtATime) {
-      values[i] = *reinterpret_cast<const uint4*>(row + first_col);
-      scales[i] = reinterpret_cast<const float*>(row + kMlaLatentDim)[first_col / kMlaScaleCols];
+    const int scale_byte = kMlaLatentDim + first_col / kMlaScaleCols * static_cast<int>(sizeof(float));
+    const uint32_t exists = rows.exists >> key_of_lane;
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      const char* const row = row_of(rows, i * kKeysAtATime + key_of_lane);
+      values[i] = uint4{};
+      scales[i] = 0.0f;
+      if (exists & 1u << i * kKeysAtATime) {
+        values[i] = *reinterpret_cast<const uint4*>(row + first_col);
+        scales[i] = *reinterpret_cast<const float*>(row + scale_byte);
+      }
     }
   }
 
@@ -80,15 +85,21 @@ struct MlaFp8Producer {
             two(decode::e4m3_to_floats<false>(second)), two(decode::e4m3_to_floats<true>(second))};
   }
 
-  __device__ __forceinline__ void store(int stage, int half, int i) const {
-    const int row = warp * kKeys + i * kKeysAtATime + key_of_lane;
+  // Stores the loaded half. Keys of a lane are an even number of rows apart, so that the swizzle is an XOR of constants.
+  __device__ __forceinline__ void store(int stage, int half) const {
     const int atom = half * Config::kHalfAtoms + vector / kAtomLanes, first = vector % kAtomLanes * 2;
-    const auto store_vector = [&](int at, uint32_t low, uint32_t high) {
-      Element* const to = vector_in_atom<Config>(storage.kv[stage], atom, row, first + at);
-      *reinterpret_cast<uint4*>(to) = dequantise(low, high, scales[i]);
-    };
-    store_vector(0, values[i].x, values[i].y);
-    store_vector(1, values[i].z, values[i].w);
+    const int at = tma::swizzle_offset(Config::kAtomCols, warp * kKeys + key_of_lane, first);
+    Element* const atom_begin = storage.kv[stage] + atom * Config::kAtomElements;
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      const int row = i * kKeysAtATime;
+      const auto store_vector = [&](int place, uint32_t low, uint32_t high) {
+        Element* const to = atom_begin + (at ^ (row % 8 ^ place) * tma::kVectorCols) + row * Config::kAtomCols;
+        *reinterpret_cast<uint4*>(to) = dequantise(low, high, scales[i]);
+      };
+      store_vector(0, values[i].x, values[i].y);
+      store_vector(1, values[i].z, values[i].w);
+    }
   }
 
   __device__ __forceinline__ void copy_rope(const Rows& rows, int stage) const {
@@ -103,35 +114,29 @@ struct MlaFp8Producer {
     sm80::commit_copies();
   }
 
-  // Stores a half, of which a lane holds the bytes, and asks for those of the next one.
-  __device__ __forceinline__ void store_half(int stage, int half, const Rows& next, int next_half) {
-#pragma unroll
-    for (int i = 0; i < kVectors; ++i) {
-      store(stage, half, i);
-      load(next, next_half, i);
-    }
-    if (half == stage) sm80::wait_for_copies_but(0);
-    arrive_landed(storage, stage, half);
-  }
-
   __device__ __forceinline__ void run() {
     const int count = work.to - work.from;
     Rows rows = rows_of(work.from, find_page(work.from));
-    int page = find_page(work.from + 1);  // read a step before the row
-#pragma unroll
-    for (int i = 0; i < kVectors; ++i) load(rows, 0, i);
+    Rows next = rows_of(work.from + 1, find_page(work.from + 1));
+    int page = find_page(work.from + 2);  // read a step before the row is asked for
+    load(rows, 0);
 #pragma unroll 1
     for (int i = 0; i < count; ++i) {
       const int stage = i % Config::kStages, other = 1 - stage;
       const uint32_t free = (i / Config::kStages & 1) ^ 1;
-      const Rows next = rows_of(work.from + i + 1, page);
-      page = find_page(work.from + i + 2);
       storage.kv_empty[stage][stage].wait(free);
       copy_rope(rows, stage);
-      store_half(stage, stage, rows, other);
-      storage.kv_empty[stage][other].wait(free);
-      store_half(stage, other, next, other);  // which is the first half of the next step
+      store(stage, stage);
+      sm80::wait_for_copies_but(0);
+      arrive_landed(storage, stage, stage);
+      load(rows, other);
       rows = next;
+      next = rows_of(work.from + i + 2, page);
+      page = find_page(work.from + i + 3);
+      storage.kv_empty[stage][other].wait(free);
+      store(stage, other);
+      arrive_landed(storage, stage, other);
+      load(rows, other);  // the first half of the next step
     }
   }
 };
