@@ -7,7 +7,7 @@ it or be told of its writes.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -15,6 +15,8 @@ from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 from torch.utils._device import DeviceContext
+
+from flash_attn._types import Batched, Context, VmapInfo
 
 _is_compiling = torch.compiler.is_compiling
 is_tracing = torch._C._is_tracing
@@ -110,7 +112,7 @@ def reject_tangents(names: Iterable[str], tensors: Iterable[Tensor | None]) -> N
             raise NotImplementedError(f"{name}: expected a tensor without forward-mode tangent, got one: {_NO_JVP}")
 
 
-def no_jvp(ctx: Any, *tangents: Any) -> Any:
+def no_jvp(ctx: Context, *tangents: Tensor | None) -> NoReturn:
     """The jvp of every autograd.Function here: tangents of an outer transform, as in torch.func.hessian."""
     raise NotImplementedError(f"flash_attn: expected inputs without forward-mode tangents, got some: {_NO_JVP}")
 
@@ -130,7 +132,7 @@ def reject_transforms(function: str) -> None:
         raise NotImplementedError(f"{function}: expected a call outside of torch.func transforms, got one within")
 
 
-def reject_batched(function: str, names: Iterable[str], tensors: Iterable[Any]) -> None:
+def reject_batched(function: str, names: Iterable[str], tensors: Iterable[object]) -> None:
     """Raise NotImplementedError for one (some are no tensors) that torch.vmap has added a dimension to."""
     if not transformed():
         return
@@ -163,17 +165,21 @@ def _has_memory(x: Tensor) -> bool:
 
 
 def by_sample(
-    function: Any, info: Any, in_dims: Any, args: Sequence[Any]
-) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+    function: type[torch.autograd.Function],
+    info: VmapInfo,
+    in_dims: Sequence[int | None],
+    args: Sequence[object],
+) -> Batched:
     """What the vmap of an autograd.Function returns if it applies the function to each sample in turn."""
     if info.batch_size == 0:
         raise NotImplementedError("torch.vmap: expected at least one sample for attention, got 0")
-    samples = [
-        function.apply(*(x if dim is None else x.select(dim, i) for x, dim in zip(args, in_dims)))
-        for i in range(info.batch_size)
-    ]
+    samples = [function.apply(*(_sample(x, dim, i) for x, dim in zip(args, in_dims))) for i in range(info.batch_size)]
     results = tuple(torch.stack(parts) for parts in zip(*samples))
     return results, (0,) * len(results)
+
+
+def _sample(x: object, dim: int | None, i: int) -> object:
+    return x.select(dim, i) if dim is not None and isinstance(x, Tensor) else x
 
 
 def check_writable(names: Sequence[str], tensors: Sequence[Tensor | None]) -> None:
@@ -234,15 +240,19 @@ def overwrite(name: str, x: Tensor | None) -> None:
         raise RuntimeError(message) from error
 
 
+class _OverwrittenContext(Context):
+    name: str
+
+
 class _Overwritten(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, name: str) -> Any:
+    def forward(ctx: _OverwrittenContext, x: Tensor, name: str) -> Tensor:
         ctx.mark_dirty(x)
         ctx.name = name
         return x
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
+    def backward(ctx: _OverwrittenContext, grad: Tensor) -> NoReturn:
         raise RuntimeError(f"{ctx.name}: expected no backward through a tensor that was written in place, got one")
 
 

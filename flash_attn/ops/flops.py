@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverloadPacket
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
@@ -19,6 +20,7 @@ from flash_attn.ops.attention_args import AttentionArgs, AttentionBackwardArgs, 
 from flash_attn.ops.calls import unpack
 from flash_attn.utils.derived_buffers import has_values
 
+Call = dict[str, Any]  # arguments of an operator, by name
 _Formula = Callable[..., int]
 _core, _public = torch.ops.flash_attn_core, torch.ops.flash_attn
 
@@ -83,7 +85,7 @@ def _pairs_of(args: AttentionArgs | AttentionBackwardArgs, q: Tensor, k: Tensor)
     return _packed_pairs(args.cu_seqlens_q, args.cu_seqlens_k, args.max_seqlen_q, args.max_seqlen_k, used, padding)
 
 
-def register(*operators: Any) -> Callable[[_Formula], _Formula]:
+def register(*operators: OpOverloadPacket) -> Callable[[_Formula], _Formula]:
     """Decorates the formula of these operators, which takes their arguments as they are."""
 
     def registered(formula: _Formula) -> _Formula:
@@ -96,7 +98,7 @@ def register(*operators: Any) -> Callable[[_Formula], _Formula]:
 
 
 @register(_core.fwd)
-def _forward(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
+def _forward(*args: Any, out_val: object = None, **kwargs: Any) -> int:
     call = AttentionArgs(*args, **kwargs)
     q, k, v = unpack(call.q, call.k, call.v)
     pairs = _pairs_of(call, q, k)
@@ -104,28 +106,28 @@ def _forward(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
 
 
 @register(_core.bwd)
-def _backward(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
+def _backward(*args: Any, out_val: object = None, **kwargs: Any) -> int:
     call = AttentionBackwardArgs(*args, **kwargs)
     q, k, v = unpack(call.q, call.k, call.v)
     return backward_flops(q, v, _pairs_of(call, q, k))
 
 
 @register(_core.jvp)
-def _jvp(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
+def _jvp(*args: Any, out_val: object = None, **kwargs: Any) -> int:
     call = AttentionArgs(*args[len(Tangents._fields) :], **kwargs)
     q, k, v = unpack(call.q, call.k, call.v)
     return _products(q, v, _pairs_of(call, q, k), 3, 3)
 
 
 @register(_core.hvp)
-def _hvp(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
+def _hvp(*args: Any, out_val: object = None, **kwargs: Any) -> int:
     call = AttentionBackwardArgs(*args[len(Tangents._fields) :], **kwargs)
     q, k, v = unpack(call.q, call.k, call.v)
     return _products(q, v, _pairs_of(call, q, k), 7, 5)
 
 
 @register(_core.kvcache_fwd, _core.kvcache_append_fwd)
-def _kvcache(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
+def _kvcache(*args: Any, out_val: object = None, **kwargs: Any) -> int:
     call = KvCacheArgs(*args, **kwargs)
     batch, seqlen_q = call.q.shape[:2]
     pages = 1 if call.block_table is None else call.block_table.shape[1]
@@ -144,13 +146,13 @@ def register_by_name(operator: Any, flops: Callable[[dict[str, Any]], int]) -> N
     """The formula of an operator: flops of its arguments by name, without those that have their default."""
     names = [argument.name for argument in operator.default._schema.arguments]
 
-    def formula(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
+    def formula(*args: Any, out_val: object = None, **kwargs: Any) -> int:
         return flops({**dict(zip(names, args)), **kwargs})
 
     register(operator)(formula)
 
 
-def _pairs_by_name(call: dict[str, Any]) -> int:
+def _pairs_by_name(call: Call) -> int:
     q, k = call["q"], call["k"]
     if "cu_seqlens_q" not in call:
         return int(q.shape[0] * q.shape[1] * k.shape[1])

@@ -5,7 +5,7 @@ So multi-head latent attention decodes: K is the rotated part of a cached row, V
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -51,13 +51,15 @@ def check_plan(args: KvCachePlanArgs) -> None:
         raise NotImplementedError(f"head_dim_v: expected 0 on {device}, got {args.head_dim_v}")
 
 
-def _check(args: AttentionArgs | KvCacheArgs, k: Tensor | None, v: Tensor | None, more: dict[str, Any]) -> None:
+def _check(args: AttentionArgs | KvCacheArgs, k: Tensor | None, v: Tensor | None, more: Mapping[str, object]) -> None:
     reason = _reason(args, k, v, more) if args.q.device.type == "cuda" else None
     if reason is not None:
         raise NotImplementedError(f"qv: expected None on cuda, got a tensor: {reason}")
 
 
-def _reason(args: AttentionArgs | KvCacheArgs, k: Tensor | None, v: Tensor | None, more: dict[str, Any]) -> str | None:
+def _reason(
+    args: AttentionArgs | KvCacheArgs, k: Tensor | None, v: Tensor | None, more: Mapping[str, object]
+) -> str | None:
     """Why no CUDA kernel computes the call. Tensors of other ranks and shapes are the backend's matter."""
     if k is None or v is None or args.block_table is None:
         return "kernels read pages, by block_table"

@@ -74,7 +74,7 @@ def _descale(name: str, q: Tensor, value: float | Tensor) -> Tensor:
     return torch.full((), arguments.float32(name, value), dtype=torch.float32, device=q.device)
 
 
-def _check_descale_axis(name: str, axis: Any, descale: Any, cache: Tensor) -> None:
+def _check_descale_axis(name: str, axis: str | None, descale: Tensor | None, cache: Tensor) -> None:
     if axis is None:
         return
     if not isinstance(axis, str) or axis not in ("page", "row"):
@@ -90,7 +90,7 @@ def _check_descale_axis(name: str, axis: Any, descale: Any, cache: Tensor) -> No
             )
 
 
-def _is_written(name: str, axis: str | None, descale: Any, cache: Tensor, new: Tensor) -> bool:
+def _is_written(name: str, axis: str | None, descale: Tensor | None, cache: Tensor, new: Tensor) -> bool:
     """Whether the descale is one of each row, which an append computes and writes."""
     if descale is None or descale.dim() != 3 or descale.shape != cache.shape[:3] or axis == "page":
         return False
