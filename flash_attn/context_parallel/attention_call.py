@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple, Optional
 
 import torch
 from torch import Tensor
 
+from flash_attn._types import WindowSize
 from flash_attn.context_parallel.compute import key_exchange, ulysses
 from flash_attn.context_parallel.compute.kernel_calls import BackwardInputs, ForwardInputs, Options, sum_dtype
 from flash_attn.context_parallel.compute.sums import sink_gradient
@@ -26,22 +27,22 @@ _MOST_GATHERED_BYTES = 4 << 30  # of K and V of all ranks in one buffer; "auto" 
 class Arguments(NamedTuple):
     """The arguments of `flash_attn_cp_func` that the result depends on, as the caller gave them."""
 
-    q: Any
-    k: Any
-    v: Any
-    sinks: Any
-    plan: Any
-    dropout_p: Any = 0.0
-    softmax_scale: Any = None
-    causal: Any = False
-    window_size: Any = (-1, -1)
-    softcap: Any = 0.0
-    alibi_slopes: Any = None
-    deterministic: Any = False
-    sm_margin: Any = 0
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    sinks: Tensor | None
+    plan: CpPlan
+    dropout_p: float = 0.0
+    softmax_scale: float | None = None
+    causal: bool = False
+    window_size: WindowSize = (-1, -1)
+    softcap: float = 0.0
+    alibi_slopes: Tensor | None = None
+    deterministic: bool = False
+    sm_margin: int = 0
 
 
-Inputs = tuple[Tensor, Tensor, Tensor, Any]  # q, k, v, sinks or None
+Inputs = tuple[Tensor, Tensor, Tensor, Optional[Tensor]]  # q, k, v, sinks
 
 
 class AttentionCall:
@@ -84,14 +85,13 @@ class AttentionCall:
 
 
 def agreed_call(
-    args: Arguments, lse_convention: str = "fa2", kind: Any = None, wants_state: bool = False
+    args: Arguments, lse_convention: str = "fa2", kind: Hashable = None, wants_state: bool = False
 ) -> tuple[AttentionCall, int, Inputs]:
     """(call, its number, inputs), after the ranks have compared it as far as the plan says.
 
     kind: by which the plan finds the call again. wants_state: whether options have a rng_state without dropout too.
     """
-    call: Any = None
-    inputs: Any = None
+    call: AttentionCall | None = None
     error, seed, plan = None, None, args.plan
     try:
         check_convention(lse_convention)
@@ -101,8 +101,11 @@ def agreed_call(
         if not isinstance(plan, CpPlan):
             raise_on_ranks_of_last_plan("flash_attn_cp_func", error)
     if call is not None and call.options.dropout_p > 0:
-        seed = torch.randint(0, 2**63 - 1, (1,), device="cpu").item()  # on every rank, which keeps generators in step
+        seed = int(
+            torch.randint(0, 2**63 - 1, (1,), device="cpu").item()
+        )  # on every rank, which keeps generators in step
     number, seed = plan.compare("flash_attn_cp_func", "" if call is None else call.request, error, seed)
+    assert call is not None  # comparing raises the error
     plan.communicator.connect(inputs[0].device)
     if kind is not None and seed is None and not call.padded_from:
         plan.known_calls[kind] = call

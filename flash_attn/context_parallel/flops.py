@@ -15,7 +15,7 @@ from flash_attn.ops import flops
 _core = torch.ops.flash_attn_core
 
 
-def _pairs(call: Any) -> int:
+def _pairs(call: CpArgs) -> int:
     batch = 1 if call.q.dim() == 3 else call.q.shape[0]
     if not flops.is_known(call.plan):
         return int(batch * call.q.shape[-3] * call.k.shape[-3])
@@ -26,12 +26,12 @@ def _pairs(call: Any) -> int:
 
 
 @flops.register(_core.cp_fwd)
-def _forward(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
+def _forward(*args: Any, out_val: object = None, **kwargs: Any) -> int:
     call = CpArgs(*args, **kwargs)
     return flops.forward_flops(call.q, call.v, _pairs(call))
 
 
 @flops.register(_core.cp_bwd)
-def _backward(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
+def _backward(*args: Any, out_val: object = None, **kwargs: Any) -> int:
     call = CpBackwardArgs(*args, **kwargs)
     return flops.backward_flops(call.q, call.v, _pairs(call))
