@@ -57,15 +57,16 @@ class Observed:
 
         return call
 
-    def _label(self, name: str, named: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    def _label(self, name: str, named: dict[str, object], args: tuple[object, ...], kwargs: dict[str, object]) -> str:
         """Such as "flash_attn.fwd wgmma bf16 q[2, 4096, 16, 128] k[2, 4096, 4, 128] causal"."""
         parts = [f"flash_attn.{name}"]
         explain = getattr(self._backend, EXPLAINED_BY.get(name, ""), None)
         plan = explain(*args, **kwargs) if explain is not None else None
         parts += [plan[key] for key in ("kernel", "dtype") if plan and key in plan]
         for key in ("q", "k", "kcache"):
-            if isinstance(named.get(key), Tensor):
-                parts.append(f"{key}{list(named[key].shape)}")
+            x = named.get(key)
+            if isinstance(x, Tensor):
+                parts.append(f"{key}{list(x.shape)}")
         window = named.get("window_left", -1), named.get("window_right", -1)
         if named.get("is_causal"):
             parts.append("causal")

@@ -17,10 +17,11 @@ from flash_attn.cpu.checks import require
 from flash_attn.cpu.scores import is_unbounded
 from flash_attn.cpu.varlen import check_pages, gather_pages, sequences
 
+Call = dict[str, Any]  # arguments of a backend's function, by name
 _planned: dict[int, tuple[list[int], list[int]]] = {}  # (cache_seqlens, cache_leftpad) of plans, by their address
 
 
-def check(name: str, call: dict[str, Any]) -> None:
+def check(name: str, call: Call) -> None:
     """Raise RuntimeError for a value of a backend's call that names its arguments so."""
     function = _CHECKS.get(name)
     if function is not None and not _is_captured(call["q"]):
@@ -28,7 +29,7 @@ def check(name: str, call: dict[str, Any]) -> None:
             function(call)
 
 
-def remember_plan(plan: Tensor, call: dict[str, Any]) -> None:
+def remember_plan(plan: Tensor, call: Call) -> None:
     """Note the lengths that a plan is made or updated for; those of an update in a CUDA graph are not known."""
     if _is_captured(plan):
         _planned.pop(plan.data_ptr(), None)
@@ -65,12 +66,12 @@ def _check_finite(name: str, x: Tensor | None, first_row: int = 0, where: str = 
 # ---- dense and packed ----
 
 
-def _check_dense(call: dict[str, Any]) -> None:
+def _check_dense(call: Call) -> None:
     for name in ("q", "k", "v"):
         _check_finite(name, call[name])
 
 
-def _check_dense_backward(call: dict[str, Any]) -> None:
+def _check_dense_backward(call: Call) -> None:
     _check_finite("dout", call["dout"])
 
 
@@ -88,7 +89,7 @@ def _check_range(name: str, x: Tensor, least: int, most: int) -> None:
         require(least <= value <= most, name, f"values in [{least}, {most}]", f"{value} at {i}")
 
 
-def _check_packed(call: dict[str, Any]) -> None:
+def _check_packed(call: Call) -> None:
     q, k, v = call["q"], call["k"], call["v"]
     index = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "leftpad_k", "block_table")
     cu_q, cu_k, used, padding, table = (_on_cpu(call.get(name)) for name in index)
@@ -118,7 +119,7 @@ def _check_packed(call: dict[str, Any]) -> None:
                 _check_finite(name, keys, rows.k0, f" in sequence {rows.index}")
 
 
-def _check_packed_backward(call: dict[str, Any]) -> None:
+def _check_packed_backward(call: Call) -> None:
     dout, cu_q = call["dout"], _on_cpu(call["cu_seqlens_q"])
     if dout is not None:
         for start, stop in zip(cu_q.tolist(), cu_q.tolist()[1:]):
@@ -128,7 +129,7 @@ def _check_packed_backward(call: dict[str, Any]) -> None:
 # ---- KV cache ----
 
 
-def _check_cache(call: dict[str, Any]) -> None:
+def _check_cache(call: Call) -> None:
     q, k = call["q"], call["k"]
     caches = {"k_cache": call["kcache"], "v_cache": call["vcache"]}
     lengths, rows, padding, table = (
@@ -168,7 +169,7 @@ def _check_plan(plan: Tensor, lengths: list[int], padding: list[int]) -> None:
         require(made == asked, "plan", f"one updated for {name} {asked}", f"one for {made}")
 
 
-_CHECKS: dict[str, Callable[[dict[str, Any]], None]] = {
+_CHECKS: dict[str, Callable[[Call], None]] = {
     "fwd": _check_dense,
     "bwd": _check_dense_backward,
     "varlen_fwd": _check_packed,

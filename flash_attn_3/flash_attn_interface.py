@@ -63,7 +63,7 @@ _METADATA_NAMES = {
 }
 
 
-def _result(result: Any, wanted: Any) -> TensorOrTuple:
+def _result(result: TensorOrTuple, wanted: bool) -> TensorOrTuple:
     """What a function returns from (out, lse, ...) of flash_attn if the LSE is wanted, else out."""
     return (result[0], mark_masked_rows(result[1])) if wanted else result
 

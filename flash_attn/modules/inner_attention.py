@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from flash_attn._docstrings import documented
-from flash_attn._types import WindowSize
+from flash_attn._types import Device, WindowSize
 from flash_attn.flash_attn_interface import (
     flash_attn_kvpacked_func,
     flash_attn_qkvpacked_func,
@@ -66,7 +66,7 @@ class _FlashAttention(DerivedBuffers):
         self.window_size = window_size
         self.deterministic = deterministic
 
-    def _derived(self, device: Any) -> dict[str, Tensor | None]:
+    def _derived(self, device: Device) -> dict[str, Tensor | None]:
         if self._slopes is None:
             return {}
         return {"alibi_slopes": torch.tensor(self._slopes, dtype=torch.float32, device=device)}

@@ -29,8 +29,8 @@ _scope = Scoped("flash_attn.sdpa.devices")
 _lock = Lock()
 _open_scopes = 0  # of all threads
 # SDPA of torch.nn.functional before the first open scope, and what has its place since
-_original: Any = None
-_installed: Any = None
+_original: Callable[..., Tensor] = F.scaled_dot_product_attention
+_installed: Callable[..., Tensor] | None = None
 
 
 @contextmanager
@@ -60,7 +60,7 @@ def use(devices: str | Sequence[str] = ("cuda",)) -> Iterator[None]:
         _uninstall()
 
 
-def _device_types(devices: Any) -> tuple[str, ...]:
+def _device_types(devices: str | Sequence[str]) -> tuple[str, ...]:
     types = (devices,) if isinstance(devices, str) else devices
     if not isinstance(types, (tuple, list, set, frozenset)) or not all(isinstance(x, str) for x in types):
         raise TypeError(f"devices: expected 'cuda', 'cpu' or several of them, got {arguments.shown(devices)}")
@@ -95,7 +95,7 @@ def _replacement(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        attn_mask: Any = None,
+        attn_mask: Tensor | None = None,
         dropout_p: float = 0.0,
         is_causal: bool = False,
         *,
@@ -120,16 +120,16 @@ def _replacement(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _served_inputs(
-    devices: Any,
+    devices: tuple[str, ...],
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attn_mask: Any,
+    attn_mask: Tensor | None,
     dropout_p: float,
     is_causal: bool,
     scale: float | None,
     enable_gqa: bool,
-) -> Any:
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None] | None:
     """(query, key, value, attn_mask) as autocast wants them; None for a call that is PyTorch's, which invalid ones are
     too."""
     if attn_mask is not None and is_causal:
@@ -144,7 +144,7 @@ def _served_inputs(
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         query, key, value = _autocast(dtype, query, key, value)
-        if type(attn_mask) in _TENSOR_TYPES:
+        if attn_mask is not None and type(attn_mask) in _TENSOR_TYPES:
             (attn_mask,) = _autocast(dtype, attn_mask)
     dtype = query.dtype
     if dtype not in _DTYPES or key.dtype != dtype or value.dtype != dtype:
@@ -167,7 +167,7 @@ def _served_inputs(
     return (query, key, value, attn_mask) if fits else None
 
 
-def _mask_fits(attn_mask: Any, query: Tensor, seqlen_k: int, head_dim: int) -> bool:
+def _mask_fits(attn_mask: Tensor, query: Tensor, seqlen_k: int, head_dim: int) -> bool:
     """Whether flash_attn_func takes this mask for this query, number of keys and greater head dim."""
     if type(attn_mask) is CausalBias:
         return query.shape[2] == attn_mask.seq_len_q and seqlen_k == attn_mask.seq_len_kv
@@ -202,7 +202,7 @@ def _plain_execution() -> bool:
     return torch.compiler.is_compiling() or not (context.transformed() or forward_ad._current_level >= 0)
 
 
-def _autocast(dtype: Any, *tensors: Tensor) -> Any:
+def _autocast(dtype: torch.dtype, *tensors: Tensor) -> list[Tensor]:
     """Floating point tensors in the dtype of autocast; float64 ones stay."""
     return [x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors]
 
@@ -211,7 +211,7 @@ def _attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attn_mask: Any,
+    attn_mask: Tensor | None,
     dropout_p: float,
     causal: bool,
     scale: float | None,
