@@ -26,6 +26,17 @@ class Scores(TypedDict):
     softcap: float
 
 
+class AttentionOptions(TypedDict):
+    """Options of a call without `softcap`, by the names of the public functions."""
+
+    dropout_p: float
+    softmax_scale: Optional[float]
+    causal: bool
+    window_size: WindowSize
+    alibi_slopes: Optional[Tensor]
+    deterministic: bool
+
+
 class Context(Protocol):
     """The ctx of an autograd.Function. A subclass declares what the forward keeps there for the backward."""
 

@@ -3,8 +3,6 @@ ranks is the count of one GPU. While a graph is traced the plan is unknown, and 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from flash_attn.context_parallel.cp_plan import plan_of
@@ -25,13 +23,11 @@ def _pairs(call: CpArgs) -> int:
     return int(batch * sum((s.stop - s.start) * (bounds[s.document + 1] - bounds[s.document]) for s in own))
 
 
-@flops.register(_core.cp_fwd)
-def _forward(*args: Any, out_val: object = None, **kwargs: Any) -> int:
-    call = CpArgs(*args, **kwargs)
+@flops.register(CpArgs, _core.cp_fwd)
+def _forward(call: CpArgs) -> int:
     return flops.forward_flops(call.q, call.v, _pairs(call))
 
 
-@flops.register(_core.cp_bwd)
-def _backward(*args: Any, out_val: object = None, **kwargs: Any) -> int:
-    call = CpBackwardArgs(*args, **kwargs)
+@flops.register(CpBackwardArgs, _core.cp_bwd)
+def _backward(call: CpArgs) -> int:
     return flops.backward_flops(call.q, call.v, _pairs(call))

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import importlib
 import logging
-from typing import Any
 
 from torch import Tensor
 
@@ -64,7 +63,7 @@ def replace_fa3() -> bool:
     return register("fa3")
 
 
-def _create_backend(runner: Any) -> Any:
+def _create_backend(runner: object) -> object:
     """SGLang's FlashAttention backend for a model runner; its module calls these functions from now on.
 
     Calls that they do not support go to SGLang's functions.

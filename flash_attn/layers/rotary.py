@@ -5,7 +5,7 @@ arXiv:2212.10554), as functions and as a module. Differentiable with respect to 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Optional, TypedDict
+from typing import Optional, TypedDict
 
 import torch
 from torch import Tensor
@@ -402,9 +402,10 @@ class RotaryEmbedding(DerivedBuffers):
         else:
             tables = self._kept_tables()
         cos, sin, cos_k, sin_k = tables
-        options: dict[str, Any] = {"interleaved": self.interleaved, "seqlen_offsets": seqlen_offset}
         if kv is None:
-            return apply_rotary_emb_qkv_(qkv, cos, sin, cos_k, sin_k, num_heads_q=num_heads_q, **options)
-        q = apply_rotary_emb(qkv, cos, sin, inplace=True, **options)
+            return apply_rotary_emb_qkv_(
+                qkv, cos, sin, cos_k, sin_k, self.interleaved, seqlen_offset, num_heads_q=num_heads_q
+            )
+        q = apply_rotary_emb(qkv, cos, sin, self.interleaved, inplace=True, seqlen_offsets=seqlen_offset)
         k_tables = (cos, sin) if cos_k is None or sin_k is None else (cos_k, sin_k)
-        return q, apply_rotary_emb_kv_(kv, *k_tables, **options)
+        return q, apply_rotary_emb_kv_(kv, *k_tables, self.interleaved, seqlen_offset)

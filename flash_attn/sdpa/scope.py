@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from threading import Lock
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +24,7 @@ from flash_attn.scoped import Scoped
 _TENSOR_TYPES = (Tensor, torch.nn.Parameter)
 _DTYPES = (torch.float16, torch.bfloat16)
 
-_scope = Scoped("flash_attn.sdpa.devices")
+_scope: Scoped[tuple[str, ...]] = Scoped("flash_attn.sdpa.devices")
 _lock = Lock()
 _open_scopes = 0  # of all threads
 # SDPA of torch.nn.functional before the first open scope, and what has its place since
@@ -130,8 +129,8 @@ def _served_inputs(
     scale: float | None,
     enable_gqa: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None] | None:
-    """(query, key, value, attn_mask) as autocast wants them; None for a call that is PyTorch's, which invalid ones are
-    too."""
+    """(query, key, value, attn_mask) in the dtype of autocast, or None for a call that goes to PyTorch, as invalid ones
+    do."""
     if attn_mask is not None and is_causal:
         return None
     for x in (query, key, value):
@@ -168,7 +167,7 @@ def _served_inputs(
 
 
 def _mask_fits(attn_mask: Tensor, query: Tensor, seqlen_k: int, head_dim: int) -> bool:
-    """Whether flash_attn_func takes this mask for this query, number of keys and greater head dim."""
+    """Whether flash_attn_func takes this mask. head_dim: the greater one of query and value."""
     if type(attn_mask) is CausalBias:
         return query.shape[2] == attn_mask.seq_len_q and seqlen_k == attn_mask.seq_len_kv
     if type(attn_mask) not in _TENSOR_TYPES or attn_mask.layout is not torch.strided or attn_mask.is_nested:
@@ -218,12 +217,12 @@ def _attention(
 ) -> Tensor:
     """SDPA (batch, heads, seqlen, head_dim) by the public function, whose positions are aligned bottom right."""
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-    scores: dict[str, Any] = {}
+    mask = bias = None
     bottom_right = False
     if type(attn_mask) is CausalBias:
         causal, bottom_right = True, attn_mask.variant == CausalVariant.LOWER_RIGHT
     elif attn_mask is not None:
-        scores = {"mask" if attn_mask.dtype == torch.bool else "attn_bias": attn_mask}
+        mask, bias = (attn_mask, None) if attn_mask.dtype == torch.bool else (None, attn_mask)
     window = (-1, -1)
     ahead = q.shape[1] - k.shape[1]
     if causal and not bottom_right and ahead != 0:
@@ -232,5 +231,7 @@ def _attention(
         else:  # no row sees a key beyond the last row
             k, v = k[:, : q.shape[1]], v[:, : q.shape[1]]
     deterministic = torch.are_deterministic_algorithms_enabled()
-    out = flash_attn_func(q, k, v, dropout_p, scale, causal, window, deterministic=deterministic, **scores)
+    out: Tensor = flash_attn_func(
+        q, k, v, dropout_p, scale, causal, window, deterministic=deterministic, mask=mask, attn_bias=bias
+    )
     return out.transpose(1, 2)

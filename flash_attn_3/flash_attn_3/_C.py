@@ -54,7 +54,7 @@ def no_scratch(like: Tensor) -> Tensor:
     return like.new_empty(0, dtype=torch.float32)
 
 
-def _fwd(*args: Any) -> tuple[Tensor, ...]:
+def _fwd(*args: object) -> tuple[Tensor, ...]:
     out, lse = forward(*args)
     return out, lse, no_scratch(lse), no_scratch(lse)
 

@@ -129,7 +129,7 @@ def _all_none(*values: object) -> bool:
     return all(x is None for x in values)
 
 
-def _options(score: _Score) -> tuple[Any, ...]:
+def _options(score: _Score) -> tuple[object, ...]:
     """Those of `attend` from dropout_p to is_grad_enabled, with the LSE."""
     return (0.0, *score, None, False, True, True)
 

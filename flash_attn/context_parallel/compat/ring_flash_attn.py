@@ -26,14 +26,14 @@ from __future__ import annotations
 import inspect
 from bisect import bisect_left
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Callable, TypedDict, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Callable, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from flash_attn._docstrings import documented
-from flash_attn._types import TensorOrTuple, WindowSize
+from flash_attn._types import AttentionOptions, TensorOrTuple, WindowSize
 from flash_attn.context_parallel.compat import plan_cache
 from flash_attn.context_parallel.compat.plan_cache import Bounds, BoundsOfTensors, GroupCache
 from flash_attn.context_parallel.exchange.consistency import compare_on_all_ranks
@@ -96,17 +96,6 @@ def _packed_forms(function: Function) -> tuple[Function, Function]:
             form.__doc__ = function.__doc__.replace("\n\n", f"\n\n    {note} before the heads.\n", 1)
         vars(form)["__signature__"] = signature.replace(parameters=parameters)
     return qkvpacked, kvpacked
-
-
-class _Options(TypedDict):
-    """The options that all functions pass on."""
-
-    dropout_p: float
-    softmax_scale: float | None
-    causal: bool
-    window_size: WindowSize
-    alibi_slopes: Tensor | None
-    deterministic: bool
 
 
 # ---- dense ----
@@ -370,7 +359,7 @@ def _dense(
     division: str,
     group: dist.ProcessGroup | None,
     return_attn_probs: bool,
-    **options: Unpack[_Options],
+    **options: Unpack[AttentionOptions],
 ) -> TensorOrTuple:
     cache = plan_cache.cache_of(group)
     documents: Bounds = ()
@@ -393,7 +382,7 @@ def _packed(
     division: str,
     group: dist.ProcessGroup | None,
     return_attn_probs: bool,
-    **options: Unpack[_Options],
+    **options: Unpack[AttentionOptions],
 ) -> TensorOrTuple:
     cache = plan_cache.cache_of(group)
     documents: Bounds = ()
@@ -419,7 +408,7 @@ def _llama3(
     local_k_slice: slice,
     group: dist.ProcessGroup | None,
     return_attn_probs: bool,
-    **options: Unpack[_Options],
+    **options: Unpack[AttentionOptions],
 ) -> TensorOrTuple:
     cache = plan_cache.cache_of(group)
     documents = error = None
@@ -450,7 +439,7 @@ def _attend(
     division: str,
     documents: Bounds,
     return_attn_probs: bool,
-    options: _Options,
+    options: AttentionOptions,
 ) -> TensorOrTuple:
     plan = plan_cache.cached_plan(cache, is_packed, division, documents)
     q, k, v = inputs

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any, Optional, TypeVar
+from typing import TYPE_CHECKING, Optional, TypeVar
 
 import torch
 
@@ -62,8 +62,8 @@ class FusedNorm(torch.autograd.Function):
         ]
         seed = torch.randint(2**62, (1,), device=x.device) if options.dropout_p > 0 else None
         inputs = _rows(x), _rows(residual), _rows(x1)
-        # Detached, for a saved view of an output would keep this node alive through its base; and a saved view of an
-        # input does not name the write in place that spoils it.
+        # Detached: a saved view of an output would keep this node alive through its base, and the error for a saved
+        # view of an input would not name the write in place that spoiled it.
         outputs = [None if t is None else _rows(t.detach()) for t in (out, out1, total)]
         parameters = [None if t is None else t.contiguous() for t in (weight, bias, weight1, bias1, rowscale)]
         launch_forward(inputs, parameters, seed, outputs, masks, options)
@@ -96,7 +96,7 @@ class FusedNorm(torch.autograd.Function):
         total = ctx.saved_tensors[0]
         dout = torch.zeros(ctx.shape, dtype=total.dtype, device=total.device) if dout is None else dout
         grads, sums = launch_backward(
-            [_rows(t) for t in (dout, dout1, dsum)], ctx.saved_tensors, ctx.dtypes, ctx.options
+            (_rows(dout), _rows(dout1), _rows(dsum)), ctx.saved_tensors, ctx.dtypes, ctx.options
         )
         dx, dresidual, dx1 = (None if t is None else t.view(ctx.shape) for t in grads)
         dweight, dbias, dweight1, dbias1 = sums
@@ -185,8 +185,8 @@ def launch_forward(
 
 
 def launch_backward(
-    douts: Sequence[Any],
-    saved: Sequence[Any],
+    douts: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None],
+    saved: Sequence[torch.Tensor],
     dtypes: Sequence[torch.dtype | None],
     options: NormOptions,
 ) -> tuple[tuple[torch.Tensor | None, ...], list[torch.Tensor | None]]:
