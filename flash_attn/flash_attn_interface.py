@@ -83,10 +83,10 @@ _More = Union[tuple[()], _Rare]
 class _Attention(torch.autograd.Function):
     """Base of FlashAttention-2's autograd functions.
 
-    `apply` takes, by position: the inputs; for packed sequences what tells them apart; dropout_p, softmax_scale,
-    causal, window_size, softcap, alibi_slopes, deterministic, return_softmax and is_grad_enabled=True as in flash_attn
-    2.8; sinks and `Options`, which flash_attn 2.8 does not have; in `forward` then the biases of the options, for
-    autograd sees no tensor within a record. With is_grad_enabled False nothing is recorded.
+    `apply` takes these by position, as in flash_attn 2.8: the inputs; of packed sequences cu_seqlens and the largest
+    lengths; dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_softmax and
+    is_grad_enabled=True. Then sinks and `Options`, which flash_attn 2.8 does not have. `forward` also gets the biases
+    of the options, because autograd sees no tensor within a record. With is_grad_enabled False nothing is recorded.
     """
 
     num_inputs, num_lengths = 3, 0
@@ -126,7 +126,7 @@ class _Attention(torch.autograd.Function):
     def _apply_converted(
         cls, args: tuple[Any, ...], sinks: Tensor | None, options: Options, biases: tuple[Tensor | None, ...]
     ) -> TensorOrTuple:
-        """`apply` to what kernels read, made of args by operations that autograd records, so that it saves no args."""
+        """`apply` where kernels need converted inputs: autograd records the conversions, and saves what they return."""
         inputs, rest = args[: cls.num_inputs], list(args[cls.num_inputs :])
         try:
             if options is not PLAIN:
@@ -377,7 +377,7 @@ def _recorded(args: AttentionArgs, inputs: tuple[Tensor, ...]) -> tuple[Tensor, 
 
 
 def attend(inputs: tuple[Tensor, ...], sequences: Sequences, *options: Any) -> TensorOrTuple:
-    """`apply` of the class of these inputs. Compilers trace the operator in its forward, which has a gradient.
+    """`apply` of the class for these inputs. Compiled code traces the operator instead, which has a gradient.
 
     options: from dropout_p to `Options` as in `_Attention`, all of them; sequences: DENSE, or those of packed inputs.
     """
@@ -395,8 +395,8 @@ def attend(inputs: tuple[Tensor, ...], sequences: Sequences, *options: Any) -> T
 def attend_rows_in_use(
     seqused_q: Tensor | None, inputs: tuple[Tensor, ...], sequences: Sequences, *options: Any
 ) -> TensorOrTuple:
-    """`attend` of packed q, k and v where only the first rows of each sequence of q are in use: seqused_q (batch,),
-    None for all of them. The others come out as rows that belong to no sequence."""
+    """`attend` of packed q, k and v where only the first seqused_q (batch,) rows of each sequence of q are in use, or
+    all of them (None). The other rows have out 0 and LSE +inf."""
     if seqused_q is None:
         return attend(inputs, sequences, *options)
     *score, sinks, more = options

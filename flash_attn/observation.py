@@ -1,7 +1,7 @@
-"""Observers of the calls of a backend: a profiler, for which each call has a name with kernel family and shapes, and
+"""What observes the calls of a backend: a profiler, which shows kernel family and shapes in the name of each call, and
 FLASH_ATTN_DEBUG=1, which checks values on the device.
 
-`backends.of` returns an observed backend if there is one of them; other calls pay for this question alone.
+If one of them is on, `backends.of` returns an observed backend; other calls only pay for this test.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _OBSERVED = (*EXPLAINED_BY, "kvcache_plan", "combine")
 
 
 class Observed:
-    """A backend of which each call is checked and named."""
+    """A backend whose calls are checked (FLASH_ATTN_DEBUG=1) and named (profiler)."""
 
     def __init__(self, backend: ModuleType) -> None:
         self._backend = backend

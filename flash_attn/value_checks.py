@@ -1,7 +1,7 @@
 """FLASH_ATTN_DEBUG=1: values on the device are read and checked before a call; errors name the argument.
 
 Without it a GPU skips entries beyond a tensor, clamps lengths and lets NaN through, and the host does not wait. A call
-that a CUDA graph captures is not checked: it may not read.
+that a CUDA graph captures is not checked, because it must not read values.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _planned: dict[int, tuple[list[int], list[int]]] = {}  # (cache_seqlens, cache_l
 
 
 def check(name: str, call: Call) -> None:
-    """Raise RuntimeError for a value of a backend's call that names its arguments so."""
+    """Raise RuntimeError for bad values among the arguments of the backend's function of this name."""
     function = _CHECKS.get(name)
     if function is not None and not _is_captured(call["q"]):
         with torch.no_grad():
@@ -30,7 +30,7 @@ def check(name: str, call: Call) -> None:
 
 
 def remember_plan(plan: Tensor, call: Call) -> None:
-    """Note the lengths that a plan is made or updated for; those of an update in a CUDA graph are not known."""
+    """Keep the lengths that a plan is made or updated for. An update in a CUDA graph makes them unknown."""
     if _is_captured(plan):
         _planned.pop(plan.data_ptr(), None)
     else:
@@ -51,7 +51,7 @@ def _lengths(x: Tensor | None, batch: int, otherwise: int) -> list[int]:
 
 
 def _check_finite(name: str, x: Tensor | None, first_row: int = 0, where: str = "") -> None:
-    """x: rows from first_row on of the argument."""
+    """Raise RuntimeError for infinities and NaN. x: the argument's rows from first_row on."""
     if x is None or not x.is_floating_point():
         return
     x = x.float() if x.element_size() == 1 else x

@@ -62,7 +62,7 @@ class AttentionCall:
         return repr((self.options._replace(alibi_slopes=shape), kinds, torch.is_grad_enabled()))
 
     def compare_backward(self, number: int, error: BaseException | None = None) -> None:
-        """Compare across ranks that all are at the backward of the call of this number."""
+        """Check that all ranks are at the backward of the call with this number."""
         self.plan.compare_backward("flash_attn_cp_func", self.request, number, error)
 
     def rows(self, x: Tensor) -> Tensor:
@@ -89,7 +89,7 @@ def agreed_call(
 ) -> tuple[AttentionCall, int, Inputs]:
     """(call, its number, inputs), after the ranks have compared it as far as the plan says.
 
-    kind: by which the plan finds the call again. wants_state: whether options have a rng_state without dropout too.
+    kind: the key under which the plan keeps the call. wants_state: make a rng_state without dropout too.
     """
     call: AttentionCall | None = None
     error, seed, plan = None, None, args.plan
@@ -250,7 +250,7 @@ def gradients(
 ) -> list[Tensor]:
     """[dq, dk, dv] and, with sinks, theirs. out, lse, saved: of forward_rows()."""
     q, k, v, sinks = inputs
-    # without a gradient too: other ranks may have one and wait for this rank's part
+    # computed without a dout too: other ranks may have one and wait for this rank's part
     dout = torch.zeros_like(out) if dout is None else call.rows(dout)
     if dlse is not None:
         dlse = call.head_rows(dlse).to(lse.dtype)

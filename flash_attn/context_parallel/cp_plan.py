@@ -182,7 +182,7 @@ class CpPlan:
         self.num_tokens = sum(stop - start for start, stop in self.spans[self.rank])
 
     def _make_mesh(self, mesh: MeshCommunicator, layout: GivenLayout, tile: int, window: Window) -> None:
-        """A row of the mesh has the tokens of a rank of one dimension, so rows are even; its ranks divide these."""
+        """Divide the tokens among the mesh's rows as among ranks of one dimension, then each row's among its ranks."""
         outer, inner = mesh.outer, mesh.inner
         of_rows = Layout(self._spans_of(layout, outer.size, tile, window), self.cu_seqlens)
         parts = [layouts.divided(of_rows.tokens_of(row), inner.size, tile) for row in range(outer.size)]
@@ -231,7 +231,7 @@ class CpPlan:
 
     def positions(self, device: torch.device | str | None = None) -> Tensor:
         """int64 (num_tokens,): the position of each token of this rank in its document, for rotary embedding."""
-        if device not in self._positions:  # a copy from the host, which every layer may ask for
+        if device not in self._positions:  # kept: a copy from the host that every layer may ask for
             own = layouts.segments(self.spans[self.rank], self.cu_seqlens)
             spans = [(s.start - self.cu_seqlens[s.document], s.stop - self.cu_seqlens[s.document]) for s in own]
             with torch.inference_mode(False):  # later calls may save it for a backward

@@ -133,7 +133,7 @@ def _traced(args: Arguments, lse_convention: str, return_attn_probs: bool) -> Te
 
 
 def _kind(inputs: tuple[Tensor, ...], numbers: tuple[object, ...]) -> tuple[Hashable, ...] | None:
-    """All that the checks of a call depend on except contents; None if they may depend on more."""
+    """A key of all that the checks of a call depend on, apart from values in tensors; None if they may need more."""
     dropout_p, scale, causal, window, softcap, deterministic, convention, sm_margin = numbers
     if type(dropout_p) not in (int, float) or dropout_p or type(scale) not in (type(None), float):
         return None
@@ -174,7 +174,7 @@ class _CpAttention(torch.autograd.Function):
         saved: tuple[Tensor, ...] = ()
         try:
             saved = ctx.saved_tensors  # read once: torch.utils.checkpoint gives them no second time
-        except Exception as raised:  # overwritten or freed: the other ranks wait for this one
+        except Exception as raised:  # overwritten or freed; the other ranks wait for this one
             error = raised
         call.compare_backward(ctx.number, error)
         with torch.no_grad():

@@ -84,7 +84,7 @@ def _forward(args: CpArgs) -> tuple[Tensor, ...]:
     out, lse = call.tokens(out), call.head_tokens(lse)
     out = out[..., : call.padded_from or None].contiguous()
     rng_state = call.options.rng_state
-    assert rng_state is not None  # as it was asked for
+    assert rng_state is not None  # because of wants_state
     return out, lse, rng_state, torch.tensor([number], device="cpu")
 
 

@@ -76,12 +76,12 @@ def attention_with_tangents(args: AttentionArgs, directions: Tangents) -> tuple[
 def tangents(
     directions: Tangents, args: AttentionBackwardArgs, computed: kernel.Computed | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(t_out, t_lse) of a forward that has run; dout and dlse are not read. computed: has them."""
+    """(t_out, t_lse) of a forward that has run; dout and dlse are not read. computed: has the results, if given."""
     return _Tangents.apply(*directions, *args, computed)  # type: ignore[no-any-return]  # of torch
 
 
 def second_derivatives(directions: Tangents, args: AttentionBackwardArgs) -> list[Tensor]:
-    """`blocks.hessian_product` as an operator where someone watches it."""
+    """`blocks.hessian_product`: as an operator where a compiler or a mode watches, recorded where autograd does."""
     names, tensors = (*BACKWARD_INPUTS, *Tangents._fields), (*args.differentiable(), *directions)
     if context.survey(names, tensors, carries_tangents=True)[0]:
         return _hvp_op(*directions, *args)
@@ -91,13 +91,13 @@ def second_derivatives(directions: Tangents, args: AttentionBackwardArgs) -> lis
 
 
 def tangents_of_gradients(args: AttentionBackwardArgs, given: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-    """Those of the results of the backward, from those of its arguments."""
+    """The tangents of the gradients that the backward returns, from the tangents of its arguments."""
     along = dict(zip(AttentionBackwardArgs._fields, given))
     parts = []
     if along["dout"] is not None or along["dlse"] is not None:
         parts.append(library.attention_backward(_with_gradients(args, along["dout"], along["dlse"])))
     directions = Tangents(*(along[name] for name in TANGENT_INPUTS))
-    if any(along[name] is not None for name in ATTENTION_INPUTS):  # those of biases too, for an error
+    if any(along[name] is not None for name in ATTENTION_INPUTS):  # with those of biases, which raise there
         parts.append(second_derivatives(directions, args)[2:])
     return tuple(_total(parts))
 
@@ -114,7 +114,7 @@ def _total(parts: Sequence[Sequence[Tensor | None]]) -> Sequence[Tensor | None]:
 def _gradients(
     args: AttentionBackwardArgs, directions: Tangents, needs_input_grad: Sequence[bool]
 ) -> list[Tensor | None]:
-    """Those of <dout, t_out> + <dlse, t_lse> for the directions, then for q, k, v and sinks."""
+    """The gradients of <dout, t_out> + <dlse, t_lse>: of the directions, then of q, k, v and sinks."""
     needed = [None if x is None else needs for x, needs in zip(directions, needs_input_grad)]
     grads: list[Tensor | None] = [None] * _COUNT
     if any(needed):
@@ -128,7 +128,7 @@ def _split(values: Sequence[Any]) -> tuple[Tangents, AttentionBackwardArgs]:
 
 
 class _Tangents(torch.autograd.Function):
-    """`tangents`, of the fields of HvpArgs and what is computed already."""
+    """`tangents`. Its arguments: the fields of HvpArgs, and `computed`."""
 
     @staticmethod
     def forward(*values: Any) -> tuple[Tensor, ...]:
@@ -161,7 +161,7 @@ class _Tangents(torch.autograd.Function):
 
 
 class _SecondDerivatives(torch.autograd.Function):
-    """`second_derivatives`, of the fields of HvpArgs."""
+    """`second_derivatives`. Its arguments: the fields of HvpArgs."""
 
     @staticmethod
     def forward(*values: Any) -> tuple[Tensor, ...]:

@@ -59,13 +59,13 @@ def mask_of(
     use_vmap: bool,
     device: Device,
 ) -> AttentionMask | Tensor:
-    """What a mask function and padding leave visible. Of one query a bool (batch, keys), for its keys alone matter.
+    """What a mask function and padding leave visible; of a single query a bool (batch, keys).
 
-    tokens: bool (batch, columns), which keys are no padding; columns that it has not are padding. use_vmap: the
+    tokens: bool (batch, columns), which keys are no padding; missing columns are padding. use_vmap: the
     function takes single indices.
 
-    Two ranges a query where they can say it, else bits, of scores evaluated by transformers. Waits for the GPU once
-    where there are blocks.
+    The mask has two ranges of keys for each query if they suffice, else bits, for which transformers evaluates all
+    scores. Waits for the GPU once if there are blocks.
     """
     if q_length > 1 and not torch.compiler.is_compiling():  # which cannot look into closures
         try:
@@ -86,7 +86,7 @@ def mask_of(
         use_vmap=use_vmap,
         device=device,  # type: ignore[arg-type]  # or None
     )
-    assert seen is not None  # as it may not be skipped
+    assert seen is not None  # because it may not be skipped
     return seen[:, 0, 0] if q_length == 1 else AttentionMask.from_tensor(seen)
 
 
@@ -165,7 +165,7 @@ def _packed(queries: _Queries, packed_sequence_mask: Tensor) -> list[_Range]:
 
 
 def _in_sequence(queries: _Queries, mask_function: MaskFunction, position_ids: Tensor) -> list[_Range]:
-    """Positions of packed sequences, which all masks of these are cut to: only remainders of them matter."""
+    """A mask that counts positions within packed sequences, which another mask keeps apart."""
     return _ranges(mask_function, queries._replace(position=position_ids[:, queries.place]))
 
 

@@ -69,7 +69,7 @@ def warn_once(logger: logging.Logger, message: str) -> None:
 def falling_back(
     ours: Callable[..., _Result], theirs: Callable[..., _Result], logger: logging.Logger
 ) -> Callable[..., _Result]:
-    """ours, and theirs for the calls that ours rejects, which it does before anything is computed; logged once each."""
+    """A function that calls ours, or theirs where ours rejects the call (before computing); logs each reason once."""
 
     @functools.wraps(ours)
     def function(*args: object, **kwargs: object) -> _Result:

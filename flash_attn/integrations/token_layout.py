@@ -1,4 +1,4 @@
-"""The tokens of a batch that are no padding, from masks and positions, read once for all layers of a model.
+"""Which tokens of a batch are no padding, from masks and positions that are read once for all layers of a model.
 
 Reading a mask or positions waits for the GPU, and a model gives the same tensor to every layer: the first layer reads
 it and the result is kept for the others. In the next forward the first layer reads again, so that a buffer may be
@@ -67,7 +67,7 @@ def _state(x: torch.Tensor, about: Hashable) -> _State:
 
 
 def _identity(module: torch.nn.Module) -> _Reader:
-    """(its model, the layer); layers have numbers in models with a cache."""
+    """(the model, the layer) as numbers; layers of models with a cache are numbered."""
     number = getattr(module, "layer_idx", None)
     return id(getattr(module, "config", None)), id(module) if number is None else number
 
@@ -77,7 +77,7 @@ def _same_pass(reader: _Reader | None, asking: _Reader) -> bool:
 
 
 def _execution(x: torch.Tensor) -> tuple[Hashable, ...]:
-    """Where tensors made of x may be used: inference tensors not in training, and on the stream that fills them."""
+    """Mode and stream, which tensors made of x are bound to: training takes no inference tensors."""
     stream = torch.cuda.current_stream(x.device) if x.is_cuda else None
     return torch.is_inference_mode_enabled(), stream
 

@@ -61,7 +61,7 @@ def register_functions(
 
 
 class Training(TypedDict):
-    """The options of a call that only a model that trains, or has sinks, gives."""
+    """Options of training, and sinks."""
 
     dropout_p: float
     deterministic: bool
@@ -132,8 +132,8 @@ def reject_other_masks(mask_function: MaskFunction | None, use_vmap: bool) -> No
 
 
 def is_other_mask(mask_function: MaskFunction, q_length: int) -> bool:
-    """Whether it is more than a causal mask, a window and packed sequences. Compiled code cannot look into closures:
-    it takes each intersection for one of these, but for one query, whose mask it evaluates.
+    """Whether the mask is more than causal, a window and packed sequences. Compiled code cannot look into closures:
+    it assumes that an intersection is not, except for a single query, whose mask it evaluates.
     """
     if torch.compiler.is_compiling():
         name = mask_function.__code__.co_name

@@ -33,7 +33,7 @@ _is_compiling = torch.compiler.is_compiling
 
 
 def rename(error: BaseException, names: Mapping[str, str]) -> None:
-    """Put the name that the caller knows in place of the backends' at the beginning of an error's message."""
+    """Replace the backends' name of an argument, at the beginning of an error's message, by the caller's."""
     name, colon, rest = str(error).partition(": expected")
     if colon and names.get(name, name) != name:
         error.args = (f"{names[name]}{colon}{rest}",)
@@ -43,7 +43,7 @@ def rename(error: BaseException, names: Mapping[str, str]) -> None:
 
 
 def attention_inputs(names: Sequence[str], values: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """The values, which must be tensors, as torch.autocast wants them."""
+    """The values, which must be tensors, in the dtype of torch.autocast if one is float32."""
     has_float32 = False
     for value in values:
         if not isinstance(value, Tensor) or value.layout is not _STRIDED or value.is_nested:
@@ -54,9 +54,9 @@ def attention_inputs(names: Sequence[str], values: tuple[Tensor, ...]) -> tuple[
 
 
 def autocast(inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Inputs of which one is float32, all in the dtype of autocast where it is on (but float64 and 8 bits).
+    """Inputs, one of them float32, in the dtype of autocast if that is on; float64 and 8-bit ones stay.
 
-    Half precision inputs alone stay as they are, whatever the dtype of autocast.
+    For half precision inputs alone nobody calls this: they stay, whatever the dtype of autocast.
     """
     if not autocasts(inputs[0]):
         return inputs
@@ -71,7 +71,7 @@ def autocasts(x: Tensor) -> bool:
 
 
 def check_tensors(names: Sequence[str], values: Sequence[object]) -> None:
-    """Tensors of numbers at addresses: not sparse, not nested."""
+    """Raise TypeError unless all are strided tensors: neither sparse nor nested."""
     for value in values:
         if not isinstance(value, Tensor) or value.layout is not _STRIDED or value.is_nested:
             _reject_first(names, values)
@@ -94,14 +94,14 @@ def _reject_first(names: Sequence[str], values: Sequence[object]) -> None:
 
 
 def check_floating(name: str, x: Tensor) -> None:
-    """A floating point tensor of at least 16 bits."""
+    """Raise an error unless x is a floating point tensor of at least 16 bits."""
     check_tensors((name,), (x,))
     if not x.is_floating_point() or x.element_size() == 1:
         raise RuntimeError(f"{name}: expected a floating point tensor of at least 16 bits, got {shown(x)}")
 
 
 def check_sequences(sequences: Sequences) -> None:
-    """All tensors of varlen attention; the maximum lengths may be ints."""
+    """Raise TypeError unless the arguments of varlen attention are strided tensors, the optional ones if given."""
     check_tensors(("cu_seqlens_q", "cu_seqlens_k"), (sequences.cu_seqlens_q, sequences.cu_seqlens_k))
     check_optional_tensors(
         ("seqused_k", "leftpad_k", "block_table"), (sequences.seqused_k, sequences.leftpad_k, sequences.block_table)
@@ -115,7 +115,7 @@ def check_rank(name: str, x: Tensor, axes: str) -> None:
 
 
 def check_cu_seqlens(name: str, value: Tensor, device: torch.device) -> int:
-    """Cumulative lengths that the backends do not see; returns the number of sequences."""
+    """Check cumulative lengths that no backend checks; returns the number of sequences."""
     check_tensors((name,), (value,))
     if value.dim() != 1 or value.shape[0] < 1:
         raise RuntimeError(f"{name}: expected shape [b + 1], got {list(value.shape)}")
@@ -129,7 +129,7 @@ def check_shape(name: str, x: Tensor, expected: Sequence[int]) -> None:
 
 
 def check_lengths(name: str, value: Tensor, batch: int, device: torch.device) -> None:
-    """Integers, one a sequence, that the backends do not see."""
+    """Check integers, one for each sequence, that no backend checks."""
     check_tensors((name,), (value,))
     if value.dtype not in (torch.int32, torch.int64):
         raise RuntimeError(f"{name}: expected dtype int32 or int64, got {str(value.dtype).replace('torch.', '')}")
@@ -154,7 +154,7 @@ def _reject_gradient(name: str, tensor: Tensor) -> None:
 
 
 def check_packed(name: str, x: Tensor, count: int, varlen: bool) -> None:
-    """x holds `count` tensors along its third axis from the right."""
+    """Raise an error unless x holds `count` tensors along its third axis from the right."""
     check_tensors((name,), (x,))
     if x.dim() != (4 if varlen else 5) or x.shape[-3] != count:
         rows = "total" if varlen else "batch, seqlen"
@@ -178,7 +178,7 @@ def check_kvcache_ranks(
 
 
 def sinks(value: Tensor) -> Tensor:
-    """Sinks as the backends want them: half precision converted to float32, contiguous."""
+    """Sinks as the backends take them: contiguous, half precision converted to float32."""
     check_tensors(("sinks",), (value,))
     return (value.float() if value.dtype in (torch.float16, torch.bfloat16) else value).contiguous()
 
@@ -211,8 +211,8 @@ def one_of_names(names: Sequence[str], values: Sequence[Tensor | None]) -> Tenso
 
 
 def padded(tensors: tuple[_MaybeTensor, ...], head_dim: int) -> tuple[_MaybeTensor, ...]:
-    """Tensors of this head dim with zeros up to a multiple of 8, as the CUDA kernels need it; the others and None as
-    they are. Beyond MAX_HEAD_DIM, where the backend refuses the call, nothing is padded."""
+    """Tensors of this head dim padded with zeros to a multiple of 8, as the CUDA kernels need it; others and None stay.
+    Nothing is padded beyond MAX_HEAD_DIM, where the backend refuses the call."""
     if head_dim % 8 == 0 or head_dim > MAX_HEAD_DIM:
         return tensors
     pad = torch.nn.functional.pad
@@ -220,7 +220,7 @@ def padded(tensors: tuple[_MaybeTensor, ...], head_dim: int) -> tuple[_MaybeTens
 
 
 def head_dim(name: str, x: Tensor) -> int:
-    """The last size of x; 1 without dimensions, which the backends reject."""
+    """The last size of x, or 1 of a tensor without dimensions, which the backends reject."""
     sizes = x.shape
     size = sizes[-1] if sizes else 1
     if size == 0:
@@ -278,7 +278,7 @@ def number(name: str, value: object) -> float:
 
 
 def float32(name: str, value: object) -> float:
-    """value as a float that float32 holds: one that is too large for it is an error, infinity is not."""
+    """value as a float; a finite one beyond the range of float32 raises an error."""
     result = number(name, value)
     if _LARGEST < abs(result) < math.inf:
         raise RuntimeError(f"{name}: expected a number of at most {_LARGEST:g}, got {result}")
@@ -286,7 +286,7 @@ def float32(name: str, value: object) -> float:
 
 
 def flag(name: str, value: object) -> bool:
-    """value as a bool: whatever equals 0 or 1; None is False."""
+    """value, which must equal 0 or 1 or be None (False), as a bool."""
     if type(value) is bool:
         return value
     try:
@@ -331,7 +331,7 @@ def window(window_size: WindowSize) -> tuple[int, int]:
 
 
 def normal_window(causal: bool, window_size: WindowSize) -> tuple[int, int]:
-    """(left, right) with the causal mask in it and -1 for unbounded, which 2^31 - 1 is too, as in the backends."""
+    """(left, right) including the causal mask; -1 for unbounded, also in place of 2^31 - 1, as in the backends."""
     left, right = map(_side, window(window_size))
     return left, 0 if causal else right
 
@@ -373,7 +373,7 @@ def _max_seqlen(name: str, value: Tensor, bound: int, exact: bool) -> int:
 def cache_lengths(
     cache_seqlens: int, q: Tensor, k_cache: Tensor, k: Tensor | None, block_table: Tensor | None
 ) -> Tensor:
-    """A length that is one int for all sequences as int32 (batch,); it is checked here, where the host can see it."""
+    """int32 (batch,) of one int for all sequences, checked here because the host knows it."""
     length = integer("cache_seqlens", cache_seqlens, expected=_AN_INT_OR_TENSOR)
     capacity = k_cache.shape[1] if block_table is None else block_table.shape[1] * k_cache.shape[1]
     new = 0 if k is None else k.shape[1]

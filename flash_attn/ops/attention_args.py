@@ -106,8 +106,8 @@ class AttentionArgs(NamedTuple):
     qv: Optional[Tensor] = None
 
     def named(self) -> dict[str, object]:
-        """What is given of NAMED_OPTIONS, attn_bias, mask and sm_margin, by name, and in a backward bias_grad where it
-        is False: reading one costs the extension as much as a check."""
+        """The options that are given, by name: NAMED_OPTIONS, attn_bias, mask, sm_margin, and of a backward bias_grad
+        if it is False. Others are left out, because the extension takes as long to read one as to check one."""
         given: dict[str, object] = {}
         optional, defaults = _OPTIONAL[type(self)]
         # tensors would be compared by ==, which takes longer than the rest of the call
@@ -301,7 +301,7 @@ def defaults_after(record: type[NamedTuple], name: str) -> tuple[object, ...]:
 
 
 def filled(record: type[_Record], given: tuple[object, ...], defaults: tuple[object, ...]) -> _Record:
-    """record(*given), whose other fields have these defaults. 0.3 us less than that call, which only compilers get."""
+    """record(*given), whose other fields have these defaults; 0.3 us faster, except in compiled code."""
     make: Callable[..., _Record] = record
     return make(*given) if _is_compiling() else tuple.__new__(record, given + defaults)
 

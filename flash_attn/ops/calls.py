@@ -1,6 +1,6 @@
-"""One call per pass: take the record of the arguments, call the backend of the device; and the same as fakes.
+"""Forward, backward and KV cache: each takes the record of a call and calls the backend of its device, or a fake.
 
-The output has v's head dim. Gradients come back in the packing of the inputs. backend: another one than the device's.
+The output has v's head dim. Gradients come back in the packing of the inputs. backend: in place of the device's.
 """
 
 from __future__ import annotations
@@ -284,7 +284,7 @@ def forward_in_use(
     """Forward of packed queries of which `rows`, a RowsInUse, are in use -> (out, lse); without autograd.
 
     scores: (softmax_scale, causal, window_left, window_right, softcap). scaling: those of SCALING that a call with
-    8-bit tensors has, by name. out: written and returned, packed. A maximum that is None is the most that there can be.
+    8-bit tensors has, by name. out: written and returned, packed. A maximum that is None is the largest possible.
     """
     most_keys = k.shape[0] if block_table is None else block_table.shape[1] * k.shape[1]
     args = AttentionArgs(

@@ -31,8 +31,8 @@ def survey(names: Iterable[str], tensors: Iterable[Tensor | None], carries_tange
 
     needs_dispatch: something other than eager execution on plain tensors must see the operator: torch.compile,
     torch.jit.trace, a tensor subclass, a mode. differentiating: gradients are recorded.
-    Raises NotImplementedError for a tensor with a forward-mode tangent, which no operator carries on, and no call but
-    one that carries_tangents.
+    Raises NotImplementedError for a tensor with a forward-mode tangent if the call must go to an operator, which drops
+    tangents, or does not take them itself (carries_tangents).
     """
     plain, requires_grad = True, False
     for x in tensors:
@@ -183,7 +183,7 @@ def _sample(x: object, dim: int | None, i: int) -> object:
 
 
 def check_writable(names: Sequence[str], tensors: Sequence[Tensor | None]) -> None:
-    """Raise RuntimeError for one (some None) that torch's in-place operations reject here, gradient or not."""
+    """Raise RuntimeError for a tensor made in inference mode, which may not be written outside of it. None passes."""
     if _is_compiling() or _in_inference_mode():
         return
     for i, x in enumerate(tensors):
@@ -195,7 +195,7 @@ def check_writable(names: Sequence[str], tensors: Sequence[Tensor | None]) -> No
 
 
 def check_savable(names: Sequence[str], tensors: Sequence[Tensor | None]) -> None:
-    """Raise RuntimeError for one (some None) that autograd will not save for a backward."""
+    """Raise RuntimeError for a tensor that autograd does not save for a backward. None passes."""
     if _is_compiling():
         return
     for name, x in zip(names, tensors):
@@ -206,7 +206,7 @@ def check_savable(names: Sequence[str], tensors: Sequence[Tensor | None]) -> Non
 
 
 def savable(x: Tensor | None) -> Tensor | None:
-    """x, or a copy where autograd will not save it for it was made in inference mode. None passes."""
+    """x, or a copy of one made in inference mode, which autograd does not save. None passes."""
     return x if x is None or _is_compiling() or not x.is_inference() else x.clone()
 
 
@@ -257,7 +257,7 @@ class _Overwritten(torch.autograd.Function):
 
 
 def written(tensors: Iterable[Tensor | None]) -> None:
-    """Tell autograd of writes through a pointer: a backward that saved one of these (some None) raises its error."""
+    """Tell autograd that a kernel wrote these tensors: a backward that saved one raises torch's error. None passes."""
     given = [x for x in tensors if x is not None]
     if _VERSIONS_IN_ONE_CALL:
         increment_version(given)

@@ -36,7 +36,7 @@ def attend(
 ) -> TensorOrTuple:
     """`inference.attend_over_cache`, which is `call`, by one request for each sequence and K/V head.
 
-    reject: arguments that such a call has not, by name.
+    reject: arguments that such a call does not take, by name.
     """
     axes = {"k_descale_axis": quant.k_descale_axis, "v_descale_axis": quant.v_descale_axis}
     for name, value in {**reject, **axes}.items():

@@ -70,8 +70,9 @@ class ValuesContext(Context):
 
 
 def attention(args: AttentionArgs) -> tuple[Tensor, ...]:
-    """`calls.forward` for a call that no autograd.Function records: as the operator, which is differentiable, where
-    someone watches it, by its rules within torch.func and forward mode, which know no qv."""
+    """The results of `calls.forward`, for a call outside of an autograd.Function. The operator is called where a
+    compiler or a mode watches and where gradients are recorded; within torch.func and forward mode an
+    autograd.Function, which has no rule for qv."""
     names: tuple[str, ...] = ATTENTION_INPUTS
     given = args.differentiable()
     if args.qv is not None:
@@ -85,12 +86,12 @@ def attention(args: AttentionArgs) -> tuple[Tensor, ...]:
 
 
 def computed_attention(args: AttentionArgs, computed: Computed) -> tuple[Tensor, ...]:
-    """`attention` of a call whose results are known, a `derivatives.kernel.Computed`: for autograd alone."""
+    """`attention` of a call whose results are known: only records it for autograd."""
     return _TransformedAttention.apply(*args, computed)  # type: ignore[no-any-return]  # of torch
 
 
 def attention_into(args: AttentionArgs, out: Tensor, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """`attention` with its result in out; without gradients. inputs: (q, k, v) as the caller gave them."""
+    """`attention` that writes its result into out; without gradients. inputs: (q, k, v) as the caller gave them."""
     given = (*args.differentiable(), args.qv)
     outputs.reject_gradients(out, *given)
     needs_dispatch = context.survey((*ATTENTION_INPUTS, "qv", "out"), (*given, out))[0]
@@ -164,7 +165,7 @@ def _reject_forward_only(name: str, where: str, missing: str) -> NoReturn:
 
 
 def by_input(args: AttentionBackwardArgs, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """One for each of ATTENTION_INPUTS, None for those that get no gradient, from those of the others."""
+    """A gradient for each of ATTENTION_INPUTS, or None. grads: of those that get one."""
     rest = iter(grads)
     return [None if x is None else next(rest) for x in args.learned()]
 
@@ -282,7 +283,7 @@ def _second_setup_context(ctx: ValuesContext, inputs: tuple[object, ...], output
 def _second_backward(ctx: ValuesContext, *grads: Any) -> tuple[Tensor | None, ...]:
     if len(grads) == 1 and isinstance(grads[0], (list, tuple)):  # of an operator with a list of results
         (grads,) = grads
-    given = len(ctx.needs_input_grad)  # an operator's trailing arguments that are defaults are none of its inputs
+    given = len(ctx.needs_input_grad)  # without trailing arguments that have defaults
     if all(x is None for x in grads):
         return (None,) * given
     if not context.transformed():
@@ -326,7 +327,7 @@ def register(
 ) -> Callable[..., _Result]:
     """The functional operator `name` over the fields of a record. function, fake: of these fields by position.
 
-    Within forward mode a call raises: torch.compile and torch.library carry no tangents and say nothing.
+    A call within forward mode raises: torch.compile and torch.library would drop the tangents silently.
     """
 
     def checked(*args: object) -> _Result:

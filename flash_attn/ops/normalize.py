@@ -1,6 +1,6 @@
 """The operators' record of a call from the arguments that a caller may give to the attention functions.
 
-Most calls give most arguments as they are wanted: a type is compared before anything is called.
+Most arguments have the wanted type already: it is compared first, and a conversion is called only for another one.
 """
 
 from __future__ import annotations

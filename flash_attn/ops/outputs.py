@@ -1,5 +1,5 @@
-"""Tensors that the caller gives for results where a backend sees copies of the arguments: their checks, before any
-launch."""
+"""Checks, before any launch, of the tensors that a caller gives for results. The backend checks what it sees, which may
+be copies of the arguments."""
 
 from __future__ import annotations
 

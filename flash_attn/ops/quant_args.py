@@ -49,8 +49,8 @@ class QuantArgs(NamedTuple):
         return self.exp == "fast" and q.dtype in OF_QUERIES
 
     def cache_fields(self, q: Tensor, caches: tuple[Tensor, Tensor], new: Tensor | None) -> dict[str, Any]:
-        """`fields` of a call over the caches (k, v), to which `new` is appended: with descales of each row, which the
-        append writes, as k_token_descale and v_token_descale in place of k_descale and v_descale."""
+        """`fields` of a call that appends `new` (None: nothing) to the caches (k, v). Descales of each row, which the
+        append writes, are named k_token_descale and v_token_descale instead of k_descale and v_descale."""
         per_channel = isinstance(self.v_descale_axis, str) and self.v_descale_axis == "channel"
         fields = self._replace(v_descale_axis="channel" if per_channel else None).fields(q)
         axes = (self.k_descale_axis, None if per_channel else self.v_descale_axis)

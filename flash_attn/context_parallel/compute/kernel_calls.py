@@ -173,7 +173,7 @@ def _kernel_call(
 
 
 def _dq_call(dq_rows: DqRows, device: torch.device) -> KernelCall:
-    """The call of the stages that are for all keys: those that begin and end a sum of dq."""
+    """The call that begins and ends a sum of dq, over all keys."""
     cu = [0]
     for (start, stop), gaps in zip(dq_rows.spans, dq_rows.gaps):
         cu += [start] * gaps + [stop]

@@ -29,7 +29,7 @@ def new_sums(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def forward_sums(calls: KernelCalls, inputs: ForwardInputs) -> _SingleResults | _StackedResults | _RunningSums:
-    """Takes the results of a forward's calls: rows have one result each, few, or many. Sinks are one more key."""
+    """Adds up the results of a forward's calls: one, few or many for each row. Sinks are one more key."""
     schedule = calls.schedule
     if schedule.slots <= 1:
         return _SingleResults(calls, inputs)

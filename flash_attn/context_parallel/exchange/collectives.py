@@ -34,7 +34,7 @@ def all_gather_tensors(x: Tensor, transport: Transport) -> Tensor:
 
 
 def gather_rows(sends: Sequence[Tensor], layout: Layout, transport: Transport) -> Tensor:
-    """All rows from all ranks. sends: this rank's rows (batch, own rows, ...) as each rank gets them."""
+    """All rows from all ranks. sends: for each rank what it gets of this rank's rows, (batch, own rows, ...)."""
     batch, _, *shape = sends[transport.rank].shape
     shapes = [(batch, layout.tokens_of(r), *shape) for r in range(layout.ranks)]
     result = sends[transport.rank].new_empty((batch, layout.cu[-1], *shape))
@@ -47,7 +47,7 @@ def gather_rows(sends: Sequence[Tensor], layout: Layout, transport: Transport) -
 
 
 def scatter_rows(x: Tensor, layout: Layout, transport: Transport, widths: Sequence[int] = ()) -> list[Tensor]:
-    """This rank's rows (batch, own rows, ...) of every rank's tensor over all rows; x is the one here.
+    """From every rank's tensor over all rows, this rank's rows (batch, own rows, ...). x: the tensor of this rank.
 
     widths: the size of axis 2 on every rank, if it differs.
     """

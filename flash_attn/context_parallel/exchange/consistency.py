@@ -62,7 +62,7 @@ def checked_communicator(
     copies: bool = False,
     dimensions: tuple[int, ...] = (1,),
 ) -> Communicator:
-    """`communicator_of`; its errors also raise on the ranks that wait in a communicator of these arguments."""
+    """`communicator_of`, whose errors also raise on the ranks that wait for this one in what mesh or group names."""
     try:
         return communicator_of(mesh, group, arguments.flag("copies", copies), dimensions)
     except Exception as error:
