@@ -32,7 +32,7 @@ and what it was; nothing is computed then.
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Optional, Union, cast
+from typing import Any, Optional, cast
 
 import torch
 from torch import Tensor
@@ -75,9 +75,7 @@ flash_attn_gpu = backends.cuda_extension() or backends.get("cpu")
 
 _is_compiling = torch.compiler.is_compiling
 _EAGER = cast(AttentionContext, object())  # in place of a ctx where nothing is recorded and nobody watches
-# is_grad_enabled, sinks and options; () where a call gives none of them
-_Rare = tuple[bool, Optional[Tensor], Options]
-_More = Union[tuple[()], _Rare]
+_Rare = tuple[bool, Optional[Tensor], Options]  # is_grad_enabled, sinks, options
 
 
 class _Attention(torch.autograd.Function):
@@ -324,7 +322,9 @@ def _attention(
             if args.q is inputs[0] and not (return_softmax or args.return_max_logit):
                 return output[0]
         elif ctx is None:
-            output = _watched(args, inputs, options.out, is_grad_enabled)
+            with contextlib.nullcontext() if is_grad_enabled else torch.no_grad():
+                out = options.out
+                output = library.attention(args) if out is None else library.attention_into(args, out, inputs)
         else:
             output = _recorded(args, inputs)
         out, lse, dmask, _, *max_logit = output
@@ -348,14 +348,6 @@ def _attention(
     except (RuntimeError, TypeError) as error:
         arguments.rename(error, normalize.callers_names(inputs, sequences, options))
         raise
-
-
-def _watched(
-    args: AttentionArgs, inputs: tuple[Tensor, ...], out: Tensor | None, is_grad_enabled: bool
-) -> tuple[Tensor, ...]:
-    """The results of a call that compilers, modes or transforms may watch, or that writes `out`."""
-    with contextlib.nullcontext() if is_grad_enabled else torch.no_grad():
-        return library.attention(args) if out is None else library.attention_into(args, out, inputs)
 
 
 def _recorded(args: AttentionArgs, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -448,7 +440,7 @@ def _of_packed(
     rel_bias: Tensor | None,
     return_max_logit: bool,
     batch_invariant: bool,
-) -> _More:
+) -> _Rare | tuple[()]:
     """`_rare` of the packed functions, () where nothing of it is given. The others test in place, which is faster."""
     if (
         sinks is s_aux is learnable_sink is mask is attn_bias is rel_bias is None
@@ -538,7 +530,7 @@ def flash_attn_func(
             out_dtype=out_dtype,
             exp=exp,
         )
-    more: _More = ()
+    more: _Rare | tuple[()] = ()
     if not (
         sinks is s_aux is learnable_sink is mask is attn_bias is rel_bias is None
         and return_max_logit is batch_invariant is False
@@ -757,7 +749,7 @@ def flash_attn_varlen_func(
             out_dtype=out_dtype,
             exp=exp,
         )
-    more: _More = ()
+    more: _Rare | tuple[()] = ()
     if not (
         sinks is s_aux is learnable_sink is mask is attn_bias is rel_bias is None
         and return_max_logit is batch_invariant is False

@@ -7,7 +7,7 @@ import operator
 import weakref
 from collections.abc import Hashable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,9 +24,6 @@ from flash_attn.context_parallel.plan.layouts import LAYOUTS, GivenLayout, Layou
 from flash_attn.context_parallel.plan.steps import KEY_METHODS, METHODS, Kind, make_steps
 from flash_attn.dropout import MASK_COLUMNS
 from flash_attn.ops import arguments
-
-if TYPE_CHECKING:
-    from flash_attn.context_parallel.attention_call import AttentionCall
 
 _plans: weakref.WeakValueDictionary[int, CpPlan] = weakref.WeakValueDictionary()  # by the numbers in their handles
 _numbers = itertools.count()
@@ -96,7 +93,7 @@ class CpPlan:
             error = raised
         self._comparison = Comparison(self.communicator, "CpPlan", "plan", check, text, error)
         self._positions: dict[torch.device | str | None, Tensor] = {}  # by devices
-        self.known_calls: dict[Hashable, AttentionCall] = {}  # checked calls of `flash_attn_cp_func`
+        self.known_calls: dict[Hashable, Any] = {}  # checked calls of `flash_attn_cp_func`
         number = next(_numbers)
         _plans[number] = self
         self.handle = torch.tensor([number], device="cpu")  # names the plan in compiled code

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Union
+from typing import Protocol, Union
 
 import torch
 import torch.distributed as dist
 
-from flash_attn.context_parallel.exchange.local_group import LocalMesh, LocalRank, current_rank
+from flash_attn.context_parallel.exchange.local_group import LocalRank, current_rank
 from flash_attn.context_parallel.exchange.peer_copies import CopyTransport
 from flash_attn.context_parallel.exchange.transport import GroupTransport
 
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
 Transport = Union[GroupTransport, LocalRank]
-Group = Union["dist.ProcessGroup", LocalRank]
-Mesh = Union["DeviceMesh", LocalMesh]
+Group = Union[dist.ProcessGroup, LocalRank]
+
+
+class Mesh(Protocol):
+    """A DeviceMesh, or what `LocalRank.mesh` returns."""
+
+    @property
+    def ndim(self) -> int: ...
+    @property
+    def mesh(self) -> torch.Tensor: ...
+    def get_group(self, dim: int, /) -> Group: ...
 
 
 class MeshCommunicator:
