@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from textwrap import indent
-from typing import Any, TypeVar
+from typing import TypeVar
 
 _MASK = """\
 softmax_scale: float, factor of Q K^T before the softmax. Default: 1 / sqrt(head_dim).
@@ -180,7 +180,7 @@ SECTIONS = {
     "straight_through": _STRAIGHT_THROUGH,
 }
 
-_Function = TypeVar("_Function", bound=Callable[..., Any])
+_Function = TypeVar("_Function", bound=Callable[..., object])
 
 
 def documented(**given: str) -> Callable[[_Function], _Function]:

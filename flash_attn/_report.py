@@ -16,6 +16,8 @@ import flash_attn
 from flash_attn import _self_check, backends
 
 ORIGIN = "not the Dao-AILab package"
+Report = dict[str, Any]  # of types that JSON knows
+
 _CUDA_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 _LEAST_CAPABILITY = (8, 0)
 
@@ -54,7 +56,7 @@ def extension_state() -> tuple[str, bool]:
     raise AssertionError("backends.get must raise where backends.cuda_extension gives None")
 
 
-def gpus() -> list[dict[str, Any]]:
+def gpus() -> list[Report]:
     """Of each visible GPU: index, name, compute capability, multiprocessors, memory in GiB, which code it runs."""
     found = []
     for index in range(torch.cuda.device_count()):
@@ -85,7 +87,7 @@ def _checks() -> list[_self_check.CheckResult]:
     return results
 
 
-def collect() -> dict[str, Any]:
+def collect() -> Report:
     """All of it, of types that JSON knows. "ok" is False where a check fails or the extension cannot be imported."""
     build = flash_attn.__build__
     extension, extension_ok = extension_state()
@@ -117,16 +119,16 @@ def collect() -> dict[str, Any]:
     }
 
 
-def _line(name: str, value: Any) -> str:
+def _line(name: str, value: object) -> str:
     if isinstance(value, (list, tuple)):
         value = ", ".join(map(str, value))
     return f"{name:<12} {'none' if value in (None, '') else value}"
 
 
-def _check_lines(checks: list[dict[str, Any]]) -> list[str]:
+def _check_lines(checks: list[Report]) -> list[str]:
     """One line per device and kind of call, with the largest error; one more for each failure and each limit."""
     lines: list[str] = []
-    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    groups: dict[tuple[str, str], list[Report]] = {}
     for check in checks:
         groups.setdefault((check["device"], check["call"]), []).append(check)
     for (device, call), members in groups.items():
@@ -142,7 +144,7 @@ def _check_lines(checks: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
-def text(report: dict[str, Any]) -> str:
+def text(report: Report) -> str:
     """The report for people, to be pasted into an issue."""
     package, build, environment = report["package"], report["build"], report["environment"]
     lines = [

@@ -12,9 +12,9 @@ _is_scoped = False  # whether a block is open or an object kept, in any thread: 
 _lock = RLock()  # the garbage collector may end an object while it is held
 
 
-class _Switch(Scoped):
-    """calls: of threads whose last call of `set_batch_invariant` is neither entered nor dropped, which a with statement
-    may be about to enter: (id of the object, value)."""
+class _Switch(Scoped[bool]):
+    """calls: (id of the object, value) of each thread's last call of `set_batch_invariant`, as long as no block has
+    entered that object and nobody has dropped it."""
 
     def __init__(self) -> None:
         super().__init__("flash_attn.batch_invariant")
@@ -22,7 +22,7 @@ class _Switch(Scoped):
 
     @property
     def enabled(self) -> bool:
-        value: bool | None = self.value
+        value = self.value
         if value is not None:
             return value
         call = self.calls.get(get_ident())
@@ -38,7 +38,7 @@ def is_batch_invariant() -> bool:
 
 
 def _survey() -> None:
-    """After every change of `_switch`."""
+    """Set `_is_scoped` anew, after every change of `_switch`."""
     global _is_scoped
     with _lock:
         _is_scoped = bool(_switch.calls) or _switch.is_open
@@ -91,7 +91,7 @@ class set_batch_invariant:
             _survey()
 
     def _take_back(self) -> bool:
-        """Whether the call was the thread's last one; it is no longer."""
+        """Forget the call, and return whether it was the last one of its thread."""
         with _lock:
             call = _switch.calls.get(self._thread)
             if call is None or call[0] != id(self):

@@ -7,23 +7,34 @@ calls outside `explain` cost nothing more.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from types import ModuleType
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from flash_attn import backends
 from flash_attn import flash_attn_interface as interface
+from flash_attn._types import Context
 from flash_attn.inference import flash_attn_with_kvcache
 from flash_attn.kvcache_plan import KvCachePlan
 from flash_attn.observation import EXPLAINED_BY
 from flash_attn.ops import calls, context
-from flash_attn.ops.attention_args import AttentionArgs, KvCacheArgs, backward_args, saved_for_backward
+from flash_attn.ops.attention_args import (
+    AttentionArgs,
+    AttentionBackwardArgs,
+    KvCacheArgs,
+    backward_args,
+    saved_for_backward,
+)
 
-_FUNCTIONS = [
+Plan = dict[str, object]  # of one pass, its fields by name; or the plans of a call
+
+_FUNCTIONS: list[Callable[..., object]] = [
     interface.flash_attn_func,
     interface.flash_attn_qkvpacked_func,
     interface.flash_attn_kvpacked_func,
@@ -34,7 +45,7 @@ _FUNCTIONS = [
 ]
 
 
-def add_functions(*functions: Callable[..., Any]) -> None:
+def add_functions(*functions: Callable[..., object]) -> None:
     """More functions that `explain` takes: others that come to the operators here, with their arguments."""
     _FUNCTIONS.extend(functions)
 
@@ -80,7 +91,7 @@ def explain(*args: Any, **kwargs: Any) -> Explanation:
 
     Raises the errors of the call for its arguments, and TypeError for another function.
     """
-    function: Callable[..., Any] = interface.flash_attn_func
+    function: Callable[..., object] = interface.flash_attn_func
     if args and callable(args[0]) and not isinstance(args[0], Tensor):
         function, *args = args  # type: ignore[assignment]
     if function not in _FUNCTIONS:
@@ -99,17 +110,17 @@ def explain(*args: Any, **kwargs: Any) -> Explanation:
 class _Answer(Exception):
     """Ends a call where its result would be computed, with `value` in place of the result."""
 
-    def __init__(self, value: dict[str, Any]) -> None:
+    def __init__(self, value: Plan) -> None:
         self.value = value
 
 
 class _NonLeaf(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx: Context, x: Tensor) -> Tensor:
         return x.data
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
+    def backward(ctx: Context, grad: Tensor) -> Tensor:
         return grad
 
 
@@ -129,19 +140,19 @@ def _alias(x: Any) -> Any:
 class _Planner:
     """A backend whose functions answer with the plan of the call."""
 
-    def __init__(self, backend: Any) -> None:
+    def __init__(self, backend: ModuleType) -> None:
         self._backend = backend
 
-    def __getattr__(self, name: str) -> Callable[..., Any]:
+    def __getattr__(self, name: str) -> Callable[..., NoReturn]:
         explained_by = getattr(self._backend, EXPLAINED_BY[name])
 
-        def answer(*args: Any, **kwargs: Any) -> None:
+        def answer(*args: object, **kwargs: object) -> NoReturn:
             raise _Answer(explained_by(*args, **kwargs))
 
         return answer
 
 
-def _plan(call: Callable[..., Any], args: Any) -> dict[str, Any]:
+def _plan(call: Callable[..., object], args: AttentionArgs | AttentionBackwardArgs | KvCacheArgs) -> Plan:
     """The plan of `call`, a function of `flash_attn.ops.calls`."""
     try:
         call(args, _Planner(backends.of(args.q)))
@@ -160,7 +171,7 @@ class _Explaining(TorchDispatchMode):
         self._records = torch.is_grad_enabled()
         self._address = 1 << 60  # of tensors without memory: no allocation has it
         core = torch.ops.flash_attn_core
-        self._operators: dict[Any, tuple[Callable[..., Any], Callable[..., dict[str, Any]]]] = {
+        self._operators: dict[OpOverload, tuple[Callable[..., Any], Callable[..., Plan]]] = {
             core.fwd.default: (AttentionArgs, self._attention),
             core.kvcache_fwd.default: (KvCacheArgs, self._kvcache),
             core.kvcache_append_fwd.default: (KvCacheArgs, self._kvcache),
@@ -171,8 +182,12 @@ class _Explaining(TorchDispatchMode):
         return False  # True imports the compiler
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+        self,
+        func: OpOverload,
+        types: Sequence[type],
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
         kwargs = kwargs or {}
         if func in self._operators:
             record, plans = self._operators[func]
@@ -192,8 +207,8 @@ class _Explaining(TorchDispatchMode):
             kwargs["device"] = torch.device("meta")
         return tree_map_only(Tensor, lambda x: self._without_memory(x, device), func(*args, **kwargs))
 
-    def _attention(self, args: AttentionArgs) -> dict[str, Any]:
-        plans: dict[str, Any] = {"forward": _plan(calls.forward, args), "backward": None}
+    def _attention(self, args: AttentionArgs) -> Plan:
+        plans: Plan = {"forward": _plan(calls.forward, args), "backward": None}
         differentiates = self._records and any(x is not None and x.requires_grad for x in args.differentiable())
         if differentiates and args.forward_only() is None:
             out, lse, _, rng_state, *_ = calls.forward_fake(args)
@@ -201,10 +216,10 @@ class _Explaining(TorchDispatchMode):
             plans["backward"] = _plan(calls.backward, backward_args(out, None, tensors, options))
         return plans
 
-    def _kvcache(self, args: KvCacheArgs) -> dict[str, Any]:
+    def _kvcache(self, args: KvCacheArgs) -> Plan:
         return {"forward": _plan(calls.kvcache_forward, args)}
 
-    def _device(self, values: Iterable[Any]) -> torch.device | None:
+    def _device(self, values: Iterable[object]) -> torch.device | None:
         """The device of the GPU that an operator of these arguments computes on, if it does."""
         for value in values:
             if isinstance(value, (list, tuple)):
@@ -223,7 +238,7 @@ class _Explaining(TorchDispatchMode):
         return empty.set_(storage, x.storage_offset(), x.size(), x.stride())
 
 
-def _allocates(func: Any) -> bool:
+def _allocates(func: OpOverload) -> bool:
     """Whether an operator makes new tensors, not views of its arguments or numbers."""
     return any(x.alias_info is None and "Tensor" in str(x.type) for x in func._schema.returns)
 

@@ -32,7 +32,7 @@ and what it was; nothing is computed then.
 from __future__ import annotations
 
 import contextlib
-from typing import Any
+from typing import Any, Optional, cast
 
 import torch
 from torch import Tensor
@@ -55,6 +55,7 @@ from flash_attn.ops.attention_args import (
     Sequences,
     replaced,
 )
+from flash_attn.ops.library import AttentionContext
 from flash_attn.ops.lse import check_convention, converted
 from flash_attn.ops.public import (
     _flash_attn_backward,
@@ -73,22 +74,23 @@ _wrapped_flash_attn_varlen_backward = _flash_attn_varlen_backward
 flash_attn_gpu = backends.cuda_extension() or backends.get("cpu")
 
 _is_compiling = torch.compiler.is_compiling
-_EAGER = object()
+_EAGER = cast(AttentionContext, object())  # in place of a ctx where nothing is recorded and nobody watches
+_Rare = tuple[bool, Optional[Tensor], Options]  # is_grad_enabled, sinks, options
 
 
 class _Attention(torch.autograd.Function):
     """Base of FlashAttention-2's autograd functions.
 
-    `apply` takes, by position: the inputs; for packed sequences what tells them apart; dropout_p, softmax_scale,
-    causal, window_size, softcap, alibi_slopes, deterministic, return_softmax and is_grad_enabled=True as in flash_attn
-    2.8; sinks and `Options`, which flash_attn 2.8 does not have; in `forward` then the biases of the options, for
-    autograd sees no tensor within a record. With is_grad_enabled False nothing is recorded.
+    `apply` takes these by position, as in flash_attn 2.8: the inputs; of packed sequences cu_seqlens and the largest
+    lengths; dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_softmax and
+    is_grad_enabled=True. Then sinks and `Options`, which flash_attn 2.8 does not have. `forward` also gets the biases
+    of the options, because autograd sees no tensor within a record. With is_grad_enabled False nothing is recorded.
     """
 
     num_inputs, num_lengths = 3, 0
 
     @classmethod
-    def apply(cls, *args: Any) -> Any:
+    def apply(cls, *args: Any) -> TensorOrTuple:
         if _is_compiling():  # compiled code traces `forward` alone, unless it was left before
             return cls.forward(None, *args)
         sinks, options = args[-2:] if type(args[-1]) is Options else (None, PLAIN)
@@ -102,7 +104,7 @@ class _Attention(torch.autograd.Function):
             if type(sinks) is not Tensor and type(sinks) is not Parameter:
                 return cls.forward(None, *args)
             records = records or sinks.requires_grad
-        biases: tuple[Any, ...] = ()
+        biases: tuple[Tensor | None, ...] = ()
         if options is not PLAIN and any(x is not None for x in options.biases()):
             biases = options.biases()
             for x in biases:
@@ -120,9 +122,9 @@ class _Attention(torch.autograd.Function):
 
     @classmethod
     def _apply_converted(
-        cls, args: tuple[Any, ...], sinks: Tensor | None, options: Options, biases: tuple[Any, ...]
-    ) -> Any:
-        """`apply` to what kernels read, made of args by operations that autograd records, so that it saves no args."""
+        cls, args: tuple[Any, ...], sinks: Tensor | None, options: Options, biases: tuple[Tensor | None, ...]
+    ) -> TensorOrTuple:
+        """`apply` where kernels need converted inputs: autograd records the conversions, and saves what they return."""
         inputs, rest = args[: cls.num_inputs], list(args[cls.num_inputs :])
         try:
             if options is not PLAIN:
@@ -144,7 +146,7 @@ class _Attention(torch.autograd.Function):
         return (out, *others) if others else out
 
     @staticmethod
-    def backward(ctx: Any, dout: Any, *others: Any) -> Any:
+    def backward(ctx: AttentionContext, dout: Tensor | None, *others: Tensor | None) -> tuple[Tensor | None, ...]:
         if ctx.head_dims is not None and dout is not None:
             dout = normalize.pad(dout, ctx.surplus_columns)
         needed = ctx.needs_input_grad
@@ -155,7 +157,7 @@ class _Attention(torch.autograd.Function):
         grads, dsinks, dbiases = every[: -num_biases - 1], every[-num_biases - 1], every[-num_biases:]
         if ctx.head_dims is not None:
             grads = [None if x is None else x[..., :size] for x, size in zip(grads, ctx.head_dims)]
-        rest = [None] * (len(needed) - ctx.num_inputs)
+        rest: list[Tensor | None] = [None] * (len(needed) - ctx.num_inputs)
         if ctx.has_biases:
             rest[-num_biases - 2], rest[-num_biases:] = dsinks, dbiases
         elif dsinks is not None:
@@ -167,7 +169,7 @@ class FlashAttnFunc(_Attention):
     """q, k, v."""
 
     @staticmethod
-    def forward(ctx: Any, q: Any, k: Any, v: Any, *options: Any) -> Any:
+    def forward(ctx: AttentionContext | None, q: Tensor, k: Tensor, v: Tensor, *options: Any) -> TensorOrTuple:
         return _attention(ctx, (q, k, v), DENSE, *options)
 
 
@@ -177,7 +179,7 @@ class FlashAttnQKVPackedFunc(_Attention):
     num_inputs = 1
 
     @staticmethod
-    def forward(ctx: Any, qkv: Any, *options: Any) -> Any:
+    def forward(ctx: AttentionContext | None, qkv: Tensor, *options: Any) -> TensorOrTuple:
         return _attention(ctx, (qkv,), DENSE, *options)
 
 
@@ -187,7 +189,7 @@ class FlashAttnKVPackedFunc(_Attention):
     num_inputs = 2
 
     @staticmethod
-    def forward(ctx: Any, q: Any, kv: Any, *options: Any) -> Any:
+    def forward(ctx: AttentionContext | None, q: Tensor, kv: Tensor, *options: Any) -> TensorOrTuple:
         return _attention(ctx, (q, kv), DENSE, *options)
 
 
@@ -198,28 +200,28 @@ class FlashAttnVarlenFunc(_Attention):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        q: Any,
-        k: Any,
-        v: Any,
-        cu_seqlens_q: Any,
-        cu_seqlens_k: Any,
-        max_seqlen_q: Any,
-        max_seqlen_k: Any,
-        dropout_p: Any,
-        softmax_scale: Any,
-        causal: Any,
-        window_size: Any,
-        softcap: Any,
-        alibi_slopes: Any,
-        deterministic: Any,
-        return_softmax: Any,
-        block_table: Any = None,
-        is_grad_enabled: Any = True,
-        sinks: Any = None,
+        ctx: AttentionContext | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        max_seqlen_q: int | Tensor,
+        max_seqlen_k: int | Tensor,
+        dropout_p: float,
+        softmax_scale: float | None,
+        causal: bool,
+        window_size: WindowSize,
+        softcap: float,
+        alibi_slopes: Tensor | None,
+        deterministic: bool,
+        return_softmax: bool,
+        block_table: Tensor | None = None,
+        is_grad_enabled: bool = True,
+        sinks: Tensor | None = None,
         options: Options = PLAIN,
-        *biases: Any,
-    ) -> Any:
+        *biases: Tensor | None,
+    ) -> TensorOrTuple:
         sequences = Sequences(
             cu_seqlens_q,
             cu_seqlens_k,
@@ -254,7 +256,9 @@ class FlashAttnVarlenQKVPackedFunc(_Attention):
     num_inputs, num_lengths = 1, 2
 
     @staticmethod
-    def forward(ctx: Any, qkv: Any, cu_seqlens: Any, max_seqlen: Any, *options: Any) -> Any:
+    def forward(
+        ctx: AttentionContext | None, qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int | Tensor, *options: Any
+    ) -> TensorOrTuple:
         return _attention(ctx, (qkv,), Sequences(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen), *options)
 
 
@@ -265,35 +269,35 @@ class FlashAttnVarlenKVPackedFunc(_Attention):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        q: Any,
-        kv: Any,
-        cu_seqlens_q: Any,
-        cu_seqlens_k: Any,
-        max_seqlen_q: Any,
-        max_seqlen_k: Any,
+        ctx: AttentionContext | None,
+        q: Tensor,
+        kv: Tensor,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        max_seqlen_q: int | Tensor,
+        max_seqlen_k: int | Tensor,
         *options: Any,
-    ) -> Any:
+    ) -> TensorOrTuple:
         return _attention(ctx, (q, kv), Sequences(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), *options)
 
 
 def _attention(
-    ctx: Any,
-    inputs: tuple[Any, ...],
+    ctx: AttentionContext | None,
+    inputs: tuple[Tensor, ...],
     sequences: Sequences,
-    dropout_p: Any,
-    softmax_scale: Any,
-    causal: Any,
-    window_size: Any,
-    softcap: Any,
-    alibi_slopes: Any,
-    deterministic: Any,
-    return_softmax: Any,
-    is_grad_enabled: Any = True,
-    sinks: Any = None,
+    dropout_p: float,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: WindowSize,
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    deterministic: bool,
+    return_softmax: bool,
+    is_grad_enabled: bool = True,
+    sinks: Tensor | None = None,
     options: Options = PLAIN,
-    *biases: Any,
-) -> Any:
+    *biases: Tensor | None,
+) -> TensorOrTuple:
     """The forward of all classes. biases: those of options, where autograd records them. ctx: that of an
     autograd.Function; _EAGER where nothing is recorded and nobody watches; None where neither is sure."""
     try:
@@ -318,7 +322,9 @@ def _attention(
             if args.q is inputs[0] and not (return_softmax or args.return_max_logit):
                 return output[0]
         elif ctx is None:
-            output = _watched(args, inputs, options.out, is_grad_enabled)
+            with contextlib.nullcontext() if is_grad_enabled else torch.no_grad():
+                out = options.out
+                output = library.attention(args) if out is None else library.attention_into(args, out, inputs)
         else:
             output = _recorded(args, inputs)
         out, lse, dmask, _, *max_logit = output
@@ -344,13 +350,7 @@ def _attention(
         raise
 
 
-def _watched(args: AttentionArgs, inputs: Any, out: Tensor | None, is_grad_enabled: Any) -> Any:
-    """The results of a call that compilers, modes or transforms may watch, or that writes `out`."""
-    with contextlib.nullcontext() if is_grad_enabled else torch.no_grad():
-        return library.attention(args) if out is None else library.attention_into(args, out, inputs)
-
-
-def _recorded(args: AttentionArgs, inputs: Any) -> Any:
+def _recorded(args: AttentionArgs, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """The results of a call within an autograd.Function, which torch.compile traces too."""
     if _is_compiling():
         if any(x is y for i, x in enumerate(inputs) for y in inputs[:i]):
@@ -369,7 +369,7 @@ def _recorded(args: AttentionArgs, inputs: Any) -> Any:
 
 
 def attend(inputs: tuple[Tensor, ...], sequences: Sequences, *options: Any) -> TensorOrTuple:
-    """`apply` of the class of these inputs. Compilers trace the operator in its forward, which has a gradient.
+    """`apply` of the class for these inputs. Compiled code traces the operator instead, which has a gradient.
 
     options: from dropout_p to `Options` as in `_Attention`, all of them; sequences: DENSE, or those of packed inputs.
     """
@@ -387,8 +387,8 @@ def attend(inputs: tuple[Tensor, ...], sequences: Sequences, *options: Any) -> T
 def attend_rows_in_use(
     seqused_q: Tensor | None, inputs: tuple[Tensor, ...], sequences: Sequences, *options: Any
 ) -> TensorOrTuple:
-    """`attend` of packed q, k and v where only the first rows of each sequence of q are in use: seqused_q (batch,),
-    None for all of them. The others come out as rows that belong to no sequence."""
+    """`attend` of packed q, k and v where only the first seqused_q (batch,) rows of each sequence of q are in use, or
+    all of them (None). The other rows have out 0 and LSE +inf."""
     if seqused_q is None:
         return attend(inputs, sequences, *options)
     *score, sinks, more = options
@@ -423,7 +423,7 @@ def attend_rows_in_use(
 
 def _rare(
     sinks: Tensor | None, s_aux: Tensor | None, learnable_sink: Tensor | None, lse_convention: str, **options: Any
-) -> tuple[bool, Tensor | None, Options]:
+) -> _Rare:
     """(is_grad_enabled, sinks, Options) from arguments that a call rarely gives."""
     check_convention(lse_convention)
     name = arguments.name_of_sinks(sinks, s_aux, learnable_sink)
@@ -440,7 +440,7 @@ def _of_packed(
     rel_bias: Tensor | None,
     return_max_logit: bool,
     batch_invariant: bool,
-) -> tuple[Any, ...]:
+) -> _Rare | tuple[()]:
     """`_rare` of the packed functions, () where nothing of it is given. The others test in place, which is faster."""
     if (
         sinks is s_aux is learnable_sink is mask is attn_bias is rel_bias is None
@@ -461,7 +461,7 @@ def _of_packed(
     )
 
 
-def _in_convention(result: Any, lse_convention: str, return_attn_probs: Any) -> Any:
+def _in_convention(result: TensorOrTuple, lse_convention: str, return_attn_probs: bool) -> TensorOrTuple:
     """The result with its LSE, the second one of several, in the convention that the caller wants."""
     if not return_attn_probs:
         return result
@@ -530,7 +530,7 @@ def flash_attn_func(
             out_dtype=out_dtype,
             exp=exp,
         )
-    more: tuple[Any, ...] = ()
+    more: _Rare | tuple[()] = ()
     if not (
         sinks is s_aux is learnable_sink is mask is attn_bias is rel_bias is None
         and return_max_logit is batch_invariant is False
@@ -749,7 +749,7 @@ def flash_attn_varlen_func(
             out_dtype=out_dtype,
             exp=exp,
         )
-    more: tuple[Any, ...] = ()
+    more: _Rare | tuple[()] = ()
     if not (
         sinks is s_aux is learnable_sink is mask is attn_bias is rel_bias is None
         and return_max_logit is batch_invariant is False

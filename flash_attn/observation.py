@@ -1,7 +1,7 @@
-"""Observers of the calls of a backend: a profiler, for which each call has a name with kernel family and shapes, and
+"""What observes the calls of a backend: a profiler, which shows kernel family and shapes in the name of each call, and
 FLASH_ATTN_DEBUG=1, which checks values on the device.
 
-`backends.of` returns an observed backend if there is one of them; other calls pay for this question alone.
+If one of them is on, `backends.of` returns an observed backend; other calls only pay for this test.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _OBSERVED = (*EXPLAINED_BY, "kvcache_plan", "combine")
 
 
 class Observed:
-    """A backend of which each call is checked and named."""
+    """A backend whose calls are checked (FLASH_ATTN_DEBUG=1) and named (profiler)."""
 
     def __init__(self, backend: ModuleType) -> None:
         self._backend = backend
@@ -57,15 +57,16 @@ class Observed:
 
         return call
 
-    def _label(self, name: str, named: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    def _label(self, name: str, named: dict[str, object], args: tuple[object, ...], kwargs: dict[str, object]) -> str:
         """Such as "flash_attn.fwd wgmma bf16 q[2, 4096, 16, 128] k[2, 4096, 4, 128] causal"."""
         parts = [f"flash_attn.{name}"]
         explain = getattr(self._backend, EXPLAINED_BY.get(name, ""), None)
         plan = explain(*args, **kwargs) if explain is not None else None
         parts += [plan[key] for key in ("kernel", "dtype") if plan and key in plan]
         for key in ("q", "k", "kcache"):
-            if isinstance(named.get(key), Tensor):
-                parts.append(f"{key}{list(named[key].shape)}")
+            x = named.get(key)
+            if isinstance(x, Tensor):
+                parts.append(f"{key}{list(x.shape)}")
         window = named.get("window_left", -1), named.get("window_right", -1)
         if named.get("is_causal"):
             parts.append("causal")

@@ -5,12 +5,14 @@ from __future__ import annotations
 from contextvars import ContextVar
 from threading import _DummyThread, current_thread
 from types import ModuleType
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 
+_Value = TypeVar("_Value")
 
-class Scoped(ModuleType):
+
+class Scoped(ModuleType, Generic[_Value]):
     """The value of the innermost block that this thread or asyncio task is in.
 
     Backwards on a GPU run in threads of autograd's, in which checkpoints are recomputed: they have the value of the
@@ -22,11 +24,13 @@ class Scoped(ModuleType):
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
-        self._blocks: ContextVar[tuple[Any, Any] | None] = ContextVar(name, default=None)  # (value, blocks around it)
-        self._open: list[Any] = []  # values of all blocks
+        self._blocks: ContextVar[tuple[_Value, Any] | None] = ContextVar(
+            name, default=None
+        )  # (value, blocks around it)
+        self._open: list[_Value] = []  # values of all blocks
 
     @property
-    def value(self) -> Any:
+    def value(self) -> _Value | None:
         """None outside of blocks."""
         blocks = self._blocks.get()
         if blocks is not None:
@@ -38,11 +42,11 @@ class Scoped(ModuleType):
         """Whether any thread or task is in a block."""
         return bool(self._open)
 
-    def enter(self, value: Any) -> None:
+    def enter(self, value: _Value) -> None:
         self._open.append(value)
         self._blocks.set((value, self._blocks.get()))
 
-    def leave(self, value: Any) -> None:
+    def leave(self, value: _Value) -> None:
         self._open.remove(value)
         blocks = self._blocks.get()
         if blocks is not None:  # a generator may be closed where its block is not known
@@ -50,5 +54,5 @@ class Scoped(ModuleType):
 
 
 def _is_thread_of_autograd() -> bool:
-    """Whether this is no thread of Python's but one that a backward runs in, which cannot know who called that."""
+    """Whether this is a thread of autograd's, which runs a backward and cannot know the block that called it."""
     return torch._C._current_graph_task_id() != -1 and isinstance(current_thread(), _DummyThread)

@@ -1,7 +1,7 @@
 """FLASH_ATTN_DEBUG=1: values on the device are read and checked before a call; errors name the argument.
 
 Without it a GPU skips entries beyond a tensor, clamps lengths and lets NaN through, and the host does not wait. A call
-that a CUDA graph captures is not checked: it may not read.
+that a CUDA graph captures is not checked, because it must not read values.
 """
 
 from __future__ import annotations
@@ -17,19 +17,20 @@ from flash_attn.cpu.checks import require
 from flash_attn.cpu.scores import is_unbounded
 from flash_attn.cpu.varlen import check_pages, gather_pages, sequences
 
+Call = dict[str, Any]  # arguments of a backend's function, by name
 _planned: dict[int, tuple[list[int], list[int]]] = {}  # (cache_seqlens, cache_leftpad) of plans, by their address
 
 
-def check(name: str, call: dict[str, Any]) -> None:
-    """Raise RuntimeError for a value of a backend's call that names its arguments so."""
+def check(name: str, call: Call) -> None:
+    """Raise RuntimeError for bad values among the arguments of the backend's function of this name."""
     function = _CHECKS.get(name)
     if function is not None and not _is_captured(call["q"]):
         with torch.no_grad():
             function(call)
 
 
-def remember_plan(plan: Tensor, call: dict[str, Any]) -> None:
-    """Note the lengths that a plan is made or updated for; those of an update in a CUDA graph are not known."""
+def remember_plan(plan: Tensor, call: Call) -> None:
+    """Keep the lengths that a plan is made or updated for. An update in a CUDA graph makes them unknown."""
     if _is_captured(plan):
         _planned.pop(plan.data_ptr(), None)
     else:
@@ -50,7 +51,7 @@ def _lengths(x: Tensor | None, batch: int, otherwise: int) -> list[int]:
 
 
 def _check_finite(name: str, x: Tensor | None, first_row: int = 0, where: str = "") -> None:
-    """x: rows from first_row on of the argument."""
+    """Raise RuntimeError for infinities and NaN. x: the argument's rows from first_row on."""
     if x is None or not x.is_floating_point():
         return
     x = x.float() if x.element_size() == 1 else x
@@ -65,12 +66,12 @@ def _check_finite(name: str, x: Tensor | None, first_row: int = 0, where: str = 
 # ---- dense and packed ----
 
 
-def _check_dense(call: dict[str, Any]) -> None:
+def _check_dense(call: Call) -> None:
     for name in ("q", "k", "v"):
         _check_finite(name, call[name])
 
 
-def _check_dense_backward(call: dict[str, Any]) -> None:
+def _check_dense_backward(call: Call) -> None:
     _check_finite("dout", call["dout"])
 
 
@@ -88,7 +89,7 @@ def _check_range(name: str, x: Tensor, least: int, most: int) -> None:
         require(least <= value <= most, name, f"values in [{least}, {most}]", f"{value} at {i}")
 
 
-def _check_packed(call: dict[str, Any]) -> None:
+def _check_packed(call: Call) -> None:
     q, k, v = call["q"], call["k"], call["v"]
     index = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "leftpad_k", "block_table")
     cu_q, cu_k, used, padding, table = (_on_cpu(call.get(name)) for name in index)
@@ -118,7 +119,7 @@ def _check_packed(call: dict[str, Any]) -> None:
                 _check_finite(name, keys, rows.k0, f" in sequence {rows.index}")
 
 
-def _check_packed_backward(call: dict[str, Any]) -> None:
+def _check_packed_backward(call: Call) -> None:
     dout, cu_q = call["dout"], _on_cpu(call["cu_seqlens_q"])
     if dout is not None:
         for start, stop in zip(cu_q.tolist(), cu_q.tolist()[1:]):
@@ -128,7 +129,7 @@ def _check_packed_backward(call: dict[str, Any]) -> None:
 # ---- KV cache ----
 
 
-def _check_cache(call: dict[str, Any]) -> None:
+def _check_cache(call: Call) -> None:
     q, k = call["q"], call["k"]
     caches = {"k_cache": call["kcache"], "v_cache": call["vcache"]}
     lengths, rows, padding, table = (
@@ -168,7 +169,7 @@ def _check_plan(plan: Tensor, lengths: list[int], padding: list[int]) -> None:
         require(made == asked, "plan", f"one updated for {name} {asked}", f"one for {made}")
 
 
-_CHECKS: dict[str, Callable[[dict[str, Any]], None]] = {
+_CHECKS: dict[str, Callable[[Call], None]] = {
     "fwd": _check_dense,
     "bwd": _check_dense_backward,
     "varlen_fwd": _check_packed,

@@ -8,7 +8,7 @@ sinks, also named s_aux and learnable_sink, and out are keyword only.
 
 from __future__ import annotations
 
-from typing import Any, Union
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from torch import Tensor
 import flash_attn
 from flash_attn import explanation
 from flash_attn._docstrings import documented
-from flash_attn._types import WindowSize
+from flash_attn._types import TensorOrTuple, WindowSize
 from flash_attn.flash_attn_interface import attend, attend_rows_in_use
 from flash_attn.ops import arguments, context
 from flash_attn.ops.attention_args import DENSE, Options, Sequences
@@ -40,8 +40,6 @@ __all__ = [
 
 flash_attn_3_gpu = torch.ops.flash_attn_3
 
-TensorOrTuple = Union[Tensor, Any]
-
 
 # flash_attn's name of an argument: the one here, where they differ.
 _CACHE_NAMES = {"block_table": "page_table"}
@@ -63,7 +61,7 @@ _METADATA_NAMES = {
 }
 
 
-def _result(result: Any, wanted: Any) -> TensorOrTuple:
+def _result(result: TensorOrTuple, wanted: bool) -> TensorOrTuple:
     """What a function returns from (out, lse, ...) of flash_attn if the LSE is wanted, else out."""
     return (result[0], mark_masked_rows(result[1])) if wanted else result
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple, Optional
 
 import torch
 from torch import Tensor
 
+from flash_attn._types import WindowSize
 from flash_attn.context_parallel.compute import key_exchange, ulysses
 from flash_attn.context_parallel.compute.kernel_calls import BackwardInputs, ForwardInputs, Options, sum_dtype
 from flash_attn.context_parallel.compute.sums import sink_gradient
@@ -26,22 +27,22 @@ _MOST_GATHERED_BYTES = 4 << 30  # of K and V of all ranks in one buffer; "auto" 
 class Arguments(NamedTuple):
     """The arguments of `flash_attn_cp_func` that the result depends on, as the caller gave them."""
 
-    q: Any
-    k: Any
-    v: Any
-    sinks: Any
-    plan: Any
-    dropout_p: Any = 0.0
-    softmax_scale: Any = None
-    causal: Any = False
-    window_size: Any = (-1, -1)
-    softcap: Any = 0.0
-    alibi_slopes: Any = None
-    deterministic: Any = False
-    sm_margin: Any = 0
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    sinks: Tensor | None
+    plan: CpPlan
+    dropout_p: float = 0.0
+    softmax_scale: float | None = None
+    causal: bool = False
+    window_size: WindowSize = (-1, -1)
+    softcap: float = 0.0
+    alibi_slopes: Tensor | None = None
+    deterministic: bool = False
+    sm_margin: int = 0
 
 
-Inputs = tuple[Tensor, Tensor, Tensor, Any]  # q, k, v, sinks or None
+Inputs = tuple[Tensor, Tensor, Tensor, Optional[Tensor]]  # q, k, v, sinks
 
 
 class AttentionCall:
@@ -61,7 +62,7 @@ class AttentionCall:
         return repr((self.options._replace(alibi_slopes=shape), kinds, torch.is_grad_enabled()))
 
     def compare_backward(self, number: int, error: BaseException | None = None) -> None:
-        """Compare across ranks that all are at the backward of the call of this number."""
+        """Check that all ranks are at the backward of the call with this number."""
         self.plan.compare_backward("flash_attn_cp_func", self.request, number, error)
 
     def rows(self, x: Tensor) -> Tensor:
@@ -84,14 +85,13 @@ class AttentionCall:
 
 
 def agreed_call(
-    args: Arguments, lse_convention: str = "fa2", kind: Any = None, wants_state: bool = False
+    args: Arguments, lse_convention: str = "fa2", kind: Hashable = None, wants_state: bool = False
 ) -> tuple[AttentionCall, int, Inputs]:
     """(call, its number, inputs), after the ranks have compared it as far as the plan says.
 
-    kind: by which the plan finds the call again. wants_state: whether options have a rng_state without dropout too.
+    kind: the key under which the plan keeps the call. wants_state: make a rng_state without dropout too.
     """
-    call: Any = None
-    inputs: Any = None
+    call: AttentionCall | None = None
     error, seed, plan = None, None, args.plan
     try:
         check_convention(lse_convention)
@@ -101,8 +101,11 @@ def agreed_call(
         if not isinstance(plan, CpPlan):
             raise_on_ranks_of_last_plan("flash_attn_cp_func", error)
     if call is not None and call.options.dropout_p > 0:
-        seed = torch.randint(0, 2**63 - 1, (1,), device="cpu").item()  # on every rank, which keeps generators in step
+        seed = int(
+            torch.randint(0, 2**63 - 1, (1,), device="cpu").item()
+        )  # on every rank, which keeps generators in step
     number, seed = plan.compare("flash_attn_cp_func", "" if call is None else call.request, error, seed)
+    assert call is not None  # comparing raises the error
     plan.communicator.connect(inputs[0].device)
     if kind is not None and seed is None and not call.padded_from:
         plan.known_calls[kind] = call
@@ -247,7 +250,7 @@ def gradients(
 ) -> list[Tensor]:
     """[dq, dk, dv] and, with sinks, theirs. out, lse, saved: of forward_rows()."""
     q, k, v, sinks = inputs
-    # without a gradient too: other ranks may have one and wait for this rank's part
+    # computed without a dout too: other ranks may have one and wait for this rank's part
     dout = torch.zeros_like(out) if dout is None else call.rows(dout)
     if dlse is not None:
         dlse = call.head_rows(dlse).to(lse.dtype)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,10 +15,12 @@ from flash_attn.context_parallel.exchange.consistency import (
     checked_communicator,
     raise_on_ranks_of_last_plan,
 )
-from flash_attn.context_parallel.exchange.groups import MeshCommunicator
+from flash_attn.context_parallel.exchange.groups import Group, Mesh, MeshCommunicator
 from flash_attn.inference import flash_attn_combine, flash_attn_with_kvcache
 from flash_attn.ops import arguments
 from flash_attn.ops.lse import check_convention, converted
+
+_Lengths = TypeVar("_Lengths", int, Tensor)
 
 
 class CpCache:
@@ -33,7 +35,9 @@ class CpCache:
         interleave: int.
     """
 
-    def __init__(self, *, mesh: Any = None, group: Any = None, interleave: int = 1, check: str | None = None):
+    def __init__(
+        self, *, mesh: Mesh | None = None, group: Group | None = None, interleave: int = 1, check: str | None = None
+    ):
         """Made by all ranks at once.
 
         Arguments:
@@ -58,7 +62,7 @@ class CpCache:
         text = "" if error is not None else repr(interleave)
         self._comparison = Comparison(communicator, "CpCache", "shards", check, text, error)
 
-    def local_lengths(self, lengths: Any, rank: int | None = None) -> Any:
+    def local_lengths(self, lengths: _Lengths, rank: int | None = None) -> _Lengths:
         """int or Tensor, as lengths: how many of the first `lengths` positions this or another rank has. A negative
         length stays."""
         turn = self.interleave * self.size

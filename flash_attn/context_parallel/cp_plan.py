@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import operator
 import weakref
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,9 +18,9 @@ from flash_attn.context_parallel.compute.key_exchange import KeyRanks
 from flash_attn.context_parallel.compute.ulysses import HeadRanks
 from flash_attn.context_parallel.exchange.collectives import Stages, unshard
 from flash_attn.context_parallel.exchange.consistency import Comparison, checked_communicator
-from flash_attn.context_parallel.exchange.groups import MeshCommunicator
+from flash_attn.context_parallel.exchange.groups import Group, Mesh, MeshCommunicator
 from flash_attn.context_parallel.plan import layouts
-from flash_attn.context_parallel.plan.layouts import LAYOUTS, Layout, Span, Spans, Window
+from flash_attn.context_parallel.plan.layouts import LAYOUTS, GivenLayout, Layout, Span, Spans, Window
 from flash_attn.context_parallel.plan.steps import KEY_METHODS, METHODS, Kind, make_steps
 from flash_attn.dropout import MASK_COLUMNS
 from flash_attn.ops import arguments
@@ -62,13 +62,17 @@ class CpPlan:
         has_two_dimensions: whether made for such a mesh; rank i of its row r is then rank r * (ranks per row) + i.
     """
 
+    cu_seqlens: tuple[int, ...]
+    spans: tuple[Spans, ...]
+    key_ranks: KeyRanks
+
     def __init__(
         self,
         cu_seqlens: Any,
         is_packed: bool,
-        mesh: Any,
-        group: Any,
-        layout: Any,
+        mesh: Mesh | None,
+        group: Group | None,
+        layout: GivenLayout,
         method: str,
         causal: bool,
         window_size: WindowSize,
@@ -88,8 +92,8 @@ class CpPlan:
         except Exception as raised:  # of any type: the other ranks wait for this one
             error = raised
         self._comparison = Comparison(self.communicator, "CpPlan", "plan", check, text, error)
-        self._positions: dict[Any, Tensor] = {}  # by devices
-        self.known_calls: dict[Any, Any] = {}  # checked calls of `flash_attn_cp_func`
+        self._positions: dict[torch.device | str | None, Tensor] = {}  # by devices
+        self.known_calls: dict[Hashable, Any] = {}  # checked calls of `flash_attn_cp_func`
         number = next(_numbers)
         _plans[number] = self
         self.handle = torch.tensor([number], device="cpu")  # names the plan in compiled code
@@ -100,8 +104,8 @@ class CpPlan:
         cls,
         seqlen: int,
         *,
-        mesh: Any = None,
-        group: Any = None,
+        mesh: Mesh | None = None,
+        group: Group | None = None,
         layout: str | Sequence[Sequence[Span]] = "zigzag",
         method: str = "auto",
         causal: bool = True,
@@ -126,8 +130,8 @@ class CpPlan:
         cls,
         cu_seqlens: Sequence[int] | Tensor,
         *,
-        mesh: Any = None,
-        group: Any = None,
+        mesh: Mesh | None = None,
+        group: Group | None = None,
         layout: str | Sequence[Sequence[Span]] = "balanced",
         method: str = "auto",
         causal: bool = True,
@@ -146,7 +150,14 @@ class CpPlan:
         """
         return cls(cu_seqlens, True, mesh, group, layout, method, causal, window_size, tile, check, copies)
 
-    def _make(self, cu_seqlens: Any, layout: Any, causal: bool, window_size: WindowSize, tile: int) -> None:
+    def _make(
+        self,
+        cu_seqlens: Any,
+        layout: GivenLayout,
+        causal: bool,
+        window_size: WindowSize,
+        tile: int,
+    ) -> None:
         methods = ("auto", *(KEY_METHODS if self.has_two_dimensions else METHODS))
         for name, value, known in (("layout", layout, LAYOUTS), ("method", self.method, methods)):
             if value not in known and (name == "method" or isinstance(value, str)):
@@ -167,8 +178,8 @@ class CpPlan:
             self._stages: Stages = ((own, self.communicator),)
         self.num_tokens = sum(stop - start for start, stop in self.spans[self.rank])
 
-    def _make_mesh(self, mesh: MeshCommunicator, layout: Any, tile: int, window: Window) -> None:
-        """A row of the mesh has the tokens of a rank of one dimension, so rows are even; its ranks divide these."""
+    def _make_mesh(self, mesh: MeshCommunicator, layout: GivenLayout, tile: int, window: Window) -> None:
+        """Divide the tokens among the mesh's rows as among ranks of one dimension, then each row's among its ranks."""
         outer, inner = mesh.outer, mesh.inner
         of_rows = Layout(self._spans_of(layout, outer.size, tile, window), self.cu_seqlens)
         parts = [layouts.divided(of_rows.tokens_of(row), inner.size, tile) for row in range(outer.size)]
@@ -180,7 +191,7 @@ class CpPlan:
         self.head_ranks = HeadRanks(inner, in_row, self.key_ranks)
         self._stages = ((in_row, inner), (of_rows, outer))
 
-    def _spans_of(self, layout: Any, ranks: int, tile: int, window: Window) -> tuple[Spans, ...]:
+    def _spans_of(self, layout: GivenLayout, ranks: int, tile: int, window: Window) -> tuple[Spans, ...]:
         if isinstance(layout, str):
             return layouts.layout_spans(layout, self.cu_seqlens, ranks, tile, window)
         return _given_spans(layout, self.cu_seqlens[-1], ranks)
@@ -215,16 +226,16 @@ class CpPlan:
         self.communicator.connect(y.device)
         return unshard(y, dim, self._stages, partial(self.compare_backward, "unshard", request, number, None))
 
-    def positions(self, device: Any = None) -> Tensor:
+    def positions(self, device: torch.device | str | None = None) -> Tensor:
         """int64 (num_tokens,): the position of each token of this rank in its document, for rotary embedding."""
-        if device not in self._positions:  # a copy from the host, which every layer may ask for
+        if device not in self._positions:  # kept: a copy from the host that every layer may ask for
             own = layouts.segments(self.spans[self.rank], self.cu_seqlens)
             spans = [(s.start - self.cu_seqlens[s.document], s.stop - self.cu_seqlens[s.document]) for s in own]
             with torch.inference_mode(False):  # later calls may save it for a backward
                 self._positions[device] = _indices(spans, device)
         return self._positions[device].clone()
 
-    def token_indices(self, device: Any = None) -> Tensor:
+    def token_indices(self, device: torch.device | str | None = None) -> Tensor:
         """int64 (num_tokens,): the index of each token of this rank among all tokens."""
         return _indices(self.spans[self.rank], device)
 
@@ -260,7 +271,7 @@ class CpPlan:
         self._comparison.backward(what, request, number, error)
 
 
-def _indices(spans: Sequence[Span], device: Any) -> Tensor:
+def _indices(spans: Sequence[Span], device: torch.device | str | None) -> Tensor:
     """int64: the indices in all spans, made on the host."""
     none = torch.empty(0, dtype=torch.int64, device="cpu")
     return torch.cat([none, *(torch.arange(start, stop, device="cpu") for start, stop in spans)]).to(device)
@@ -272,7 +283,7 @@ def _check_axis(name: str, x: Tensor, dim: int, size: int) -> None:
         raise RuntimeError(f"{name}: expected {size} tokens along axis {dim}, got shape {list(x.shape)}")
 
 
-def _document_bounds(cu_seqlens: Any) -> tuple[int, ...]:
+def _document_bounds(cu_seqlens: Sequence[int] | Tensor) -> tuple[int, ...]:
     expected = "ascending ints from 0 on the host, one more than documents"
     if isinstance(cu_seqlens, Tensor):
         if not cu_seqlens.is_cpu or cu_seqlens.dim() != 1 or cu_seqlens.is_floating_point():
@@ -287,7 +298,7 @@ def _document_bounds(cu_seqlens: Any) -> tuple[int, ...]:
     return bounds
 
 
-def _given_spans(layout: Any, tokens: int, ranks: int) -> tuple[Spans, ...]:
+def _given_spans(layout: Sequence[Sequence[Span]], tokens: int, ranks: int) -> tuple[Spans, ...]:
     expected = (
         f"one of {', '.join(LAYOUTS)} or, for each of {ranks} ranks, ascending (start, stop), which together are the "
         f"tokens 0 to {tokens}"

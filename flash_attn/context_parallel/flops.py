@@ -3,8 +3,6 @@ ranks is the count of one GPU. While a graph is traced the plan is unknown, and 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from flash_attn.context_parallel.cp_plan import plan_of
@@ -15,7 +13,7 @@ from flash_attn.ops import flops
 _core = torch.ops.flash_attn_core
 
 
-def _pairs(call: Any) -> int:
+def _pairs(call: CpArgs) -> int:
     batch = 1 if call.q.dim() == 3 else call.q.shape[0]
     if not flops.is_known(call.plan):
         return int(batch * call.q.shape[-3] * call.k.shape[-3])
@@ -25,13 +23,11 @@ def _pairs(call: Any) -> int:
     return int(batch * sum((s.stop - s.start) * (bounds[s.document + 1] - bounds[s.document]) for s in own))
 
 
-@flops.register(_core.cp_fwd)
-def _forward(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
-    call = CpArgs(*args, **kwargs)
+@flops.register(CpArgs, _core.cp_fwd)
+def _forward(call: CpArgs) -> int:
     return flops.forward_flops(call.q, call.v, _pairs(call))
 
 
-@flops.register(_core.cp_bwd)
-def _backward(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
-    call = CpBackwardArgs(*args, **kwargs)
+@flops.register(CpBackwardArgs, _core.cp_bwd)
+def _backward(call: CpArgs) -> int:
     return flops.backward_flops(call.q, call.v, _pairs(call))

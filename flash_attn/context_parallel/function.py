@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Hashable
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
 from flash_attn._docstrings import documented
-from flash_attn._types import TensorOrTuple, WindowSize
+from flash_attn._types import Context, TensorOrTuple, WindowSize
 from flash_attn.context_parallel import operators
 from flash_attn.context_parallel.attention_call import Arguments, AttentionCall, agreed_call, forward_rows, gradients
 from flash_attn.context_parallel.cp_plan import CpPlan
@@ -132,8 +132,8 @@ def _traced(args: Arguments, lse_convention: str, return_attn_probs: bool) -> Te
     return (out, converted(lse, lse_convention), rng_state) if return_attn_probs else out
 
 
-def _kind(inputs: tuple[Any, ...], numbers: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """All that the checks of a call depend on except contents; None if they may depend on more."""
+def _kind(inputs: tuple[Tensor, ...], numbers: tuple[object, ...]) -> tuple[Hashable, ...] | None:
+    """A key of all that the checks of a call depend on, apart from values in tensors; None if they may need more."""
     dropout_p, scale, causal, window, softcap, deterministic, convention, sm_margin = numbers
     if type(dropout_p) not in (int, float) or dropout_p or type(scale) not in (type(None), float):
         return None
@@ -143,7 +143,7 @@ def _kind(inputs: tuple[Any, ...], numbers: tuple[Any, ...]) -> tuple[Any, ...] 
         return None
     if type(window) is not tuple or not all(type(side) is int for side in window) or forward_ad._current_level >= 0:
         return None
-    kind = [torch.is_grad_enabled(), scale, causal, window, softcap, deterministic, sm_margin]
+    kind: list[Hashable] = [torch.is_grad_enabled(), scale, causal, window, softcap, deterministic, sm_margin]
     for x in inputs:
         if type(x) not in _PLAIN or x.dtype is torch.float32 or x.layout is not torch.strided or x.is_nested:
             return None  # autocast changes the dtype of float32
@@ -151,10 +151,16 @@ def _kind(inputs: tuple[Any, ...], numbers: tuple[Any, ...]) -> tuple[Any, ...] 
     return tuple(kind)
 
 
+class _CpContext(Context):
+    call: AttentionCall
+    number: int
+    has_sinks: bool
+
+
 class _CpAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, call: AttentionCall, number: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
+        ctx: _CpContext, call: AttentionCall, number: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         out, lse, saved = forward_rows(call, q, k, v, sinks)
         ctx.call, ctx.number, ctx.has_sinks = call, number, sinks is not None
@@ -163,13 +169,12 @@ class _CpAttention(torch.autograd.Function):
         return call.tokens(out), call.head_tokens(lse)
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
-        call: AttentionCall = ctx.call
-        saved: tuple[Any, ...] = ()
-        error = None
+    def backward(ctx: _CpContext, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+        call, error = ctx.call, None
+        saved: tuple[Tensor, ...] = ()
         try:
             saved = ctx.saved_tensors  # read once: torch.utils.checkpoint gives them no second time
-        except Exception as raised:  # overwritten or freed: the other ranks wait for this one
+        except Exception as raised:  # overwritten or freed; the other ranks wait for this one
             error = raised
         call.compare_backward(ctx.number, error)
         with torch.no_grad():
@@ -185,11 +190,11 @@ class _OnceDifferentiable(torch.autograd.Function):
     """Gradients as functions of their inputs, without derivatives."""
 
     @staticmethod
-    def forward(ctx: Any, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Context, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         return tensors[:count]
 
     backward = staticmethod(operators.reject_double_backward)
 
 
-_attend: Any = _CpAttention.apply
-_once_differentiable: Any = _OnceDifferentiable.apply
+_attend: Callable[..., tuple[Tensor, Tensor]] = _CpAttention.apply
+_once_differentiable: Callable[..., list[Tensor]] = _OnceDifferentiable.apply

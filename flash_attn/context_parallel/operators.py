@@ -5,11 +5,12 @@ the plan, so the plan of another batch needs no recompilation; the caller keeps 
 Annotations stay objects (no postponed evaluation): the schemas are made of them.
 """
 
-from typing import Any, NamedTuple, Optional
+from typing import Any, NamedTuple, NoReturn, Optional
 
 import torch
 from torch import Tensor
 
+from flash_attn._types import Context
 from flash_attn.context_parallel.attention_call import Arguments, agreed_call, checked_call, forward_rows, gradients
 from flash_attn.context_parallel.compute.kernel_calls import sum_dtype
 from flash_attn.context_parallel.cp_plan import plan_of
@@ -50,7 +51,7 @@ CpBackwardArgs = _record(
 _TENSORS = sum(kind in (Tensor, Optional[Tensor]) for kind in CpArgs.__annotations__.values())
 
 
-def _of_function(args: Any) -> Arguments:
+def _of_function(args: CpArgs) -> Arguments:
     """The fields of either record as arguments of `flash_attn_cp_func`."""
     window = args.window_left, args.window_right
     return Arguments(
@@ -76,13 +77,15 @@ def attention(args: CpArgs) -> tuple[Tensor, Tensor, Tensor]:
     return out, lse, rng_state
 
 
-def _forward(args: CpArgs) -> tuple[Any, ...]:
+def _forward(args: CpArgs) -> tuple[Tensor, ...]:
     """(out, softmax_lse, rng_state, number of the call): the number, on the CPU, names the call in the backward."""
     call, number, inputs = agreed_call(_of_function(args), wants_state=True)
     out, lse, _ = forward_rows(call, *inputs)
     out, lse = call.tokens(out), call.head_tokens(lse)
     out = out[..., : call.padded_from or None].contiguous()
-    return out, lse, call.options.rng_state, torch.tensor([number], device="cpu")
+    rng_state = call.options.rng_state
+    assert rng_state is not None  # because of wants_state
+    return out, lse, rng_state, torch.tensor([number], device="cpu")
 
 
 def _forward_fake(args: CpArgs) -> tuple[Tensor, ...]:
@@ -107,26 +110,32 @@ def _backward(args: Any) -> list[Tensor]:
     return [grad[..., : x.shape[-1]].contiguous() for grad, x in zip(grads, _differentiable(args))]
 
 
-def _backward_fake(args: Any) -> list[Tensor]:
+def _backward_fake(args: CpArgs) -> list[Tensor]:
     return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in _differentiable(args)]
 
 
-def _differentiable(args: Any) -> list[Tensor]:
+def _differentiable(args: CpArgs) -> list[Tensor]:
     return [x for x in (getattr(args, name, None) for name in ATTENTION_INPUTS) if x is not None]
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+class _OperatorContext(Context):
+    options: tuple[float, ...]
+
+
+def _setup_context(ctx: _OperatorContext, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.save_for_backward(*output, *inputs[:_TENSORS])
     ctx.options = inputs[_TENSORS:]
     ctx.mark_non_differentiable(*output[2:])
     ctx.set_materialize_grads(False)
 
 
-def _autograd_backward(ctx: Any, dout: Optional[Tensor], dlse: Optional[Tensor], *_: Any) -> Any:
+def _autograd_backward(
+    ctx: _OperatorContext, dout: Optional[Tensor], dlse: Optional[Tensor], *_: None
+) -> tuple[Optional[Tensor], ...]:
     return attention_gradients(_backward_op(dout, dlse, *ctx.saved_tensors, *ctx.options), CpArgs)
 
 
-def reject_double_backward(ctx: Any, *grads: Any) -> None:
+def reject_double_backward(ctx: Context, *grads: Optional[Tensor]) -> NoReturn:
     raise RuntimeError(
         "flash_attn_cp_func: expected one backward, got a second: attention's gradients are not differentiable"
     )

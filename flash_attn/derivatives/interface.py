@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
 from flash_attn._docstrings import documented
@@ -102,12 +100,12 @@ def flash_attn_jvp(
     return out, lse, t_out, t_lse
 
 
-def _direction(name: str, x: Any, used: Any, tangent: Any) -> Tensor | None:
-    """The tangent of x as that of what the operators get for x."""
+def _direction(name: str, x: Tensor | None, used: Tensor | None, tangent: Tensor | None) -> Tensor | None:
+    """The tangent of x, checked, in the dtype and with the padding of `used`, which the operators get for x."""
     if tangent is None:
         return None
     arguments.check_tensors((f"t{name}",), (tangent,))
-    if x is None:
+    if x is None or used is None:
         raise RuntimeError(f"t{name}: expected None without {name}, got {arguments.shown(tangent)}")
     if tangent.shape != x.shape or tangent.dtype != x.dtype or tangent.device != x.device:
         expected = f"shape {list(x.shape)}, dtype {named(x.dtype)} and device {x.device}, those of {name}"

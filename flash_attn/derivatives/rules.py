@@ -11,11 +11,12 @@ the gradient of <g, J t> for the inputs, so that three functions have every seco
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
+from flash_attn._types import Batched, Context, VmapInfo
 from flash_attn.derivatives import blocks, kernel
 from flash_attn.ops import calls, context, library
 from flash_attn.ops.attention_args import (
@@ -29,6 +30,7 @@ from flash_attn.ops.attention_args import (
     backward_args,
     saved_for_backward,
 )
+from flash_attn.ops.library import ValuesContext
 
 _record: Any = NamedTuple  # type checkers want a literal list of fields
 # Arguments of the operators: the tangents, then those of the forward or the backward.
@@ -71,29 +73,31 @@ def attention_with_tangents(args: AttentionArgs, directions: Tangents) -> tuple[
     return out, lse, *tangents(directions, call, computed)
 
 
-def tangents(directions: Tangents, args: AttentionBackwardArgs, computed: kernel.Computed | None = None) -> Any:
-    """(t_out, t_lse) of a forward that has run; dout and dlse are not read. computed: has them."""
-    return _Tangents.apply(*directions, *args, computed)
+def tangents(
+    directions: Tangents, args: AttentionBackwardArgs, computed: kernel.Computed | None = None
+) -> tuple[Tensor, Tensor]:
+    """(t_out, t_lse) of a forward that has run; dout and dlse are not read. computed: has the results, if given."""
+    return _Tangents.apply(*directions, *args, computed)  # type: ignore[no-any-return]  # of torch
 
 
-def second_derivatives(directions: Tangents, args: AttentionBackwardArgs) -> Any:
-    """`blocks.hessian_product` as an operator where someone watches it."""
+def second_derivatives(directions: Tangents, args: AttentionBackwardArgs) -> list[Tensor]:
+    """`blocks.hessian_product`: as an operator where a compiler or a mode watches, recorded where autograd does."""
     names, tensors = (*BACKWARD_INPUTS, *Tangents._fields), (*args.differentiable(), *directions)
     if context.survey(names, tensors, carries_tangents=True)[0]:
         return _hvp_op(*directions, *args)
     if torch.is_grad_enabled() or context.transforms():
-        return _SecondDerivatives.apply(*directions, *args)
+        return _SecondDerivatives.apply(*directions, *args)  # type: ignore[no-any-return]  # of torch
     return blocks.hessian_product(args, directions)
 
 
-def tangents_of_gradients(args: AttentionBackwardArgs, given: Sequence[Any]) -> tuple[Any, ...]:
-    """Those of the results of the backward, from those of its arguments."""
+def tangents_of_gradients(args: AttentionBackwardArgs, given: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+    """The tangents of the gradients that the backward returns, from the tangents of its arguments."""
     along = dict(zip(AttentionBackwardArgs._fields, given))
     parts = []
     if along["dout"] is not None or along["dlse"] is not None:
         parts.append(library.attention_backward(_with_gradients(args, along["dout"], along["dlse"])))
     directions = Tangents(*(along[name] for name in TANGENT_INPUTS))
-    if any(along[name] is not None for name in ATTENTION_INPUTS):  # those of biases too, for an error
+    if any(along[name] is not None for name in ATTENTION_INPUTS):  # with those of biases, which raise there
         parts.append(second_derivatives(directions, args)[2:])
     return tuple(_total(parts))
 
@@ -102,15 +106,17 @@ def _with_gradients(args: AttentionBackwardArgs, dout: Tensor | None, dlse: Tens
     return args._replace(dout=torch.zeros_like(args.out) if dout is None else dout, dlse=dlse)
 
 
-def _total(parts: Sequence[Any]) -> Any:
+def _total(parts: Sequence[Sequence[Tensor | None]]) -> Sequence[Tensor | None]:
     """The sums of one or two lists of tensors, or of None in the same places."""
     return parts[0] if len(parts) == 1 else [None if x is None else x + y for x, y in zip(*parts)]
 
 
-def _gradients(args: AttentionBackwardArgs, directions: Tangents, needs_input_grad: Sequence[bool]) -> list[Any]:
-    """Those of <dout, t_out> + <dlse, t_lse> for the directions, then for q, k, v and sinks."""
+def _gradients(
+    args: AttentionBackwardArgs, directions: Tangents, needs_input_grad: Sequence[bool]
+) -> list[Tensor | None]:
+    """The gradients of <dout, t_out> + <dlse, t_lse>: of the directions, then of q, k, v and sinks."""
     needed = [None if x is None else needs for x, needs in zip(directions, needs_input_grad)]
-    grads: list[Any] = [None] * _COUNT
+    grads: list[Tensor | None] = [None] * _COUNT
     if any(needed):
         grads = library.by_input(args, library.attention_backward(args))
     of_directions = [grad if needs else None for grad, needs in zip(grads, needed)]
@@ -122,64 +128,64 @@ def _split(values: Sequence[Any]) -> tuple[Tangents, AttentionBackwardArgs]:
 
 
 class _Tangents(torch.autograd.Function):
-    """`tangents`, of the fields of HvpArgs and what is computed already."""
+    """`tangents`. Its arguments: the fields of HvpArgs, and `computed`."""
 
     @staticmethod
-    def forward(*values: Any) -> Any:
-        *values, computed = values  # type: ignore[assignment]
+    def forward(*values: Any) -> tuple[Tensor, ...]:
+        computed: kernel.Computed | None = values[-1]
         if computed is not None:
             return computed.take_tangents()
-        directions, args = _split(values)
+        directions, args = _split(values[:-1])
         return forward_with_tangents(args.forward_args(), directions, (args.out, args.lse, args.rng_state))[2:4]
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+    def setup_context(ctx: ValuesContext, inputs: tuple[object, ...], output: object) -> None:
         library.save_values(ctx, inputs[:-1])
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
+    def backward(ctx: ValuesContext, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         directions, args = _split(library.saved_values(ctx))
-        grads = [None] * 2 * _COUNT
+        grads: list[Tensor | None] = [None] * (2 * _COUNT)
         if dout is not None or dlse is not None:
             grads = _gradients(_with_gradients(args, dout, dlse), directions, ctx.needs_input_grad)
         rest = attention_gradients(grads[_COUNT:], AttentionBackwardArgs)
         return *grads[:_COUNT], *rest, None
 
     @staticmethod
-    def jvp(ctx: Any, *_: Any) -> Any:
+    def jvp(ctx: Context, *_: object) -> NoReturn:
         raise NotImplementedError("flash_attn: expected one level of forward mode, got a tangent of a tangent")
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, *values: Any) -> Any:
+    def vmap(info: VmapInfo, in_dims: tuple[int | None, ...], *values: object) -> Batched:
         return context.by_sample(_Tangents, info, in_dims, values)
 
 
 class _SecondDerivatives(torch.autograd.Function):
-    """`second_derivatives`, of the fields of HvpArgs."""
+    """`second_derivatives`. Its arguments: the fields of HvpArgs."""
 
     @staticmethod
-    def forward(*values: Any) -> Any:
+    def forward(*values: Any) -> tuple[Tensor, ...]:
         directions, args = _split(values)
         return tuple(blocks.hessian_product(args, directions))
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+    def setup_context(ctx: Context, inputs: object, output: object) -> None:
         pass
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
+    def backward(ctx: Context, *grads: object) -> NoReturn:
         _reject_third(ctx, *grads)
 
     @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
+    def jvp(ctx: Context, *tangents: object) -> NoReturn:
         _reject_third(ctx, *tangents)
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, *values: Any) -> Any:
+    def vmap(info: VmapInfo, in_dims: tuple[int | None, ...], *values: object) -> Batched:
         return context.by_sample(_SecondDerivatives, info, in_dims, values)
 
 
-def _reject_third(ctx: Any, *_: Any) -> None:
+def _reject_third(ctx: Context, *_: object) -> NoReturn:
     raise NotImplementedError("flash_attn: expected at most two derivatives of attention, got a third")
 
 
@@ -195,7 +201,7 @@ def _jvp_fake(*values: Any) -> tuple[Tensor, ...]:
     return out, lse, torch.empty_like(out), torch.empty_like(lse), rng_state
 
 
-def _jvp_setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+def _jvp_setup_context(ctx: ValuesContext, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     args = AttentionArgs(*inputs[_COUNT:])
     out, lse, _, _, rng_state = output
     call = backward_args(out, None, *saved_for_backward(args, out, lse, rng_state))
@@ -203,9 +209,17 @@ def _jvp_setup_context(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.mark_non_differentiable(rng_state)
 
 
-def _jvp_backward(ctx: Any, dout: Any, dlse: Any, dt_out: Any, dt_lse: Any, _: Any) -> Any:
+def _jvp_backward(
+    ctx: ValuesContext,
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    dt_out: Tensor | None,
+    dt_lse: Tensor | None,
+    _: None,
+) -> tuple[Tensor | None, ...]:
     directions, args = _split(library.saved_values(ctx))
-    of_directions, parts = [None] * _COUNT, []
+    of_directions: list[Tensor | None] = [None] * _COUNT
+    parts: list[Sequence[Tensor | None]] = []
     if dout is not None or dlse is not None:
         call = _with_gradients(args, dout, dlse)
         parts.append(library.by_input(call, library.attention_backward(call)))

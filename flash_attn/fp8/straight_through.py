@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flash_attn import eight_bit
 from flash_attn._docstrings import documented
-from flash_attn._types import TensorOrTuple, WindowSize
+from flash_attn._types import Context, TensorOrTuple, WindowSize
 from flash_attn.batch_invariance import is_batch_invariant
 from flash_attn.fp8.quantization import quantize
 from flash_attn.ops import arguments, context, library
@@ -206,10 +206,14 @@ def _attend(
     return (out, lse) if return_attn_probs else out
 
 
+class _Context(Context):
+    options: dict[str, Any]  # by name
+
+
 class _StraightThrough(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, args: AttentionArgs, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
+        ctx: _Context, args: AttentionArgs, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """args: all but these tensors."""
         quantized, descales = zip(*(quantize(x, "head", power_of_two=True) for x in (q, k, v)))
@@ -226,15 +230,14 @@ class _StraightThrough(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable("flash_attn_straight_through_func")
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _Context, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         if dout is None and dlse is None:
             return (None,) * 5
         q_descale, k_descale, v_descale, out, lse, rng_state, *tensors = ctx.saved_tensors
-        tensors = dict(zip(_TENSORS, tensors))
+        saved: dict[str, Any] = dict(zip(_TENSORS, tensors), out=out, lse=lse, rng_state=rng_state)
         for name, descale in zip(_NAMES, (q_descale, k_descale, v_descale)):
-            x = tensors[name]
-            tensors[name] = eight_bit.decode(x, descale.unsqueeze(-1).unsqueeze(x.dim() - 3), out.dtype)
+            x = saved[name]
+            saved[name] = eight_bit.decode(x, descale.unsqueeze(-1).unsqueeze(x.dim() - 3), out.dtype)
         dout = torch.zeros_like(out) if dout is None else dout
-        saved = {"out": out, "lse": lse, "rng_state": rng_state, **tensors}
         dq, dk, dv, *dsinks = library.attention_backward(AttentionBackwardArgs(dout, dlse, **saved, **ctx.options))
         return None, dq, dk, dv, dsinks[0] if dsinks else None

@@ -5,11 +5,12 @@ prefixes, packed sequences, windows, and their unions and intersections.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from flash_attn._types import Device
 from flash_attn.integrations import token_layout
 from flash_attn.masks import AttentionMask
 from flash_attn.masks.ranges import run_bounds
@@ -17,6 +18,7 @@ from flash_attn.masks.ranges import run_bounds
 _FAR = 2**40  # beyond all keys
 # Parts of mask functions that are no window, by the beginnings of their names.
 _OTHER_MASKS = ("or_masks", "chunked_overlay", "blockwise_overlay")
+MaskFunction = Callable[..., object]
 _Range = tuple[Tensor, Tensor]  # begin and end of keys, int64, each broadcastable to (batch, queries)
 
 
@@ -30,12 +32,12 @@ class _Queries(NamedTuple):
     tokens: Tensor | None  # bool (batch, n): which keys are no padding
 
 
-def other_mask(function: Any) -> str | None:
+def other_mask(function: object) -> str | None:
     """The part of a mask function that is no causal mask, window or packed sequence, by name, if there is one."""
     return next((part.split(".")[0] for part in _parts(function) if part.startswith(_OTHER_MASKS)), None)
 
 
-def _parts(function: Any) -> Iterator[str]:
+def _parts(function: object) -> Iterator[str]:
     """The qualified names of a mask function and of the functions that it is made of."""
     if isinstance(function, (tuple, list)):
         for one in function:
@@ -47,7 +49,7 @@ def _parts(function: Any) -> Iterator[str]:
 
 
 def mask_of(
-    function: Any,
+    function: MaskFunction,
     batch_size: int,
     q_length: int,
     kv_length: int,
@@ -55,15 +57,15 @@ def mask_of(
     kv_offset: int,
     tokens: Tensor | None,
     use_vmap: bool,
-    device: Any,
+    device: Device,
 ) -> AttentionMask | Tensor:
-    """What a mask function and padding leave visible. Of one query a bool (batch, keys), for its keys alone matter.
+    """What a mask function and padding leave visible; of a single query a bool (batch, keys).
 
-    tokens: bool (batch, columns), which keys are no padding; columns that it has not are padding. use_vmap: the
+    tokens: bool (batch, columns), which keys are no padding; missing columns are padding. use_vmap: the
     function takes single indices.
 
-    Two ranges a query where they can say it, else bits, of scores evaluated by transformers. Waits for the GPU once
-    where there are blocks.
+    The mask has two ranges of keys for each query if they suffice, else bits, for which transformers evaluates all
+    scores. Waits for the GPU once if there are blocks.
     """
     if q_length > 1 and not torch.compiler.is_compiling():  # which cannot look into closures
         try:
@@ -72,7 +74,7 @@ def mask_of(
             pass
     from transformers.masking_utils import sdpa_mask
 
-    seen: Any = sdpa_mask(
+    seen = sdpa_mask(
         batch_size=batch_size,
         q_length=q_length,
         kv_length=kv_length,
@@ -82,19 +84,20 @@ def mask_of(
         attention_mask=tokens,
         allow_is_causal_skip=False,
         use_vmap=use_vmap,
-        device=device,
+        device=device,  # type: ignore[arg-type]  # or None
     )
+    assert seen is not None  # because it may not be skipped
     return seen[:, 0, 0] if q_length == 1 else AttentionMask.from_tensor(seen)
 
 
 def _ranges_mask(
-    function: Any,
+    function: MaskFunction,
     q_length: int,
     kv_length: int,
     q_offset: int | Tensor,
     kv_offset: int,
     tokens: Tensor | None,
-    device: Any,
+    device: Device,
 ) -> AttentionMask:
     index = torch.arange(q_length, device=device) + q_offset
     bounds = [x - kv_offset for one in _ranges(function, _Queries(index, index, tokens)) for x in one]
@@ -107,7 +110,7 @@ def _ranges_mask(
     return mask & AttentionMask.key_padding(keep[:, kv_offset : kv_offset + kv_length])
 
 
-def _ranges(function: Any, queries: _Queries) -> list[_Range]:
+def _ranges(function: MaskFunction, queries: _Queries) -> list[_Range]:
     """The keys that the queries see, as a union. Raises _NoRanges."""
     known = _KNOWN.get(getattr(function, "__qualname__", "").split(".")[0])
     if known is None:
@@ -161,12 +164,12 @@ def _packed(queries: _Queries, packed_sequence_mask: Tensor) -> list[_Range]:
     return [(begin[:, queries.place], end[:, queries.place])]
 
 
-def _in_sequence(queries: _Queries, mask_function: Any, position_ids: Tensor) -> list[_Range]:
-    """Positions of packed sequences, which all masks of these are cut to: only remainders of them matter."""
+def _in_sequence(queries: _Queries, mask_function: MaskFunction, position_ids: Tensor) -> list[_Range]:
+    """A mask that counts positions within packed sequences, which another mask keeps apart."""
     return _ranges(mask_function, queries._replace(position=position_ids[:, queries.place]))
 
 
-def _intersection(queries: _Queries, mask_functions: Sequence[Any]) -> list[_Range]:
+def _intersection(queries: _Queries, mask_functions: Sequence[MaskFunction]) -> list[_Range]:
     seen = _full(queries)
     for function in mask_functions:
         others = _ranges(function, queries)
@@ -174,7 +177,7 @@ def _intersection(queries: _Queries, mask_functions: Sequence[Any]) -> list[_Ran
     return _at_most_two(seen)
 
 
-def _union(queries: _Queries, mask_functions: Sequence[Any]) -> list[_Range]:
+def _union(queries: _Queries, mask_functions: Sequence[MaskFunction]) -> list[_Range]:
     return _at_most_two([one for function in mask_functions for one in _ranges(function, queries)])
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from flash_attn._types import WindowSize
 from flash_attn.batch_invariance import is_batch_invariant
 from flash_attn.eight_bit import EIGHT_BIT, OF_QUERIES, named, one_of
 from flash_attn.integrations.token_layout import as_pages
@@ -17,8 +18,10 @@ from flash_attn.limits import MAX_EIGHT_BIT_HEAD_DIM
 from flash_attn.ops import arguments, calls, context, latent
 from flash_attn.ops.rows import RowsInUse, equal_steps
 
+_Result = TypeVar("_Result")
 
-def reject(**given: Any) -> None:
+
+def reject(**given: object) -> None:
     """Raise NotImplementedError for the first given argument, by name: it is not supported. None is not given."""
     for name, value in given.items():
         if value is not None:
@@ -53,7 +56,7 @@ def check_8_bit(names: tuple[str, str, str], q: Tensor, k: Tensor, v: Tensor) ->
     return True
 
 
-def _require(condition: bool, name: str, expected: str, got: Any) -> None:
+def _require(condition: bool, name: str, expected: str, got: object) -> None:
     if not condition:
         raise NotImplementedError(f"{name}: expected {expected}, got {got}: it is not supported")
 
@@ -63,11 +66,13 @@ def warn_once(logger: logging.Logger, message: str) -> None:
     logger.warning(message)
 
 
-def falling_back(ours: Callable[..., Any], theirs: Callable[..., Any], logger: logging.Logger) -> Callable[..., Any]:
-    """ours, and theirs for the calls that ours rejects, which it does before anything is computed; logged once each."""
+def falling_back(
+    ours: Callable[..., _Result], theirs: Callable[..., _Result], logger: logging.Logger
+) -> Callable[..., _Result]:
+    """A function that calls ours, or theirs where ours rejects the call (before computing); logs each reason once."""
 
     @functools.wraps(ours)
-    def function(*args: Any, **kwargs: Any) -> Any:
+    def function(*args: object, **kwargs: object) -> _Result:
         try:
             return ours(*args, **kwargs)
         except NotImplementedError as error:
@@ -92,7 +97,7 @@ def packed_attention(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: Any = None,
+    window_size: WindowSize | None = None,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,

@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import importlib
 import logging
-from typing import Any
 
 from torch import Tensor
 
-from flash_attn._types import TensorOrTuple
+from flash_attn._types import Scores, TensorOrTuple, WindowSize
 from flash_attn.inference import attend_over_cache
 from flash_attn.integrations.serving import falling_back, packed_attention, reject, reject_8_bit, warn_once
 from flash_attn.ops.lse import mark_masked_rows
@@ -64,7 +63,7 @@ def replace_fa3() -> bool:
     return register("fa3")
 
 
-def _create_backend(runner: Any) -> Any:
+def _create_backend(runner: object) -> object:
     """SGLang's FlashAttention backend for a model runner; its module calls these functions from now on.
 
     Calls that they do not support go to SGLang's functions.
@@ -102,7 +101,7 @@ def flash_attn_with_kvcache(
     v_descale: Tensor | None = None,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: Any = (-1, -1),
+    window_size: WindowSize = (-1, -1),
     attention_chunk: int | None = None,
     softcap: float = 0.0,
     rotary_interleaved: bool = True,
@@ -113,17 +112,17 @@ def flash_attn_with_kvcache(
     sm_margin: int = 0,
     return_softmax_lse: bool = False,
     sinks: Tensor | None = None,
-    score_mod: Any = None,
-    aux_tensors: Any = None,
+    score_mod: object = None,
+    aux_tensors: object = None,
     sfq: Tensor | None = None,
     sfk: Tensor | None = None,
     sfv: Tensor | None = None,
-    rel_bias: Any = None,
-    rel_bias_prep_cache: Any = None,
+    rel_bias: object = None,
+    rel_bias_prep_cache: object = None,
     ver: int = 3,
     out: Tensor | None = None,
     max_seqlen_k: int | None = None,
-    mask_mod: Any = None,
+    mask_mod: object = None,
 ) -> TensorOrTuple:
     """Attention over a KV cache as SGLang calls it: packed queries, prompts and decoding in one, over pages.
 
@@ -161,7 +160,7 @@ def flash_attn_with_kvcache(
     """
     _reject_scores(only_qv, attention_chunk, score_mod, mask_mod, rel_bias, ver)
     reject(sfq=sfq, sfk=sfk, sfv=sfv, rotary_seqlens=rotary_seqlens)
-    options = {"softmax_scale": softmax_scale, "causal": causal, "window_size": window_size, "softcap": softcap}
+    options: Scores = {"softmax_scale": softmax_scale, "causal": causal, "window_size": window_size, "softcap": softcap}
     if any(x is not None for x in (k, v, rotary_cos, rotary_sin, cache_batch_idx)):
         reject(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k_new=cu_seqlens_k_new)
         reject_8_bit(q=q, k_cache=k_cache, v_cache=v_cache)
@@ -231,7 +230,7 @@ def flash_attn_varlen_func(
     q_descale: Tensor | None = None,
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
-    window_size: Any = (-1, -1),
+    window_size: WindowSize = (-1, -1),
     attention_chunk: int = 0,
     softcap: float = 0.0,
     num_splits: int = 1,
@@ -240,16 +239,16 @@ def flash_attn_varlen_func(
     sm_margin: int = 0,
     return_softmax_lse: bool = False,
     sinks: Tensor | None = None,
-    score_mod: Any = None,
-    aux_tensors: Any = None,
+    score_mod: object = None,
+    aux_tensors: object = None,
     sfq: Tensor | None = None,
     sfk: Tensor | None = None,
     sfv: Tensor | None = None,
-    rel_bias: Any = None,
-    rel_bias_prep_cache: Any = None,
+    rel_bias: object = None,
+    rel_bias_prep_cache: object = None,
     ver: int = 3,
     out: Tensor | None = None,
-    mask_mod: Any = None,
+    mask_mod: object = None,
 ) -> TensorOrTuple:
     """Attention of packed queries over packed keys or pages, as SGLang calls it: forward only.
 
@@ -309,7 +308,7 @@ def flash_attn_varlen_func(
     return _result(result, lse, return_softmax_lse)
 
 
-def _result(result: Tensor, lse: Tensor, with_lse: bool) -> Any:
+def _result(result: Tensor, lse: Tensor, with_lse: bool) -> TensorOrTuple:
     return (result, mark_masked_rows(lse), lse.new_empty(0), lse.new_empty(0)) if with_lse else result
 
 

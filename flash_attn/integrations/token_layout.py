@@ -1,4 +1,4 @@
-"""The tokens of a batch that are no padding, from masks and positions, read once for all layers of a model.
+"""Which tokens of a batch are no padding, from masks and positions that are read once for all layers of a model.
 
 Reading a mask or positions waits for the GPU, and a model gives the same tensor to every layer: the first layer reads
 it and the result is kept for the others. In the next forward the first layer reads again, so that a buffer may be
@@ -9,24 +9,29 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Hashable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from flash_attn.ops.rows import equal_steps
 
+Tokens = tuple[torch.Tensor, torch.Tensor]  # (indices, cu_seqlens), as `tokens_of` has them
+_State = tuple[object, ...]
+_Reader = tuple[int, int]
+_Value = TypeVar("_Value")
+
 
 class _Kept(NamedTuple):
     tensor: weakref.ref[torch.Tensor]  # that was read
-    state: tuple[Any, ...]  # of the tensor, and the other inputs of the value
-    reader: tuple[Any, ...] | None  # the layer that read the tensor; None: the value was known when the tensor was made
+    state: _State  # of the tensor, and the other inputs of the value
+    reader: _Reader | None  # the layer that read the tensor; None: the value was known when the tensor was made
     value: Any
 
 
 _kept: dict[int, _Kept] = {}  # by the id of the tensor, as long as it lives
 
 
-def once_a_pass(x: torch.Tensor, module: torch.nn.Module, about: Hashable, read: Callable[[], Any]) -> Any:
+def once_a_pass(x: torch.Tensor, module: torch.nn.Module, about: Hashable, read: Callable[[], _Value]) -> _Value:
     """read(), which reads x, or its result for an earlier layer of this pass over the layers of a model.
 
     A pass ends where the layer that read x asks again or another model asks, and when x is written. A layer that a
@@ -38,40 +43,41 @@ def once_a_pass(x: torch.Tensor, module: torch.nn.Module, about: Hashable, read:
     """
     state, reader, kept = _state(x, about), _identity(module), _kept.get(id(x))
     if kept is not None and kept.tensor() is x and kept.state == state and _same_pass(kept.reader, reader):
-        return kept.value
+        known: _Value = kept.value
+        return known
     value = read()
     _store(x, state, reader, value)
     return value
 
 
-def keep(x: torch.Tensor, about: Hashable, value: Any) -> None:
+def keep(x: torch.Tensor, about: Hashable, value: object) -> None:
     """Let once_a_pass return value until x is written; not for inference tensors, whose writes are not counted."""
     if not x.is_inference():
         _store(x, _state(x, about), None, value)
 
 
-def _store(x: torch.Tensor, state: tuple[Any, ...], reader: tuple[Any, ...] | None, value: Any) -> None:
+def _store(x: torch.Tensor, state: _State, reader: _Reader | None, value: object) -> None:
     key = id(x)
     _kept[key] = _Kept(weakref.ref(x, lambda _: _kept.pop(key, None)), state, reader, value)
 
 
-def _state(x: torch.Tensor, about: Hashable) -> tuple[Any, ...]:
+def _state(x: torch.Tensor, about: Hashable) -> _State:
     version = None if x.is_inference() else x._version
     return version, x.data_ptr(), x.shape, x.stride(), about
 
 
-def _identity(module: torch.nn.Module) -> tuple[Any, ...]:
-    """(its model, the layer); layers have numbers in models with a cache."""
+def _identity(module: torch.nn.Module) -> _Reader:
+    """(the model, the layer) as numbers; layers of models with a cache are numbered."""
     number = getattr(module, "layer_idx", None)
     return id(getattr(module, "config", None)), id(module) if number is None else number
 
 
-def _same_pass(reader: tuple[Any, ...] | None, asking: tuple[Any, ...]) -> bool:
+def _same_pass(reader: _Reader | None, asking: _Reader) -> bool:
     return reader is None or (reader[0] == asking[0] and reader[1] != asking[1])
 
 
-def _execution(x: torch.Tensor) -> tuple[Any, ...]:
-    """Where tensors made of x may be used: inference tensors not in training, and on the stream that fills them."""
+def _execution(x: torch.Tensor) -> tuple[Hashable, ...]:
+    """Mode and stream, which tensors made of x are bound to: training takes no inference tensors."""
     stream = torch.cuda.current_stream(x.device) if x.is_cuda else None
     return torch.is_inference_mode_enabled(), stream
 
@@ -105,29 +111,30 @@ class PaddingLayout:
         self.first, self.stop = runs(mask)
         contiguous = (self.stop - self.first == mask.sum(1)).all()
         self.full, self.contiguous, self.ends_last = torch.stack([mask.all(), contiguous, mask[:, -1].all()]).tolist()
-        self._tokens: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._tokens: dict[int, Tokens] = {}
 
     @classmethod
     def of(cls, mask: torch.Tensor, module: torch.nn.Module) -> PaddingLayout:
         """The layout of a mask for a layer."""
-        layout: PaddingLayout = once_a_pass(mask, module, _execution(mask), lambda: cls(mask))
-        return layout
+        return once_a_pass(mask, module, _execution(mask), lambda: cls(mask))
 
-    def tokens(self, mask: torch.Tensor, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def tokens(self, mask: torch.Tensor, columns: int) -> Tokens:
         """(indices, cu_seqlens) of the tokens in the last columns of its mask, as `tokens_of` has them."""
         if columns not in self._tokens:
             self._tokens[columns] = tokens_of(mask[:, mask.shape[1] - columns :])
         return self._tokens[columns]
 
 
-def tokens_of(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def tokens_of(mask: torch.Tensor) -> Tokens:
     """(indices, cu_seqlens) of the tokens of a mask, bool (batch, columns); waits for the GPU."""
     lengths = mask.sum(1, dtype=torch.int32).cumsum(0, dtype=torch.int32)
     return mask.flatten().nonzero().flatten(), torch.nn.functional.pad(lengths, (1, 0))
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def packed_sequences(position_ids: torch.Tensor, batch: int, seqlen: int, module: torch.nn.Module) -> Any:
+def packed_sequences(
+    position_ids: torch.Tensor, batch: int, seqlen: int, module: torch.nn.Module
+) -> torch.Tensor | None:
     """cu_seqlens of the sequences that position_ids (batch or 1, seqlen) number, over all rows; None: one in each row.
 
     A sequence begins where a position is not one more than the one before. module: the layer that asks.

@@ -14,16 +14,18 @@ transformers_cp.py has another one, for sequences whose tokens lie on several ra
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
 
 import flash_attn
 from flash_attn import AttentionMask
+from flash_attn._types import Device, Scores
 from flash_attn.bert_padding import index_first_axis, pad_input
 from flash_attn.integrations import mask_functions, token_layout
-from flash_attn.integrations.token_layout import PaddingLayout
+from flash_attn.integrations.mask_functions import MaskFunction
+from flash_attn.integrations.token_layout import PaddingLayout, Tokens
 from flash_attn.ops.rows import equal_steps
 
 NAME = "fa_native"
@@ -45,7 +47,9 @@ def register(name: str = NAME) -> None:
     register_functions(name, attention, padding_mask)
 
 
-def register_functions(name: str, attention_function: Callable[..., Any], mask_function: Callable[..., Any]) -> None:
+def register_functions(
+    name: str, attention_function: Callable[..., object], mask_function: Callable[..., object]
+) -> None:
     """Entries of both interfaces of transformers; raises as `register` does."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -54,6 +58,14 @@ def register_functions(name: str, attention_function: Callable[..., Any], mask_f
             raise ValueError(f"name: expected one without {part!r}, which means another to transformers, got {name!r}")
     AttentionInterface.register(name, attention_function)
     AttentionMaskInterface.register(name, mask_function)
+
+
+class Training(TypedDict):
+    """Options of training, and sinks."""
+
+    dropout_p: float
+    deterministic: bool
+    sinks: Tensor | None
 
 
 # ---- masks ----
@@ -65,10 +77,10 @@ def padding_mask(
     kv_length: int,
     q_offset: int | Tensor = 0,
     kv_offset: int = 0,
-    mask_function: Any = None,
+    mask_function: MaskFunction | None = None,
     attention_mask: AttentionMask | Tensor | None = None,
     use_vmap: bool = False,
-    device: Any = None,
+    device: Device = None,
     **options: Any,
 ) -> AttentionMask | Tensor | None:
     """Which columns of the keys hold tokens, bool (batch, columns), or None: all. An entry of `AttentionMaskInterface`.
@@ -80,7 +92,7 @@ def padding_mask(
     """
     if isinstance(attention_mask, AttentionMask):  # a model that makes masks passes them to one that makes them too
         return attention_mask
-    if use_vmap or is_other_mask(mask_function, q_length):
+    if mask_function is not None and (use_vmap or is_other_mask(mask_function, q_length)):
         tokens = None if attention_mask is None else attention_mask.bool()
         sizes = batch_size, q_length, kv_length, q_offset, kv_offset
         return mask_functions.mask_of(mask_function, *sizes, tokens, use_vmap, device)
@@ -108,7 +120,7 @@ def padding_mask(
     return torch.nn.functional.pad(attention_mask, (0, missing)) & filled
 
 
-def reject_other_masks(mask_function: Any, use_vmap: bool) -> None:
+def reject_other_masks(mask_function: MaskFunction | None, use_vmap: bool) -> None:
     """Raises NotImplementedError for masks that are no windows."""
     if use_vmap:
         raise NotImplementedError(
@@ -119,9 +131,9 @@ def reject_other_masks(mask_function: Any, use_vmap: bool) -> None:
         raise NotImplementedError(f"mask_function: expected a causal mask or a window, got one of {kind}")
 
 
-def is_other_mask(mask_function: Any, q_length: int) -> bool:
-    """Whether it is more than a causal mask, a window and packed sequences. Compiled code cannot look into closures:
-    it takes each intersection for one of these, but for one query, whose mask it evaluates.
+def is_other_mask(mask_function: MaskFunction, q_length: int) -> bool:
+    """Whether the mask is more than causal, a window and packed sequences. Compiled code cannot look into closures:
+    it assumes that an intersection is not, except for a single query, whose mask it evaluates.
     """
     if torch.compiler.is_compiling():
         name = mask_function.__code__.co_name
@@ -186,7 +198,7 @@ def attention(
         module, query, key, value, dropout, scaling, sliding_window, softcap, is_causal, s_aux, options
     )
     if isinstance(attention_mask, AttentionMask) or (attention_mask is not None and attention_mask.dim() == 4):
-        score.update(causal=False, window_size=(-1, -1))
+        score["causal"], score["window_size"] = False, (-1, -1)
         return _masked(module, q, k, v, attention_mask, position_bias, score, training), None
     if position_bias is not None:
         for name, other in (("cu_seq_lens_q", cu_seq_lens_q), ("k_cache", k_cache)):
@@ -225,7 +237,7 @@ def read_arguments(
     is_causal: bool | None,
     s_aux: Tensor | None,
     options: dict[str, Any],
-) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any], dict[str, Any]]:
+) -> tuple[tuple[Tensor, Tensor, Tensor], Scores, Training]:
     """((q, k, v), score, training) for flash_attn's functions, from a model's arguments; q (batch, tokens, ...)."""
     for name in _UNSUPPORTED:
         given = options.get(name)
@@ -236,7 +248,7 @@ def read_arguments(
         q, k = q.to(v.dtype), k.to(v.dtype)
     causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
     window = (-1, -1) if sliding_window is None else (sliding_window - 1, 0 if causal else sliding_window - 1)
-    score = {"softmax_scale": scaling, "causal": causal, "window_size": window, "softcap": softcap or 0.0}
+    score: Scores = {"softmax_scale": scaling, "causal": causal, "window_size": window, "softcap": softcap or 0.0}
     deterministic = options.get("deterministic")
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
@@ -250,9 +262,9 @@ def _masked(
     v: Tensor,
     mask: AttentionMask | Tensor,
     position_bias: Tensor | None,
-    score: dict[str, Any],
-    training: dict[str, Any],
-) -> Any:
+    score: Scores,
+    training: Training,
+) -> Tensor:
     """Attention by a mask of scores, of the first keys where it has fewer columns than there are keys."""
     bias = position_bias
     if not isinstance(mask, AttentionMask):
@@ -274,8 +286,7 @@ def _as_bits(mask: Tensor, seqlen_q: int, module: torch.nn.Module) -> AttentionM
 
     if token_layout.is_traced():
         return pack()
-    packed: AttentionMask = token_layout.once_a_pass(mask, module, ("bits", seqlen_q), pack)
-    return packed
+    return token_layout.once_a_pass(mask, module, ("bits", seqlen_q), pack)
 
 
 def _biased(
@@ -284,9 +295,9 @@ def _biased(
     v: Tensor,
     mask: Tensor | None,
     position_bias: Tensor,
-    score: dict[str, Any],
-    training: dict[str, Any],
-) -> Any:
+    score: Scores,
+    training: Training,
+) -> Tensor:
     """Attention with a bias of each score, where mask (batch, columns) says which of the first keys are tokens."""
     keys = None
     if mask is not None:
@@ -298,13 +309,14 @@ def _biased(
 
 def _packed_by_position(
     module: torch.nn.Module, q: Tensor, k: Tensor, position_ids: Tensor | None, causal: bool
-) -> Any:
+) -> Tensor | None:
     batch, seqlen = q.shape[:2]
     if position_ids is None or position_ids.dim() != 2 or position_ids.shape[1] != seqlen:
         return None
     if seqlen == 1 or seqlen != k.shape[1] or not (causal or batch == 1):
         return None
-    return token_layout.packed_sequences(position_ids, batch, seqlen, module)
+    bounds: Tensor | None = token_layout.packed_sequences(position_ids, batch, seqlen, module)
+    return bounds
 
 
 def _padded(
@@ -313,8 +325,8 @@ def _padded(
     k: Tensor,
     v: Tensor,
     mask: Tensor,
-    score: dict[str, Any],
-    training: dict[str, Any],
+    score: Scores,
+    training: Training,
 ) -> Tensor:
     """Attention where mask (batch, columns) says which of the first keys are tokens; the queries are the last ones."""
     _check_tokens(mask)
@@ -344,18 +356,20 @@ def _check_tokens(mask: Tensor) -> None:
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _layout(mask: Tensor, seqlen_q: int, module: torch.nn.Module) -> tuple[Any, Callable[[bool], Any]]:
+def _layout(
+    mask: Tensor, seqlen_q: int, module: torch.nn.Module
+) -> tuple[PaddingLayout, Callable[[bool], tuple[Tokens, Tokens | None]]]:
     """(layout of the keys, a function that gives the tokens of keys and queries)."""
     layout = PaddingLayout.of(mask, module)
 
-    def tokens(queries_too: bool) -> Any:
+    def tokens(queries_too: bool) -> tuple[Tokens, Tokens | None]:
         return layout.tokens(mask, mask.shape[1]), layout.tokens(mask, seqlen_q) if queries_too else None
 
     return layout, tokens
 
 
 def _over_runs(
-    q: Tensor, k: Tensor, v: Tensor, first: Tensor | None, stop: Tensor, score: dict[str, Any], training: dict[str, Any]
+    q: Tensor, k: Tensor, v: Tensor, first: Tensor | None, stop: Tensor, score: Scores, training: Training
 ) -> Tensor:
     """Keys first to stop of each row, without copies and without backward; the queries are the last ones.
 
@@ -378,8 +392,8 @@ def _varlen_over_pages(
     cu_seqlens_k: Tensor,
     lengths: Tensor,
     first: Tensor | None,
-    score: dict[str, Any],
-    training: dict[str, Any],
+    score: Scores,
+    training: Training,
 ) -> Tensor:
     """Queries (batch, seqlen_q, ...) as packed ones over pages."""
     cu_seqlens_q = equal_steps(q.shape[0], q.shape[1], q.device)
@@ -401,7 +415,7 @@ def _varlen_over_pages(
 
 
 def _gathered(
-    q: Tensor, k: Tensor, v: Tensor, keys: Any, queries: Any, score: dict[str, Any], training: dict[str, Any]
+    q: Tensor, k: Tensor, v: Tensor, keys: Tokens, queries: Tokens | None, score: Scores, training: Training
 ) -> Tensor:
     """Attention of the tokens alone, as (indices, cu_seqlens) have them; queries None: all of them."""
     batch, seqlen_q = q.shape[:2]
@@ -426,7 +440,7 @@ def _over_pages(
     v: Tensor,
     cache: tuple[Any, ...],
     sinks: Tensor | None,
-    score: dict[str, Any],
+    score: Scores,
 ) -> Tensor:
     """Append k and v to their pages and attend over these: (batch, seqlen_q, heads, head_dim_v)."""
     shape, (k_cache, v_cache, lengths, cu_seqlens_k, table) = q.shape, cache

@@ -8,7 +8,6 @@ loss = model(**context_parallel_inputs(plan, input_ids, labels)).loss
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from torch import Tensor
 from flash_attn.context_parallel import CpPlan, flash_attn_cp_func
 from flash_attn.context_parallel.exchange.consistency import raise_on_ranks_of_last_plan
 from flash_attn.integrations import token_layout
+from flash_attn.integrations.mask_functions import MaskFunction
 from flash_attn.integrations.transformers import read_arguments, register_functions, reject_other_masks
 from flash_attn.ops import arguments
 
@@ -80,7 +80,7 @@ def context_parallel_mask(
     kv_length: int,
     q_offset: int | Tensor = 0,
     kv_offset: int = 0,
-    mask_function: Any = None,
+    mask_function: MaskFunction | None = None,
     attention_mask: Tensor | None = None,
     use_vmap: bool = False,
     **options: Any,
@@ -100,7 +100,7 @@ def _check_mask(
     q_length: int,
     kv_length: int,
     q_offset: int | Tensor,
-    mask_function: Callable[..., Any],
+    mask_function: MaskFunction | None,
     attention_mask: Tensor | None,
     use_vmap: bool,
 ) -> None:
@@ -191,7 +191,7 @@ def _check_tokens_of_plan(
     k: Tensor,
     attention_mask: Tensor | None,
     position_ids: Tensor | None,
-    options: dict[str, Any],
+    options: dict[str, object],
 ) -> None:
     for name in _OF_ONE_RANK:
         if options.get(name) is not None:

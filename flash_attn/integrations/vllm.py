@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from flash_attn._types import TensorOrTuple
+from flash_attn._types import TensorOrTuple, WindowSize
 from flash_attn.integrations.serving import falling_back, packed_attention, reject, warn_once
 from flash_attn.ops import latent
 from flash_attn.ops.lse import mark_masked_rows
@@ -65,7 +65,7 @@ def register() -> bool:
     return True
 
 
-def _metadata_of_fallbacks(theirs: Callable[..., Any]) -> Callable[..., Any]:
+def _metadata_of_fallbacks(theirs: Callable[..., Tensor | None]) -> Callable[..., Tensor | None]:
     """vLLM's get_scheduler_metadata for MLA whose calls with q_v go to its own function in every layer, else None.
 
     None lets its function schedule a call by itself. The answer for one metadata builder is always of one kind: CUDA
@@ -79,8 +79,7 @@ def _metadata_of_fallbacks(theirs: Callable[..., Any]) -> Callable[..., Any]:
         given = {**dict(zip(_METADATA_SIZES, args)), **kwargs}
         if latent.is_computed(given["cache_seqlens"].device.type, given["headdim"], headdim_v):
             return None
-        metadata: Tensor | None = theirs(*args, headdim_v=headdim_v, **kwargs)
-        return metadata
+        return theirs(*args, headdim_v=headdim_v, **kwargs)
 
     return get_scheduler_metadata
 
@@ -98,7 +97,7 @@ def flash_attn_varlen_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: Any = None,
+    window_size: WindowSize | None = None,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
@@ -117,10 +116,10 @@ def flash_attn_varlen_func(
     cp_world_size: int = 1,
     cp_rank: int = 0,
     cp_tot_seqused_k: Tensor | None = None,
-    mask_mod: Any = None,
-    block_sparse_tensors: Any = None,
-    aux_tensors: Any = None,
-    aux_tensor_leading_dims: Any = None,
+    mask_mod: object = None,
+    block_sparse_tensors: object = None,
+    aux_tensors: object = None,
+    aux_tensor_leading_dims: object = None,
     dynamic_causal: Tensor | None = None,
     gather_kv_indices: Tensor | None = None,
     gather_kv_valid_length: Tensor | None = None,

@@ -5,11 +5,12 @@ arXiv:2212.10554), as functions and as a module. Differentiable with respect to 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Optional
+from typing import Optional, TypedDict
 
 import torch
 from torch import Tensor
 
+from flash_attn._types import Context, Device
 from flash_attn.ops import arguments, conditions, context
 from flash_attn.ops.triton.rotary import apply_rotary
 from flash_attn.utils.derived_buffers import DerivedBuffers, has_values
@@ -18,11 +19,32 @@ _Parts = Callable[[Tensor], tuple[Tensor, ...]]  # the views of a packed tensor 
 _Tables = tuple[Tensor, Tensor, Optional[Tensor], Optional[Tensor]]  # cos, sin, cos_k, sin_k
 
 
+class _Options(TypedDict, total=False):
+    """The keyword arguments of `apply_rotary`."""
+
+    seqlen_offsets: int | Tensor
+    cu_seqlens: Tensor | None
+    max_seqlen: int | None
+    interleaved: bool
+    conjugate: bool
+
+
+class _RotateContext(Context):
+    tables: tuple[Tensor, Tensor]
+    options: _Options
+
+
+class _RotatePartsContext(Context):
+    parts: _Parts
+    tables: Sequence[tuple[Tensor, Tensor]]
+    options: _Options
+
+
 class _Rotate(torch.autograd.Function):
     """`apply_rotary` with a gradient: the rotation by the negative angle. The options are its keyword arguments."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, inplace: bool, options: dict[str, Any]) -> Tensor:
+    def forward(ctx: _RotateContext, x: Tensor, cos: Tensor, sin: Tensor, inplace: bool, options: _Options) -> Tensor:
         ctx.tables, ctx.options = (cos, sin), options
         out = apply_rotary(x, cos, sin, inplace=inplace, **options)
         if inplace and _may_be_dirty(x):
@@ -30,7 +52,7 @@ class _Rotate(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _RotateContext, grad: Tensor) -> tuple[Tensor | None, ...]:
         context.reject_batched_gradients(grad)
         return _Rotate.apply(grad, *ctx.tables, False, _reversed(ctx.options)), None, None, None, None
 
@@ -40,7 +62,7 @@ class _RotateParts(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, parts: _Parts, tables: Sequence[tuple[Tensor, Tensor]], options: dict[str, Any]
+        ctx: _RotatePartsContext, x: Tensor, parts: _Parts, tables: Sequence[tuple[Tensor, Tensor]], options: _Options
     ) -> Tensor:
         ctx.parts, ctx.tables, ctx.options = parts, tables, options
         _rotate_parts(x, parts, tables, options)
@@ -49,7 +71,7 @@ class _RotateParts(torch.autograd.Function):
         return x
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _RotatePartsContext, grad: Tensor) -> tuple[Tensor | None, ...]:
         context.reject_batched_gradients(grad)
         grad = grad.clone(memory_format=torch.contiguous_format)
         return _RotateParts.apply(grad, ctx.parts, ctx.tables, _reversed(ctx.options)), None, None, None
@@ -82,18 +104,18 @@ def _reject_in_backward(name: str, x: Tensor) -> None:
         )
 
 
-def _reversed(options: dict[str, Any]) -> dict[str, Any]:
+def _reversed(options: _Options) -> _Options:
     return {**options, "conjugate": not options["conjugate"]}
 
 
-def _rotate_parts(x: Tensor, parts: _Parts, tables: Sequence[tuple[Tensor, Tensor]], options: dict[str, Any]) -> Tensor:
+def _rotate_parts(x: Tensor, parts: _Parts, tables: Sequence[tuple[Tensor, Tensor]], options: _Options) -> Tensor:
     for part, (cos, sin) in zip(parts(x), tables):
         apply_rotary(part, cos, sin, inplace=True, **options)
     return x
 
 
 def _rotate_packed(
-    name: str, x: Tensor, parts: _Parts, tables: Sequence[tuple[Tensor, Tensor]], options: dict[str, Any]
+    name: str, x: Tensor, parts: _Parts, tables: Sequence[tuple[Tensor, Tensor]], options: _Options
 ) -> Tensor:
     if context.decomposes():
         return _rotate_parts(x, parts, tables, options)
@@ -178,7 +200,7 @@ def apply_rotary_emb(
     Raises RuntimeError or TypeError naming the argument that does not fit.
     """
     inplace = arguments.flag("inplace", inplace)
-    options: dict[str, Any] = {
+    options: _Options = {
         "seqlen_offsets": seqlen_offsets,
         "cu_seqlens": cu_seqlens,
         "max_seqlen": max_seqlen,
@@ -237,7 +259,7 @@ def apply_rotary_emb_qkv_(
     # Not read with five dimensions. Not `or`: a number from .item() has no truth value in a graph.
     parts = _query_and_key(0 if num_heads_q is None else num_heads_q, joint)
     key_tables = (cos if cos_k is None else cos_k, sin if sin_k is None else sin_k)
-    options = {"seqlen_offsets": seqlen_offsets, "interleaved": interleaved, "conjugate": False}
+    options: _Options = {"seqlen_offsets": seqlen_offsets, "interleaved": interleaved, "conjugate": False}
     return _rotate_packed("qkv", qkv, parts, ((cos, sin), key_tables), options)
 
 
@@ -248,7 +270,7 @@ def apply_rotary_emb_kv_(
     arguments.check_floating("kv", kv)
     if kv.dim() != 5 or kv.shape[2] != 2:
         raise RuntimeError(f"kv: expected shape (batch, seqlen, 2, heads, head_dim), got {list(kv.shape)}")
-    options = {"seqlen_offsets": seqlen_offsets, "interleaved": interleaved, "conjugate": False}
+    options: _Options = {"seqlen_offsets": seqlen_offsets, "interleaved": interleaved, "conjugate": False}
     return _rotate_packed("kv", kv, _key_of_kv, ((cos, sin),), options)
 
 
@@ -289,12 +311,12 @@ class RotaryEmbedding(DerivedBuffers):
         self._cos_k_cached: Tensor | None = None
         self._sin_k_cached: Tensor | None = None
 
-    def _derived(self, device: Any) -> dict[str, Tensor | None]:
+    def _derived(self, device: Device) -> dict[str, Tensor | None]:
         exponents = torch.arange(0, self.dim, 2, device=device, dtype=torch.float32)
         scale = None if self.scale_base is None else (exponents + 0.4 * self.dim) / (1.4 * self.dim)
         return {"inv_freq": self._compute_inv_freq(device), "scale": scale}
 
-    def _compute_inv_freq(self, device: Any = None) -> Tensor:
+    def _compute_inv_freq(self, device: Device = None) -> Tensor:
         exponents = torch.arange(0, self.dim, 2, device=device, dtype=torch.float32) / self.dim
         return 1.0 / self.base**exponents
 
@@ -380,9 +402,10 @@ class RotaryEmbedding(DerivedBuffers):
         else:
             tables = self._kept_tables()
         cos, sin, cos_k, sin_k = tables
-        options: dict[str, Any] = {"interleaved": self.interleaved, "seqlen_offsets": seqlen_offset}
         if kv is None:
-            return apply_rotary_emb_qkv_(qkv, cos, sin, cos_k, sin_k, num_heads_q=num_heads_q, **options)
-        q = apply_rotary_emb(qkv, cos, sin, inplace=True, **options)
+            return apply_rotary_emb_qkv_(
+                qkv, cos, sin, cos_k, sin_k, self.interleaved, seqlen_offset, num_heads_q=num_heads_q
+            )
+        q = apply_rotary_emb(qkv, cos, sin, self.interleaved, inplace=True, seqlen_offsets=seqlen_offset)
         k_tables = (cos, sin) if cos_k is None or sin_k is None else (cos_k, sin_k)
-        return q, apply_rotary_emb_kv_(kv, *k_tables, **options)
+        return q, apply_rotary_emb_kv_(kv, *k_tables, self.interleaved, seqlen_offset)

@@ -1,4 +1,4 @@
-"""What calls make of their arguments `mask`, `attn_bias` and `rel_bias`; shapes are the backends' matter."""
+"""Checks and normal forms of the arguments `mask`, `attn_bias` and `rel_bias`; the backends check shapes."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Optional
 
 import torch
 from torch import Tensor
@@ -384,10 +384,10 @@ class AttentionMask:
     def to(self, device: torch.device | str) -> AttentionMask:
         """The mask on a device; itself where it is there."""
         tensors = self.factors.tensors()
-        moved: dict[str, Any] = {name: x.to(device) for name, x in tensors.items()}
+        moved = {name: x.to(device) for name, x in tensors.items()}
         if all(moved[name] is x for name, x in tensors.items()):
             return self
-        return AttentionMask(self.factors._replace(**moved), self.seqlen_q, self.seqlen_k)
+        return AttentionMask(self.factors.with_tensors(moved), self.seqlen_q, self.seqlen_k)
 
     def sequence(self, q0: int, q1: int, k0: int, k1: int) -> AttentionMask:
         """The dense mask (b_m = 1) of one sequence of a packed one: query rows [q0, q1) and key rows [k0, k1)."""
@@ -441,16 +441,20 @@ def _is_broadcast(x: Tensor, axis: int) -> bool:
     return x.shape[axis] == 1 or (x.stride(axis) == 0 and x.shape[axis] > 1)
 
 
-def _flatten(mask: AttentionMask) -> tuple[list[Tensor], tuple[Any, ...]]:
+# names of the factors, block_size, seqlen_q, seqlen_k
+_Context = tuple[tuple[str, ...], tuple[int, int], Optional[int], Optional[int]]
+
+
+def _flatten(mask: AttentionMask) -> tuple[list[Tensor], _Context]:
     tensors = mask.factors.tensors()
     return list(tensors.values()), (tuple(tensors), mask.factors.block_size, mask.seqlen_q, mask.seqlen_k)
 
 
-def _unflatten(tensors: Iterable[Any], context: tuple[Any, ...]) -> AttentionMask:
-    names, block_size, *lengths = context
-    mask = object.__new__(AttentionMask)  # torch passes placeholders too
+def _unflatten(tensors: Iterable[Tensor], context: _Context) -> AttentionMask:
+    names, block_size, seqlen_q, seqlen_k = context
+    mask = object.__new__(AttentionMask)  # torch passes placeholders of tensors too
     mask.factors = MaskFactors(**dict(zip(names, tensors)), block_size=block_size)
-    mask.seqlen_q, mask.seqlen_k = lengths
+    mask.seqlen_q, mask.seqlen_k = seqlen_q, seqlen_k
     return mask
 
 

@@ -47,6 +47,9 @@ class MaskFactors(NamedTuple):
         given: dict[str, Any] = dict(zip(self._fields, self))
         return {name: x for name, x in given.items() if name != "block_size" and x is not None}
 
+    def with_tensors(self, tensors: dict[str, Tensor]) -> MaskFactors:
+        return self._replace(**tensors)  # type: ignore[arg-type]  # none is block_size
+
     @property
     def is_packed(self) -> bool:
         return any(x.dim() == 3 for x in self.tensors().values())
@@ -58,14 +61,12 @@ class MaskFactors(NamedTuple):
     def sequence(self, q0: int, q1: int, k0: int, k1: int) -> MaskFactors:
         """The mask of one packed sequence, query rows [q0, q1) and key rows [k0, k1), as that of a batch of one."""
         rows, keys = slice(q0, q1), slice(k0, k1)
-        changed: dict[str, Any] = {
-            name: x[None, :, rows if name in OF_QUERIES else keys] for name, x in self.tensors().items()
-        }
-        return self._replace(**changed)
+        return self.with_tensors(
+            {name: x[None, :, rows if name in OF_QUERIES else keys] for name, x in self.tensors().items()}
+        )
 
     def _of_each(self, function: Callable[[Tensor], Tensor]) -> MaskFactors:
-        changed: dict[str, Any] = {name: function(x) for name, x in self.tensors().items()}
-        return self._replace(**changed)
+        return self.with_tensors({name: function(x) for name, x in self.tensors().items()})
 
     def visible(self, batches: slice, heads: slice, rows: slice, cols: slice, num_heads: int) -> Tensor | None:
         """The scores that a dense mask leaves to batch entries, query heads (of num_heads), rows and keys: bool, with

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flash_attn.modules.mha import MHA
+from flash_attn.modules.mha import MHA, Index
 from flash_attn.modules.mlp import Mlp
 from flash_attn.ops.triton.layer_norm import RMSNorm, layer_norm_fn
 
@@ -71,9 +71,12 @@ class _BlockBase(nn.Module):
     def _widened(self, residual: Tensor) -> Tensor:
         return residual.to(torch.float32) if self.residual_in_fp32 else residual
 
-    def allocate_inference_cache(self, batch_size: int, max_seqlen: int, dtype: Any = None, **kwargs: Any) -> Any:
+    def allocate_inference_cache(
+        self, batch_size: int, max_seqlen: int, dtype: torch.dtype | None = None, **kwargs: Any
+    ) -> Tensor:
         """The mixer's cache."""
-        return self.mixer.allocate_inference_cache(batch_size, max_seqlen, dtype=dtype, **kwargs)
+        cache: Tensor = self.mixer.allocate_inference_cache(batch_size, max_seqlen, dtype=dtype, **kwargs)
+        return cache
 
 
 def _plain_norm(norm: Any, x: Tensor) -> Tensor:
@@ -143,7 +146,7 @@ class Block(_BlockBase):
         self,
         hidden_states: Tensor,
         residual: Tensor | None = None,
-        mixer_subset: Any = None,
+        mixer_subset: Index | None = None,
         mixer_kwargs: dict[str, Any] | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
@@ -47,15 +45,14 @@ class GPT2Embeddings(_PositionEmbeddings):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        like: dict[str, Any] = {"device": device, "dtype": dtype}
         width = embed_dim if word_embed_proj_dim is None else word_embed_proj_dim
-        self.word_embeddings = nn.Embedding(vocab_size, width, padding_idx=padding_idx, **like)
+        self.word_embeddings = nn.Embedding(vocab_size, width, padding_idx=padding_idx, device=device, dtype=dtype)
         self.project_in = None
         if word_embed_proj_dim is not None:
-            self.project_in = nn.Linear(width, embed_dim, bias=False, **like)
+            self.project_in = nn.Linear(width, embed_dim, bias=False, device=device, dtype=dtype)
         self.max_position_embeddings = max_position_embeddings
         if max_position_embeddings > 0:
-            self.position_embeddings = nn.Embedding(max_position_embeddings, embed_dim, **like)
+            self.position_embeddings = nn.Embedding(max_position_embeddings, embed_dim, device=device, dtype=dtype)
 
     def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
         """input_ids, position_ids: int64 (batch, seqlen) -> (batch, seqlen, embed_dim)."""
@@ -86,14 +83,13 @@ class BertEmbeddings(_PositionEmbeddings):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        like: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.word_embeddings = nn.Embedding(vocab_size, embed_dim, padding_idx=padding_idx, **like)
+        self.word_embeddings = nn.Embedding(vocab_size, embed_dim, padding_idx=padding_idx, device=device, dtype=dtype)
         self.max_position_embeddings = max_position_embeddings
         self.type_vocab_size = type_vocab_size
         if max_position_embeddings > 0:
-            self.position_embeddings = nn.Embedding(max_position_embeddings, embed_dim, **like)
+            self.position_embeddings = nn.Embedding(max_position_embeddings, embed_dim, device=device, dtype=dtype)
         if type_vocab_size > 0:
-            self.token_type_embeddings = nn.Embedding(type_vocab_size, embed_dim, **like)
+            self.token_type_embeddings = nn.Embedding(type_vocab_size, embed_dim, device=device, dtype=dtype)
 
     def forward(
         self, input_ids: Tensor, position_ids: Tensor | None = None, token_type_ids: Tensor | None = None

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from flash_attn._docstrings import documented
-from flash_attn._types import WindowSize
+from flash_attn._types import AttentionOptions, Device, WindowSize
 from flash_attn.flash_attn_interface import (
     flash_attn_kvpacked_func,
     flash_attn_qkvpacked_func,
@@ -66,7 +65,7 @@ class _FlashAttention(DerivedBuffers):
         self.window_size = window_size
         self.deterministic = deterministic
 
-    def _derived(self, device: Any) -> dict[str, Tensor | None]:
+    def _derived(self, device: Device) -> dict[str, Tensor | None]:
         if self._slopes is None:
             return {}
         return {"alibi_slopes": torch.tensor(self._slopes, dtype=torch.float32, device=device)}
@@ -75,7 +74,7 @@ class _FlashAttention(DerivedBuffers):
         self._ensure_filled(device)
         return self.alibi_slopes
 
-    def _options(self, causal: bool | None, device: torch.device) -> dict[str, Any]:
+    def _options(self, causal: bool | None, device: torch.device) -> AttentionOptions:
         return {
             "dropout_p": self.drop.p if self.training else 0.0,
             "softmax_scale": self.softmax_scale,
@@ -135,12 +134,14 @@ class FlashSelfAttention(_FlashAttention):
 
         Returns (batch, seqlen, nheads, head_dim), or (total, nheads, head_dim).
         """
-        options = {**self._options(causal, qkv.device), "mask": mask, "attn_bias": attn_bias, "rel_bias": rel_bias}
+        options = self._options(causal, qkv.device)
         if cu_seqlens is None:
-            return flash_attn_qkvpacked_func(qkv, **options)
+            return flash_attn_qkvpacked_func(qkv, mask=mask, attn_bias=attn_bias, rel_bias=rel_bias, **options)
         _require_given(max_seqlen=max_seqlen)
         assert max_seqlen is not None
-        return flash_attn_varlen_qkvpacked_func(qkv, cu_seqlens, max_seqlen, **options)
+        return flash_attn_varlen_qkvpacked_func(
+            qkv, cu_seqlens, max_seqlen, mask=mask, attn_bias=attn_bias, rel_bias=rel_bias, **options
+        )
 
 
 class FlashCrossAttention(_FlashAttention):
@@ -186,12 +187,23 @@ class FlashCrossAttention(_FlashAttention):
 
         Returns a tensor like q.
         """
-        options = {**self._options(causal, q.device), "mask": mask, "attn_bias": attn_bias, "rel_bias": rel_bias}
+        options = self._options(causal, q.device)
         if cu_seqlens is None:
-            return flash_attn_kvpacked_func(q, kv, **options)
+            return flash_attn_kvpacked_func(q, kv, mask=mask, attn_bias=attn_bias, rel_bias=rel_bias, **options)
         _require_given(max_seqlen=max_seqlen, cu_seqlens_k=cu_seqlens_k, max_seqlen_k=max_seqlen_k)
         assert max_seqlen is not None and cu_seqlens_k is not None and max_seqlen_k is not None
-        return flash_attn_varlen_kvpacked_func(q, kv, cu_seqlens, cu_seqlens_k, max_seqlen, max_seqlen_k, **options)
+        return flash_attn_varlen_kvpacked_func(
+            q,
+            kv,
+            cu_seqlens,
+            cu_seqlens_k,
+            max_seqlen,
+            max_seqlen_k,
+            mask=mask,
+            attn_bias=attn_bias,
+            rel_bias=rel_bias,
+            **options,
+        )
 
 
 def _require_given(**arguments: object) -> None:

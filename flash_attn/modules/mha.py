@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Union
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from flash_attn._types import WindowSize
 from flash_attn.context_parallel import CpPlan, flash_attn_cp_func
 from flash_attn.context_parallel.exchange.consistency import compare_on_all_ranks, raise_on_ranks_of_last_plan
-from flash_attn.context_parallel.exchange.groups import communicator_of
+from flash_attn.context_parallel.exchange.groups import Communicator, Group, communicator_of
 from flash_attn.flash_attn_interface import (
     flash_attn_kvpacked_func,
     flash_attn_qkvpacked_func,
@@ -33,6 +33,8 @@ from flash_attn.modules.inner_attention import (
 from flash_attn.ops import arguments, conditions
 from flash_attn.utils.generation import InferenceParams
 from flash_attn.utils.refused import tensor_parallel_class
+
+Index = Union[int, slice, Tensor]  # of positions
 
 __all__ = [
     "MHA",
@@ -187,11 +189,12 @@ class MHA(nn.Module):
             device=device
         )
         self.out_proj = linear(embed_dim, embed_dim, bias=out_proj_bias)
-        self._cp_group: Any = None  # a communicator
+        self._cp_group: Group | None = None
+        self._cp_communicator: Communicator | None = None
         self._cp_plan: CpPlan | None = None
-        self._cp_options: dict[str, Any] = {}
+        self._cp_layout_and_method = "zigzag", "auto"
 
-    def set_context_parallel_group(self, group: Any, layout: str = "zigzag", method: str = "auto") -> None:
+    def set_context_parallel_group(self, group: Group | None, layout: str = "zigzag", method: str = "auto") -> None:
         """Let forward attend over the tokens of all ranks of a group: x is then this rank's equal part of them.
 
         The module makes a `CpPlan.dense` of (tokens of x) * ranks, which compares that number across ranks, and keeps
@@ -208,8 +211,8 @@ class MHA(nn.Module):
         """
         if group is not None:
             self._require_context_parallel("group")
-        self._cp_group = None if group is None else communicator_of(None, group)
-        self._cp_options, self._cp_plan = {"layout": layout, "method": method}, None
+        self._cp_group, self._cp_communicator = group, None if group is None else communicator_of(None, group)
+        self._cp_layout_and_method, self._cp_plan = (layout, method), None
 
     def _require_context_parallel(self, name: str) -> None:
         _require(not self.cross_attn, name, "None with cross_attn", "a value")
@@ -228,7 +231,7 @@ class MHA(nn.Module):
         key_padding_mask: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | Tensor | None = None,
-        mixer_subset: Any = None,
+        mixer_subset: Index | None = None,
         inference_params: InferenceParams | None = None,
         **kwargs: Any,
     ) -> Tensor | tuple[Tensor, Tensor]:
@@ -291,7 +294,7 @@ class MHA(nn.Module):
         key_padding_mask: Tensor | None,
         cu_seqlens: Tensor | None,
         max_seqlen: int | Tensor | None,
-        mixer_subset: Any,
+        mixer_subset: Index | None,
         inference_params: InferenceParams | None,
     ) -> None:
         def no(name: str, value: object, when: str) -> None:
@@ -312,14 +315,18 @@ class MHA(nn.Module):
             _require(not self.cross_attn, "inference_params", "None with cross_attn", "a value")
             _require(self.layer_idx is not None, "layer_idx", "an int in the constructor for inference_params", None)
 
-    def _check_scores(self, kwargs: dict[str, Any], inference_params: Any, over_ranks: bool) -> None:
+    def _check_scores(
+        self, kwargs: dict[str, object], inference_params: InferenceParams | None, over_ranks: bool
+    ) -> None:
         for name in ("mask", "attn_bias", "rel_bias"):
             if kwargs.get(name) is not None:
                 _require(self.use_flash_attn, name, "None without use_flash_attn", "a value")
                 _require(inference_params is None, name, "None with inference_params", "a value")
                 _require(not over_ranks, name, "None with context parallelism", "a value")
 
-    def _project_cross(self, x: Tensor, x_kv: Tensor | None, mixer_subset: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def _project_cross(
+        self, x: Tensor, x_kv: Tensor | None, mixer_subset: Index | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """-> (q, kv, the input to return as the residual)."""
         kv = self.Wkv(x if x_kv is None else x_kv)
         if self.return_residual:
@@ -328,7 +335,7 @@ class MHA(nn.Module):
         q = self.Wq(x if mixer_subset is None else x[:, mixer_subset])
         return q.unflatten(-1, (-1, self.head_dim)), kv.unflatten(-1, (2, -1, self.head_dim)), x
 
-    def _run(self, attention: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:
+    def _run(self, attention: Callable[..., Tensor], *args: Tensor, **kwargs: Any) -> Tensor:
         out: Tensor
         if self.checkpointing:
             out = checkpoint(attention, *args, use_reentrant=False, **kwargs)
@@ -370,14 +377,16 @@ class MHA(nn.Module):
         """Raise the error of this rank's arguments on those that wait for it."""
         if isinstance(plan, CpPlan):
             plan.compare("MHA", "", error)
-        elif self._cp_group is not None:
-            compare_on_all_ranks(self._cp_group, "", error, "MHA")
+        elif self._cp_communicator is not None:
+            compare_on_all_ranks(self._cp_communicator, "", error, "MHA")
         raise_on_ranks_of_last_plan("MHA", error)
 
     def _plan_of_group(self, x: Tensor) -> CpPlan:
-        tokens = x.shape[1] * self._cp_group.size
+        assert self._cp_communicator is not None
+        tokens = x.shape[1] * self._cp_communicator.size
         if self._cp_plan is None or self._cp_plan.cu_seqlens[-1] != tokens:
-            self._cp_plan = CpPlan.dense(tokens, group=self._cp_group, **self._cp_options)
+            layout, method = self._cp_layout_and_method
+            self._cp_plan = CpPlan.dense(tokens, group=self._cp_group, layout=layout, method=method)
         return self._cp_plan
 
     def _attend_over_ranks(self, heads: Tensor, plan: CpPlan, causal: bool | None = None) -> Tensor:

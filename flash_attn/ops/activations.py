@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from flash_attn._types import Context
 
 
 def gelu_fwd(x: Tensor) -> Tensor:
@@ -66,11 +66,11 @@ class SwiGLUFunction(torch.autograd.Function):
         return swiglu_fwd(x, y)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    def setup_context(ctx: Context, inputs: tuple[Tensor, ...], output: Tensor) -> None:
         ctx.save_for_backward(*inputs)
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Context, g: Tensor) -> tuple[Tensor, Tensor]:
         x, y = ctx.saved_tensors
         return swiglu_bwd(x, y, g)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Optional, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -19,7 +19,10 @@ from flash_attn.limits import MAX_HEAD_DIM
 from flash_attn.ops import conditions
 
 if TYPE_CHECKING:
+    from flash_attn._types import WindowSize
     from flash_attn.ops.attention_args import Sequences
+
+_MaybeTensor = TypeVar("_MaybeTensor", Tensor, Optional[Tensor])
 
 _BELOW, _BEYOND = -(2**63), 2**63
 _UNBOUNDED = 2**31 - 1
@@ -30,7 +33,7 @@ _is_compiling = torch.compiler.is_compiling
 
 
 def rename(error: BaseException, names: Mapping[str, str]) -> None:
-    """Put the name that the caller knows in place of the backends' at the beginning of an error's message."""
+    """Replace the backends' name of an argument, at the beginning of an error's message, by the caller's."""
     name, colon, rest = str(error).partition(": expected")
     if colon and names.get(name, name) != name:
         error.args = (f"{names[name]}{colon}{rest}",)
@@ -39,8 +42,8 @@ def rename(error: BaseException, names: Mapping[str, str]) -> None:
 # ---- tensors ----
 
 
-def attention_inputs(names: Sequence[str], values: tuple[Any, ...]) -> tuple[Tensor, ...]:
-    """The values, which must be tensors, as torch.autocast wants them."""
+def attention_inputs(names: Sequence[str], values: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """The values, which must be tensors, in the dtype of torch.autocast if one is float32."""
     has_float32 = False
     for value in values:
         if not isinstance(value, Tensor) or value.layout is not _STRIDED or value.is_nested:
@@ -51,9 +54,9 @@ def attention_inputs(names: Sequence[str], values: tuple[Any, ...]) -> tuple[Ten
 
 
 def autocast(inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Inputs of which one is float32, all in the dtype of autocast where it is on (but float64 and 8 bits).
+    """Inputs, one of them float32, in the dtype of autocast if that is on; float64 and 8-bit ones stay.
 
-    Half precision inputs alone stay as they are, whatever the dtype of autocast.
+    For half precision inputs alone nobody calls this: they stay, whatever the dtype of autocast.
     """
     if not autocasts(inputs[0]):
         return inputs
@@ -67,21 +70,21 @@ def autocasts(x: Tensor) -> bool:
     return device_type != "meta" and torch.is_autocast_enabled(device_type)
 
 
-def check_tensors(names: Sequence[str], values: Sequence[Any]) -> None:
-    """Tensors of numbers at addresses: not sparse, not nested."""
+def check_tensors(names: Sequence[str], values: Sequence[object]) -> None:
+    """Raise TypeError unless all are strided tensors: neither sparse nor nested."""
     for value in values:
         if not isinstance(value, Tensor) or value.layout is not _STRIDED or value.is_nested:
             _reject_first(names, values)
 
 
-def check_optional_tensors(names: Sequence[str], values: Sequence[Any]) -> None:
+def check_optional_tensors(names: Sequence[str], values: Sequence[object]) -> None:
     """`check_tensors` of those that are not None."""
     for value in values:
         if value is not None and (not isinstance(value, Tensor) or value.layout is not _STRIDED or value.is_nested):
             _reject_first(*zip(*[(name, value) for name, value in zip(names, values) if value is not None]))
 
 
-def _reject_first(names: Sequence[str], values: Sequence[Any]) -> None:
+def _reject_first(names: Sequence[str], values: Sequence[object]) -> None:
     for name, value in zip(names, values):
         if not isinstance(value, Tensor):
             raise TypeError(f"{name}: expected a Tensor, got {type(value).__name__}")
@@ -90,15 +93,15 @@ def _reject_first(names: Sequence[str], values: Sequence[Any]) -> None:
             raise TypeError(f"{name}: expected a strided Tensor, got a {layout} one")
 
 
-def check_floating(name: str, x: Any) -> None:
-    """A floating point tensor of at least 16 bits."""
+def check_floating(name: str, x: Tensor) -> None:
+    """Raise an error unless x is a floating point tensor of at least 16 bits."""
     check_tensors((name,), (x,))
     if not x.is_floating_point() or x.element_size() == 1:
         raise RuntimeError(f"{name}: expected a floating point tensor of at least 16 bits, got {shown(x)}")
 
 
 def check_sequences(sequences: Sequences) -> None:
-    """All tensors of varlen attention; the maximum lengths may be ints."""
+    """Raise TypeError unless the arguments of varlen attention are strided tensors, the optional ones if given."""
     check_tensors(("cu_seqlens_q", "cu_seqlens_k"), (sequences.cu_seqlens_q, sequences.cu_seqlens_k))
     check_optional_tensors(
         ("seqused_k", "leftpad_k", "block_table"), (sequences.seqused_k, sequences.leftpad_k, sequences.block_table)
@@ -111,13 +114,13 @@ def check_rank(name: str, x: Tensor, axes: str) -> None:
         raise RuntimeError(f"{name}: expected {rank} dimensions ({axes}), got {x.dim()}")
 
 
-def check_cu_seqlens(name: str, value: Any, device: torch.device) -> int:
-    """Cumulative lengths that the backends do not see; returns the number of sequences."""
+def check_cu_seqlens(name: str, value: Tensor, device: torch.device) -> int:
+    """Check cumulative lengths that no backend checks; returns the number of sequences."""
     check_tensors((name,), (value,))
     if value.dim() != 1 or value.shape[0] < 1:
         raise RuntimeError(f"{name}: expected shape [b + 1], got {list(value.shape)}")
     check_lengths(name, value, value.shape[0], device)
-    return cast(int, value.shape[0] - 1)
+    return value.shape[0] - 1
 
 
 def check_shape(name: str, x: Tensor, expected: Sequence[int]) -> None:
@@ -125,8 +128,8 @@ def check_shape(name: str, x: Tensor, expected: Sequence[int]) -> None:
         raise RuntimeError(f"{name}: expected shape {list(expected)}, got {list(x.shape)}")
 
 
-def check_lengths(name: str, value: Any, batch: int, device: torch.device) -> None:
-    """Integers, one a sequence, that the backends do not see."""
+def check_lengths(name: str, value: Tensor, batch: int, device: torch.device) -> None:
+    """Check integers, one for each sequence, that no backend checks."""
     check_tensors((name,), (value,))
     if value.dtype not in (torch.int32, torch.int64):
         raise RuntimeError(f"{name}: expected dtype int32 or int64, got {str(value.dtype).replace('torch.', '')}")
@@ -135,7 +138,7 @@ def check_lengths(name: str, value: Any, batch: int, device: torch.device) -> No
         raise RuntimeError(f"{name}: expected a tensor on {device}, got one on {value.device}")
 
 
-def check_constant(name: str, value: Any) -> None:
+def check_constant(name: str, value: Tensor | None) -> None:
     """Raise RuntimeError for an optional tensor that requires a gradient: it gets none."""
     if value is not None:
         check_tensors((name,), (value,))
@@ -150,8 +153,8 @@ def _reject_gradient(name: str, tensor: Tensor) -> None:
         )
 
 
-def check_packed(name: str, x: Any, count: int, varlen: bool) -> None:
-    """x holds `count` tensors along its third axis from the right."""
+def check_packed(name: str, x: Tensor, count: int, varlen: bool) -> None:
+    """Raise an error unless x holds `count` tensors along its third axis from the right."""
     check_tensors((name,), (x,))
     if x.dim() != (4 if varlen else 5) or x.shape[-3] != count:
         rows = "total" if varlen else "batch, seqlen"
@@ -175,7 +178,7 @@ def check_kvcache_ranks(
 
 
 def sinks(value: Tensor) -> Tensor:
-    """Sinks as the backends want them: half precision converted to float32, contiguous."""
+    """Sinks as the backends take them: contiguous, half precision converted to float32."""
     check_tensors(("sinks",), (value,))
     return (value.float() if value.dtype in (torch.float16, torch.bfloat16) else value).contiguous()
 
@@ -196,7 +199,7 @@ def name_of_sinks(sinks: Tensor | None, s_aux: Tensor | None, learnable_sink: Te
     return "sinks"
 
 
-def one_of_names(names: Sequence[str], values: Sequence[Any]) -> Tensor:
+def one_of_names(names: Sequence[str], values: Sequence[Tensor | None]) -> Tensor:
     """The tensor that is given by one of the names of an argument; the others are None."""
     given = [(name, value) for name, value in zip(names, values) if value is not None]
     check_tensors(*zip(*given))
@@ -204,12 +207,12 @@ def one_of_names(names: Sequence[str], values: Sequence[Any]) -> Tensor:
     for name, value in given[1:]:
         if value is not tensor:
             raise TypeError(f"{name}: expected None, for {first} is given and both are the same argument, got a Tensor")
-    return cast(Tensor, tensor)
+    return tensor
 
 
-def padded(tensors: tuple[Any, ...], head_dim: int) -> tuple[Any, ...]:
-    """Tensors of this head dim with zeros up to a multiple of 8, as the CUDA kernels need it; the others and None as
-    they are. Beyond MAX_HEAD_DIM, where the backend refuses the call, nothing is padded."""
+def padded(tensors: tuple[_MaybeTensor, ...], head_dim: int) -> tuple[_MaybeTensor, ...]:
+    """Tensors of this head dim padded with zeros to a multiple of 8, as the CUDA kernels need it; others and None stay.
+    Nothing is padded beyond MAX_HEAD_DIM, where the backend refuses the call."""
     if head_dim % 8 == 0 or head_dim > MAX_HEAD_DIM:
         return tensors
     pad = torch.nn.functional.pad
@@ -217,7 +220,7 @@ def padded(tensors: tuple[Any, ...], head_dim: int) -> tuple[Any, ...]:
 
 
 def head_dim(name: str, x: Tensor) -> int:
-    """The last size of x; 1 without dimensions, which the backends reject."""
+    """The last size of x, or 1 of a tensor without dimensions, which the backends reject."""
     sizes = x.shape
     size = sizes[-1] if sizes else 1
     if size == 0:
@@ -228,7 +231,7 @@ def head_dim(name: str, x: Tensor) -> int:
 # ---- numbers ----
 
 
-def shown(value: Any) -> str:
+def shown(value: object) -> str:
     """A value in a message."""
     if isinstance(value, Tensor):
         return f"a tensor of dtype {str(value.dtype).replace('torch.', '')} and shape {list(value.shape)}"
@@ -236,11 +239,11 @@ def shown(value: Any) -> str:
     return text if len(text) <= 80 else f"{type(value).__name__} {text[:80]}..."
 
 
-def integer(name: str, value: Any, least: int | None = None, expected: str = "an int") -> int:
+def integer(name: str, value: object, least: int | None = None, expected: str = "an int") -> int:
     """value as an int; one that torch.compile keeps symbolic stays so. least: the least value allowed, if any."""
     if type(value) is not int and not isinstance(value, torch.SymInt):
         try:
-            value = operator.index(value)
+            value = operator.index(value)  # type: ignore[arg-type]  # or TypeError
         except (TypeError, ValueError, RuntimeError):
             raise TypeError(f"{name}: expected {expected}, got {shown(value)}") from None
     if type(value) is int and not _is_compiling():
@@ -255,11 +258,11 @@ def integer(name: str, value: Any, least: int | None = None, expected: str = "an
     return cast(int, value)
 
 
-def sm_margin(value: Any) -> int:
+def sm_margin(value: int) -> int:
     return value if type(value) is int and value == 0 else integer("sm_margin", value, least=0)
 
 
-def number(name: str, value: Any) -> float:
+def number(name: str, value: object) -> float:
     """value as a float."""
     if type(value) is float:
         return value
@@ -268,22 +271,22 @@ def number(name: str, value: Any) -> float:
         return float(value)
     if value is not None and not isinstance(value, (str, bytes, Tensor)):
         try:
-            return float(value)
+            return float(value)  # type: ignore[arg-type]  # or TypeError
         except (TypeError, ValueError, OverflowError):
             pass
     raise TypeError(f"{name}: expected a number, got {shown(value)}")
 
 
-def float32(name: str, value: Any) -> float:
-    """value as a float that float32 holds: one that is too large for it is an error, infinity is not."""
+def float32(name: str, value: object) -> float:
+    """value as a float; a finite one beyond the range of float32 raises an error."""
     result = number(name, value)
     if _LARGEST < abs(result) < math.inf:
         raise RuntimeError(f"{name}: expected a number of at most {_LARGEST:g}, got {result}")
     return result
 
 
-def flag(name: str, value: Any) -> bool:
-    """value as a bool: whatever equals 0 or 1; None is False."""
+def flag(name: str, value: object) -> bool:
+    """value, which must equal 0 or 1 or be None (False), as a bool."""
     if type(value) is bool:
         return value
     try:
@@ -294,7 +297,7 @@ def flag(name: str, value: Any) -> bool:
     raise TypeError(f"{name}: expected a bool, got {shown(value)}")
 
 
-def device(name: str, value: Any) -> torch.device:
+def device(name: str, value: torch.device | str) -> torch.device:
     """value as a torch.device."""
     try:
         return torch.device(value)
@@ -302,16 +305,16 @@ def device(name: str, value: Any) -> torch.device:
         raise TypeError(f"{name}: expected a device or its name, got {shown(value)}") from None
 
 
-def scale(softmax_scale: Any, head_dim: int) -> float:
+def scale(softmax_scale: float | None, head_dim: int) -> float:
     return head_dim**-0.5 if softmax_scale is None else number("softmax_scale", softmax_scale)
 
 
-def window(window_size: Any) -> tuple[int, int]:
+def window(window_size: WindowSize) -> tuple[int, int]:
     """(left, right) as ints, from any pair of them."""
-    pair = window_size
+    pair: WindowSize | None = window_size
     if type(pair) is not tuple and not isinstance(pair, (str, bytes, dict)):
         try:
-            pair = tuple(pair.tolist() if isinstance(pair, Tensor) else pair)
+            pair = tuple(window_size.tolist() if isinstance(window_size, Tensor) else window_size)
         except (TypeError, NotImplementedError):  # of a tensor on meta
             pair = None
     if type(pair) is not tuple or len(pair) != 2:
@@ -327,8 +330,8 @@ def window(window_size: Any) -> tuple[int, int]:
         raise TypeError(f"window_size: expected {expected}, got {shown(window_size)}") from None
 
 
-def normal_window(causal: Any, window_size: Any) -> tuple[int, int]:
-    """(left, right) with the causal mask in it and -1 for unbounded, which 2^31 - 1 is too, as in the backends."""
+def normal_window(causal: bool, window_size: WindowSize) -> tuple[int, int]:
+    """(left, right) including the causal mask; -1 for unbounded, also in place of 2^31 - 1, as in the backends."""
     left, right = map(_side, window(window_size))
     return left, 0 if causal else right
 
@@ -368,9 +371,9 @@ def _max_seqlen(name: str, value: Tensor, bound: int, exact: bool) -> int:
 
 
 def cache_lengths(
-    cache_seqlens: Any, q: Tensor, k_cache: Tensor, k: Tensor | None, block_table: Tensor | None
+    cache_seqlens: int, q: Tensor, k_cache: Tensor, k: Tensor | None, block_table: Tensor | None
 ) -> Tensor:
-    """A length that is one int for all sequences as int32 (batch,); it is checked here, where the host can see it."""
+    """int32 (batch,) of one int for all sequences, checked here because the host knows it."""
     length = integer("cache_seqlens", cache_seqlens, expected=_AN_INT_OR_TENSOR)
     capacity = k_cache.shape[1] if block_table is None else block_table.shape[1] * k_cache.shape[1]
     new = 0 if k is None else k.shape[1]

@@ -6,13 +6,14 @@ from the fields; nothing else counts positions.
 Annotations stay objects (no postponed evaluation): the schemas are made of them.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Optional, Union
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, Optional, TypeVar, Union
 
 import torch
 from torch import Tensor
 
 from flash_attn.eight_bit import EIGHT_BIT, Descales
+from flash_attn.masks import AttentionMask
 from flash_attn.masks.arguments import with_all_axes
 from flash_attn.masks.factors import MaskFactors
 from flash_attn.ops.quant_args import NO_QUANT, QuantArgs
@@ -46,7 +47,7 @@ class Options(NamedTuple):
     leftpad_k: Optional[Tensor] = None
     qv: Optional[Tensor] = None
     qv_name: str = "qv"  # the caller's
-    mask: Any = None  # AttentionMask or bool tensor
+    mask: Union[AttentionMask, Tensor, None] = None
     attn_bias: Optional[Tensor] = None
     rel_bias: Optional[Tensor] = None
 
@@ -104,10 +105,10 @@ class AttentionArgs(NamedTuple):
     rel_bias: Optional[Tensor] = None
     qv: Optional[Tensor] = None
 
-    def named(self) -> dict[str, Any]:
-        """What is given of NAMED_OPTIONS, attn_bias, mask and sm_margin, by name, and in a backward bias_grad where it
-        is False: reading one costs the extension as much as a check."""
-        given: dict[str, Any] = {}
+    def named(self) -> dict[str, object]:
+        """The options that are given, by name: NAMED_OPTIONS, attn_bias, mask, sm_margin, and of a backward bias_grad
+        if it is False. Others are left out, because the extension takes as long to read one as to check one."""
+        given: dict[str, object] = {}
         optional, defaults = _OPTIONAL[type(self)]
         # tensors would be compared by ==, which takes longer than the rest of the call
         if self.sinks is None and not self.has_score_tensors() and self[optional] == defaults:
@@ -178,7 +179,7 @@ class AttentionArgs(NamedTuple):
     def descales(self) -> Descales:
         return Descales(self.q_descale, self.k_descale, self.v_descale, self.v_per_channel)
 
-    def scaling(self) -> dict[str, Any]:
+    def scaling(self) -> dict[str, object]:
         """The arguments of calls with 8-bit tensors alone, which the backends take by name."""
         return {name: getattr(self, name) for name in SCALING}
 
@@ -268,7 +269,7 @@ class AttentionBackwardArgs(NamedTuple):
 
 
 # Of each record the fields from sm_margin on and their defaults: `named` passes on what differs from these.
-_OPTIONAL: dict[type, tuple[Any, tuple[Any, ...]]] = {
+_OPTIONAL: dict[type, tuple[slice, tuple[object, ...]]] = {
     record: (
         slice(record._fields.index("sm_margin"), None),
         tuple(map(record._field_defaults.get, record._fields[record._fields.index("sm_margin") :])),
@@ -290,27 +291,30 @@ class Tangents(NamedTuple):
 
 
 _is_compiling = torch.compiler.is_compiling
+_Record = TypeVar("_Record", bound=NamedTuple)
 
 
-def defaults_after(record: type[Any], name: str) -> tuple[Any, ...]:
+def defaults_after(record: type[NamedTuple], name: str) -> tuple[object, ...]:
     """The defaults of the fields of a record that follow the field `name`."""
     fields = record._fields[record._fields.index(name) + 1 :]
     return tuple(record._field_defaults[field] for field in fields)
 
 
-def filled(record: type[Any], given: tuple[Any, ...], defaults: tuple[Any, ...]) -> Any:
-    """record(*given), whose other fields have these defaults. 0.3 us less than that call, which only compilers get."""
-    return record(*given) if _is_compiling() else tuple.__new__(record, given + defaults)
+def filled(record: type[_Record], given: tuple[object, ...], defaults: tuple[object, ...]) -> _Record:
+    """record(*given), whose other fields have these defaults; 0.3 us faster, except in compiled code."""
+    make: Callable[..., _Record] = record
+    return make(*given) if _is_compiling() else tuple.__new__(record, given + defaults)
 
 
-def replaced(record: Any, **fields: Any) -> Any:
+def replaced(record: _Record, **fields: object) -> _Record:
     """record._replace(**fields), which torch 2.6 does not compile."""
-    return type(record)(**{**dict(zip(type(record)._fields, record)), **fields})
+    make: Callable[..., _Record] = type(record)
+    return make(**{**dict(zip(type(record)._fields, record)), **fields})
 
 
 def saved_for_backward(
     args: AttentionArgs, out: Tensor, lse: Tensor, rng_state: Tensor
-) -> tuple[tuple[Optional[Tensor], ...], tuple[Any, ...]]:
+) -> tuple[tuple[Optional[Tensor], ...], tuple[float, ...]]:
     """(tensors, options) that a forward saves, of which `backward_args` makes AttentionBackwardArgs."""
     tensors = (
         args.q,
@@ -346,16 +350,16 @@ def saved_for_backward(
 
 
 def backward_args(
-    dout: Optional[Tensor], dlse: Optional[Tensor], tensors: Sequence[Optional[Tensor]], options: Sequence[Any]
+    dout: Optional[Tensor], dlse: Optional[Tensor], tensors: Sequence[Optional[Tensor]], options: Sequence[float]
 ) -> AttentionBackwardArgs:
     """The arguments of the backward of a forward that saved these."""
     more = options[len(BACKWARD_OPTIONS) :]
     if not more:
-        args: AttentionBackwardArgs = filled(AttentionBackwardArgs, (dout, dlse, *tensors, *options), _NO_SCORES)
-        return args
+        return filled(AttentionBackwardArgs, (dout, dlse, *tensors, *options), _NO_SCORES)
     plain, scores = tensors[: -len(_SCORE_TENSORS)], tensors[-len(_SCORE_TENSORS) :]
-    given: Any = (dout, dlse, *plain, *options[: len(BACKWARD_OPTIONS)])
-    return AttentionBackwardArgs(*given, **dict(zip((*_SCORE_TENSORS, *_BLOCK_SIZE), (*scores, *more))))
+    make: Callable[..., AttentionBackwardArgs] = AttentionBackwardArgs  # the saved values have no types
+    named = dict(zip((*_SCORE_TENSORS, *_BLOCK_SIZE), (*scores, *more)))
+    return make(dout, dlse, *plain, *options[: len(BACKWARD_OPTIONS)], **named)
 
 
 # Of the backward's arguments, those that are numbers; and what only calls with a mask or a bias save.
@@ -405,9 +409,9 @@ class KvCacheArgs(NamedTuple):
     mask_bits: Optional[Tensor] = None  # int32 (1 or batch, mask heads, seqlen_q, words), of the last mask_keys keys
     mask_keys: int = 0
 
-    def named(self) -> dict[str, Any]:
+    def named(self) -> dict[str, object]:
         """Those of NAMED_OPTIONS that it has, the mask and sm_margin, that are given, by name."""
-        given: dict[str, Any] = {} if self.sinks is None else {"sinks": self.sinks}
+        given: dict[str, object] = {} if self.sinks is None else {"sinks": self.sinks}
         if self.mask_bits is not None:
             given.update(mask_bits=self.mask_bits, mask_keys=self.mask_keys)
         if self.sm_margin:
@@ -428,7 +432,7 @@ class KvCacheArgs(NamedTuple):
             or self.q.dtype in EIGHT_BIT
         )
 
-    def scaling(self) -> dict[str, Any]:
+    def scaling(self) -> dict[str, object]:
         """The arguments of calls with 8-bit tensors alone, which the backends take by name."""
         return {name: getattr(self, name) for name in (*SCALING, "k_token_descale", "v_token_descale")}
 
@@ -463,7 +467,7 @@ class KvCachePlanArgs(NamedTuple):
     sm_margin: int = 0
     head_dim_v: int = 0  # of the calls' qv; 0: they have none
 
-    def sizes(self) -> tuple[Any, ...]:
+    def sizes(self) -> tuple[object, ...]:
         """The sizes and options that all backends schedule by."""
         return self[self._fields.index("batch") : self._fields.index("eight_bit")]
 
@@ -478,7 +482,7 @@ _SCHEMA_TYPES = {
 }
 
 
-def schema(record: type[Any], returns: str, written: Optional[Mapping[str, str]] = None) -> str:
+def schema(record: type[NamedTuple], returns: str, written: Optional[Mapping[str, str]] = None) -> str:
     """The schema "(type name, ...) -> returns" of an operator over the fields of a record.
 
     written: the fields that it writes, each with the letter of its alias set.
@@ -487,7 +491,7 @@ def schema(record: type[Any], returns: str, written: Optional[Mapping[str, str]]
     return f"({', '.join(_parameter(record, name, written) for name in record._fields)}) -> {returns}"
 
 
-def _parameter(record: type[Any], name: str, written: Mapping[str, str]) -> str:
+def _parameter(record: type[NamedTuple], name: str, written: Mapping[str, str]) -> str:
     kind = _SCHEMA_TYPES[record.__annotations__[name]]
     if name in written:
         kind = kind.replace("Tensor", f"Tensor({written[name]}!)")
@@ -496,8 +500,10 @@ def _parameter(record: type[Any], name: str, written: Mapping[str, str]) -> str:
 
 
 def attention_gradients(
-    values: Sequence[Any], record: type[Any] = AttentionArgs, others: Optional[Mapping[str, Any]] = None
-) -> tuple[Any, ...]:
+    values: Sequence[Optional[Tensor]],
+    record: type[NamedTuple] = AttentionArgs,
+    others: Optional[Mapping[str, Optional[Tensor]]] = None,
+) -> tuple[Optional[Tensor], ...]:
     """A gradient for every field of a record: values, one for each of ATTENTION_INPUTS, others, and None elsewhere."""
     given = {**dict(zip(ATTENTION_INPUTS, values)), **(others or {})}
     return tuple(given.get(name) for name in record._fields)

@@ -1,10 +1,11 @@
-"""One call per pass: take the record of the arguments, call the backend of the device; and the same as fakes.
+"""Forward, backward and KV cache: each takes the record of a call and calls the backend of its device, or a fake.
 
-The output has v's head dim. Gradients come back in the packing of the inputs. backend: another one than the device's.
+The output has v's head dim. Gradients come back in the packing of the inputs. backend: in place of the device's.
 """
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -61,7 +62,9 @@ def _to_int32(name: str, x: torch.Tensor) -> torch.Tensor:
     return x.clamp(limits.min, limits.max).to(torch.int32)
 
 
-def forward(args: AttentionArgs, backend: Any = None, out: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
+def forward(
+    args: AttentionArgs, backend: ModuleType | None = None, out: torch.Tensor | None = None
+) -> tuple[torch.Tensor, ...]:
     """Attention forward -> (out, lse, S_dmask, rng_state), and max_logit if wanted.
 
     out: for the result, if given. A call that makes copies of 8-bit tensors returns another tensor.
@@ -130,9 +133,7 @@ def forward(args: AttentionArgs, backend: Any = None, out: torch.Tensor | None =
     )
 
 
-def forward_into(
-    args: AttentionArgs, out: torch.Tensor, inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-) -> tuple[torch.Tensor, ...]:
+def forward_into(args: AttentionArgs, out: torch.Tensor, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
     """`forward` with its result in out. inputs: (q, k, v) as the caller gave them, without padding."""
     *_, v = inputs
     is_padded = args.v is not None and args.v.shape[-1:] != v.shape[-1:]
@@ -170,11 +171,11 @@ def _flash_attn_forward(
     alibi_slopes: torch.Tensor | None,
     return_softmax: bool,
     *,
-    flash_attn_gpu: Any,
+    flash_attn_gpu: ModuleType,
     out: torch.Tensor | None,
     return_max_logit: bool,
     batch_invariant: bool,
-    named: dict[str, Any],
+    named: dict[str, object],
 ) -> tuple[torch.Tensor, ...]:
     """Dense forward by FlashAttention-2's arguments. flash_attn_gpu: the backend. named: the options that it takes by
     name, of those that are given."""
@@ -220,11 +221,11 @@ def _flash_attn_varlen_forward(
     leftpad_k: torch.Tensor | None,
     seqused_k: torch.Tensor | None,
     *,
-    flash_attn_gpu: Any,
+    flash_attn_gpu: ModuleType,
     out: torch.Tensor | None,
     return_max_logit: bool,
     batch_invariant: bool,
-    named: dict[str, Any],
+    named: dict[str, object],
 ) -> tuple[torch.Tensor, ...]:
     """`_flash_attn_forward` of packed sequences."""
     q, k, v = rows_contiguous(q), rows_contiguous(k), rows_contiguous(v)
@@ -283,7 +284,7 @@ def forward_in_use(
     """Forward of packed queries of which `rows`, a RowsInUse, are in use -> (out, lse); without autograd.
 
     scores: (softmax_scale, causal, window_left, window_right, softcap). scaling: those of SCALING that a call with
-    8-bit tensors has, by name. out: written and returned, packed. A maximum that is None is the most that there can be.
+    8-bit tensors has, by name. out: written and returned, packed. A maximum that is None is the largest possible.
     """
     most_keys = k.shape[0] if block_table is None else block_table.shape[1] * k.shape[1]
     args = AttentionArgs(
@@ -346,13 +347,13 @@ def forward_fake(args: AttentionArgs) -> tuple[torch.Tensor, ...]:
     )
 
 
-def backward(args: AttentionBackwardArgs, backend: Any = None) -> list[torch.Tensor]:
+def backward(args: AttentionBackwardArgs, backend: ModuleType | None = None) -> list[torch.Tensor]:
     """Attention backward -> the gradients of those of `args.learned()` that are given, each a new contiguous tensor."""
     packed = []
     if args.v is None:
         given = (args.q,) if args.k is None else (args.q, args.k)
         packed = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in given]
-    targets: tuple[Any, ...] = (None, None, None)
+    targets: tuple[torch.Tensor | None, ...] = (None, None, None)
     if packed:
         targets = unpack(packed[0], packed[1] if len(packed) > 1 else None, None)
     dq, dk, dv, _, *others = _backward_into(args, targets[0], targets[1], targets[2], backend)
@@ -375,8 +376,7 @@ def backward_into(
     if not all(x is None or has_contiguous_rows(x) for x in tensors):  # the backend gets copies
         read = {**args._asdict(), "lse": None, "softmax_lse": args.lse}
         outputs.check_apart({"dq": dq, "dk": dk, "dv": dv}, read)
-    softmax_d: torch.Tensor = _backward_into(args, dq, dk, dv)[3]
-    return softmax_d
+    return _backward_into(args, dq, dk, dv)[3]
 
 
 def _backward_into(
@@ -384,8 +384,8 @@ def _backward_into(
     dq: torch.Tensor | None,
     dk: torch.Tensor | None,
     dv: torch.Tensor | None,
-    backend: Any = None,
-) -> Any:
+    backend: ModuleType | None = None,
+) -> list[torch.Tensor]:
     """-> [dq, dk, dv, softmax_d], and the gradients of sinks and biases, of those there are; a gradient that is not
     given is new and contiguous."""
     backend = backend or backends.of(args.q)
@@ -397,7 +397,7 @@ def _backward_into(
         for x in wanted
     ]
     if args.cu_seqlens_q is None:
-        result = backend.bwd(
+        result: list[torch.Tensor] = backend.bwd(
             dout,
             q,
             k,
@@ -470,7 +470,7 @@ def _pages(block_table: torch.Tensor | None) -> torch.Tensor | None:
     return as_index("block_table", block_table)
 
 
-def kvcache_forward(args: KvCacheArgs, backend: Any = None) -> tuple[torch.Tensor, torch.Tensor]:
+def kvcache_forward(args: KvCacheArgs, backend: ModuleType | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention over a KV cache, which receives k and v first when they are given -> (out, lse)."""
     rotary_cos, rotary_sin, k, v = args.rotary_cos, args.rotary_sin, args.k, args.v
     if rotary_cos is not None and rotary_sin is not None:
@@ -547,7 +547,7 @@ def kvcache_plan(args: KvCachePlanArgs) -> torch.Tensor:
     latent.check_plan(args)
     backend = backends.of(args.cache_seqlens, "cache_seqlens")
     # On the CPU nothing is scheduled.
-    named: dict[str, Any] = {"eight_bit": args.eight_bit, "sm_margin": args.sm_margin}
+    named: dict[str, object] = {"eight_bit": args.eight_bit, "sm_margin": args.sm_margin}
     if args.cache_seqlens.is_cpu:
         named = {"head_dim_v": args.head_dim_v}
     elif args.head_dim_v:

@@ -7,15 +7,20 @@ d out / d out_i = w_i, d out / d lse_i = w_i (out_i - out) and d lse / d lse_i =
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
 
 from flash_attn import backends
+from flash_attn._types import Batched, Context, VmapInfo
 from flash_attn.ops import arguments, context, outputs
 from flash_attn.ops.calls import has_contiguous_rows, rows_contiguous
 
+if TYPE_CHECKING:
+    from torch._library.custom_ops import CustomOpDef
+
+_T = TypeVar("_T")
 _SCHEMA = "(Tensor out_partial, Tensor lse_partial, ScalarType? out_dtype) -> (Tensor, Tensor)"
 _OUT_SCHEMA = "(Tensor out_partial, Tensor lse_partial, Tensor(a!) out) -> Tensor"
 
@@ -71,13 +76,13 @@ def _into_fake(out_partial: Tensor, lse_partial: Tensor, out: Tensor) -> Tensor:
     return lse_partial.new_empty(lse_partial.shape[1:])
 
 
-def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+def _setup_context(ctx: Context, inputs: tuple[Tensor, Tensor, object], output: tuple[Tensor, Tensor]) -> None:
     out_partial, lse_partial, _ = inputs
     ctx.save_for_backward(out_partial, lse_partial, *output)
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
+def _backward(ctx: Context, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, Tensor | None, None]:
     """Gradients of out_partial and lse_partial; 0 for the splits that mask a row fully, for any contents."""
     out_partial, lse_partial, out, lse = ctx.saved_tensors
     if dout is None and dlse is None:
@@ -107,13 +112,13 @@ class _Combine(torch.autograd.Function):
     jvp = staticmethod(context.no_jvp)
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
+    def vmap(info: VmapInfo, in_dims: tuple[int | None, ...], *args: object) -> Batched:
         return context.by_sample(_Combine, info, in_dims, args)
 
 
 def _register(
-    name: str, schema: str, function: Callable[..., Any], fake: Callable[..., Any], mutates: Sequence[str] = ()
-) -> Any:
+    name: str, schema: str, function: Callable[..., _T], fake: Callable[..., _T], mutates: Sequence[str] = ()
+) -> tuple[CustomOpDef, Callable[..., _T]]:
     op = torch.library.custom_op(f"flash_attn_core::{name}", function, mutates_args=mutates, schema=schema)
     op.register_fake(fake)
     return op, getattr(torch.ops.flash_attn_core, name).default

@@ -7,7 +7,7 @@ it or be told of its writes.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -15,6 +15,8 @@ from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 from torch.utils._device import DeviceContext
+
+from flash_attn._types import Batched, Context, VmapInfo
 
 _is_compiling = torch.compiler.is_compiling
 is_tracing = torch._C._is_tracing
@@ -29,8 +31,8 @@ def survey(names: Iterable[str], tensors: Iterable[Tensor | None], carries_tange
 
     needs_dispatch: something other than eager execution on plain tensors must see the operator: torch.compile,
     torch.jit.trace, a tensor subclass, a mode. differentiating: gradients are recorded.
-    Raises NotImplementedError for a tensor with a forward-mode tangent, which no operator carries on, and no call but
-    one that carries_tangents.
+    Raises NotImplementedError for a tensor with a forward-mode tangent if the call must go to an operator, which drops
+    tangents, or does not take them itself (carries_tangents).
     """
     plain, requires_grad = True, False
     for x in tensors:
@@ -110,7 +112,7 @@ def reject_tangents(names: Iterable[str], tensors: Iterable[Tensor | None]) -> N
             raise NotImplementedError(f"{name}: expected a tensor without forward-mode tangent, got one: {_NO_JVP}")
 
 
-def no_jvp(ctx: Any, *tangents: Any) -> Any:
+def no_jvp(ctx: Context, *tangents: Tensor | None) -> NoReturn:
     """The jvp of every autograd.Function here: tangents of an outer transform, as in torch.func.hessian."""
     raise NotImplementedError(f"flash_attn: expected inputs without forward-mode tangents, got some: {_NO_JVP}")
 
@@ -130,7 +132,7 @@ def reject_transforms(function: str) -> None:
         raise NotImplementedError(f"{function}: expected a call outside of torch.func transforms, got one within")
 
 
-def reject_batched(function: str, names: Iterable[str], tensors: Iterable[Any]) -> None:
+def reject_batched(function: str, names: Iterable[str], tensors: Iterable[object]) -> None:
     """Raise NotImplementedError for one (some are no tensors) that torch.vmap has added a dimension to."""
     if not transformed():
         return
@@ -163,21 +165,25 @@ def _has_memory(x: Tensor) -> bool:
 
 
 def by_sample(
-    function: Any, info: Any, in_dims: Any, args: Sequence[Any]
-) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+    function: type[torch.autograd.Function],
+    info: VmapInfo,
+    in_dims: Sequence[int | None],
+    args: Sequence[object],
+) -> Batched:
     """What the vmap of an autograd.Function returns if it applies the function to each sample in turn."""
     if info.batch_size == 0:
         raise NotImplementedError("torch.vmap: expected at least one sample for attention, got 0")
-    samples = [
-        function.apply(*(x if dim is None else x.select(dim, i) for x, dim in zip(args, in_dims)))
-        for i in range(info.batch_size)
-    ]
+    samples = [function.apply(*(_sample(x, dim, i) for x, dim in zip(args, in_dims))) for i in range(info.batch_size)]
     results = tuple(torch.stack(parts) for parts in zip(*samples))
     return results, (0,) * len(results)
 
 
+def _sample(x: object, dim: int | None, i: int) -> object:
+    return x.select(dim, i) if dim is not None and isinstance(x, Tensor) else x
+
+
 def check_writable(names: Sequence[str], tensors: Sequence[Tensor | None]) -> None:
-    """Raise RuntimeError for one (some None) that torch's in-place operations reject here, gradient or not."""
+    """Raise RuntimeError for a tensor made in inference mode, which may not be written outside of it. None passes."""
     if _is_compiling() or _in_inference_mode():
         return
     for i, x in enumerate(tensors):
@@ -189,7 +195,7 @@ def check_writable(names: Sequence[str], tensors: Sequence[Tensor | None]) -> No
 
 
 def check_savable(names: Sequence[str], tensors: Sequence[Tensor | None]) -> None:
-    """Raise RuntimeError for one (some None) that autograd will not save for a backward."""
+    """Raise RuntimeError for a tensor that autograd does not save for a backward. None passes."""
     if _is_compiling():
         return
     for name, x in zip(names, tensors):
@@ -200,7 +206,7 @@ def check_savable(names: Sequence[str], tensors: Sequence[Tensor | None]) -> Non
 
 
 def savable(x: Tensor | None) -> Tensor | None:
-    """x, or a copy where autograd will not save it for it was made in inference mode. None passes."""
+    """x, or a copy of one made in inference mode, which autograd does not save. None passes."""
     return x if x is None or _is_compiling() or not x.is_inference() else x.clone()
 
 
@@ -234,20 +240,24 @@ def overwrite(name: str, x: Tensor | None) -> None:
         raise RuntimeError(message) from error
 
 
+class _OverwrittenContext(Context):
+    name: str
+
+
 class _Overwritten(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, name: str) -> Any:
+    def forward(ctx: _OverwrittenContext, x: Tensor, name: str) -> Tensor:
         ctx.mark_dirty(x)
         ctx.name = name
         return x
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
+    def backward(ctx: _OverwrittenContext, grad: Tensor) -> NoReturn:
         raise RuntimeError(f"{ctx.name}: expected no backward through a tensor that was written in place, got one")
 
 
 def written(tensors: Iterable[Tensor | None]) -> None:
-    """Tell autograd of writes through a pointer: a backward that saved one of these (some None) raises its error."""
+    """Tell autograd that a kernel wrote these tensors: a backward that saved one raises torch's error. None passes."""
     given = [x for x in tensors if x is not None]
     if _VERSIONS_IN_ONE_CALL:
         increment_version(given)

@@ -6,28 +6,29 @@ results for all of them.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from flash_attn import backends
+from flash_attn._types import TensorOrTuple
 from flash_attn.ops import library
 from flash_attn.ops.attention_args import backward_args
 
-_extension: Any = backends.cuda_extension()
+_extension = backends.cuda_extension()
 
-if hasattr(_extension, "attention"):
+if _extension is not None and hasattr(_extension, "attention"):
     torch.autograd.graph.Node.register(_extension.FlashAttnFuncBackward)  # torch finds only its own types of nodes
 
 
-def _declines(*args: Any) -> Any:
+def _declines(*args: object) -> TensorOrTuple:
     return NotImplemented
 
 
 # The result of a dense call, or NotImplemented where `FlashAttnFunc` has to take it. Takes the arguments of
 # flash_attn_func up to return_attn_probs, then whether the call is batch-invariant.
-attention: Any = getattr(_extension, "attention", _declines)
+attention: Callable[..., TensorOrTuple] = getattr(_extension, "attention", _declines)
 
 
 def backward(
@@ -41,7 +42,7 @@ def backward(
     softcap: float,
     deterministic: bool,
     batch_invariant: bool,
-) -> Any:
+) -> list[Tensor]:
     """The gradients of q, k and v where something takes part in the backward of the node, such as another derivative.
 
     saved: q, k, v, out, lse and rng_state, as FlashAttnFunc saves them.

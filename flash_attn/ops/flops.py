@@ -8,10 +8,11 @@ no values, every sequence has the most that it can.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverloadPacket
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
@@ -19,7 +20,8 @@ from flash_attn.ops.attention_args import AttentionArgs, AttentionBackwardArgs, 
 from flash_attn.ops.calls import unpack
 from flash_attn.utils.derived_buffers import has_values
 
-_Formula = Callable[..., int]
+Call = dict[str, Any]  # arguments of an operator, by name
+_Record = TypeVar("_Record")
 _core, _public = torch.ops.flash_attn_core, torch.ops.flash_attn
 
 
@@ -83,50 +85,54 @@ def _pairs_of(args: AttentionArgs | AttentionBackwardArgs, q: Tensor, k: Tensor)
     return _packed_pairs(args.cu_seqlens_q, args.cu_seqlens_k, args.max_seqlen_q, args.max_seqlen_k, used, padding)
 
 
-def register(*operators: Any) -> Callable[[_Formula], _Formula]:
-    """Decorates the formula of these operators, which takes their arguments as they are."""
+def register(
+    record: Callable[..., _Record], *operators: OpOverloadPacket
+) -> Callable[[Callable[[_Record], int]], Callable[[_Record], int]]:
+    """Decorates the formula of these operators, which takes the record of their arguments."""
 
-    def registered(formula: _Formula) -> _Formula:
+    def registered(formula: Callable[[_Record], int]) -> Callable[[_Record], int]:
+        def flops(*args: object, out_val: object = None, **kwargs: object) -> int:
+            return formula(record(*args, **kwargs))
+
         for operator in operators:
-            register_flop_formula(operator, get_raw=True)(formula)
-            flop_registry.setdefault(operator, formula)  # torch 2.4 registers overloads, and looks for the operator
+            register_flop_formula(operator, get_raw=True)(flops)
+            flop_registry.setdefault(operator, flops)  # torch 2.4 registers overloads, and looks for the operator
         return formula
 
     return registered
 
 
-@register(_core.fwd)
-def _forward(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
-    call = AttentionArgs(*args, **kwargs)
+def _without_tangents(record: Callable[..., _Record]) -> Callable[..., _Record]:
+    return lambda *args, **kwargs: record(*args[len(Tangents._fields) :], **kwargs)
+
+
+@register(AttentionArgs, _core.fwd)
+def _forward(call: AttentionArgs) -> int:
     q, k, v = unpack(call.q, call.k, call.v)
     pairs = _pairs_of(call, q, k)
     return forward_flops(q, v, pairs) + latent_flops(call.qv, pairs)
 
 
-@register(_core.bwd)
-def _backward(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
-    call = AttentionBackwardArgs(*args, **kwargs)
+@register(AttentionBackwardArgs, _core.bwd)
+def _backward(call: AttentionBackwardArgs) -> int:
     q, k, v = unpack(call.q, call.k, call.v)
     return backward_flops(q, v, _pairs_of(call, q, k))
 
 
-@register(_core.jvp)
-def _jvp(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
-    call = AttentionArgs(*args[len(Tangents._fields) :], **kwargs)
+@register(_without_tangents(AttentionArgs), _core.jvp)
+def _jvp(call: AttentionArgs) -> int:
     q, k, v = unpack(call.q, call.k, call.v)
     return _products(q, v, _pairs_of(call, q, k), 3, 3)
 
 
-@register(_core.hvp)
-def _hvp(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
-    call = AttentionBackwardArgs(*args[len(Tangents._fields) :], **kwargs)
+@register(_without_tangents(AttentionBackwardArgs), _core.hvp)
+def _hvp(call: AttentionBackwardArgs) -> int:
     q, k, v = unpack(call.q, call.k, call.v)
     return _products(q, v, _pairs_of(call, q, k), 7, 5)
 
 
-@register(_core.kvcache_fwd, _core.kvcache_append_fwd)
-def _kvcache(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
-    call = KvCacheArgs(*args, **kwargs)
+@register(KvCacheArgs, _core.kvcache_fwd, _core.kvcache_append_fwd)
+def _kvcache(call: KvCacheArgs) -> int:
     batch, seqlen_q = call.q.shape[:2]
     pages = 1 if call.block_table is None else call.block_table.shape[1]
     new = 0 if call.k is None else call.k.shape[1]
@@ -140,17 +146,13 @@ def _kvcache(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
 # ---- the operators that distributed-attention clients call ----
 
 
-def register_by_name(operator: Any, flops: Callable[[dict[str, Any]], int]) -> None:
+def register_by_name(operator: OpOverloadPacket, flops: Callable[[Call], int]) -> None:
     """The formula of an operator: flops of its arguments by name, without those that have their default."""
     names = [argument.name for argument in operator.default._schema.arguments]
-
-    def formula(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
-        return flops({**dict(zip(names, args)), **kwargs})
-
-    register(operator)(formula)
+    register(lambda *args, **kwargs: {**dict(zip(names, args)), **kwargs}, operator)(flops)
 
 
-def _pairs_by_name(call: dict[str, Any]) -> int:
+def _pairs_by_name(call: Call) -> int:
     q, k = call["q"], call["k"]
     if "cu_seqlens_q" not in call:
         return int(q.shape[0] * q.shape[1] * k.shape[1])

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +24,7 @@ def fused_dense_func(
     weight: Tensor,
     bias: Tensor | None = None,
     return_residual: bool = False,
-    process_group: Any = None,
+    process_group: object = None,
     sequence_parallel: bool = True,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """x (..., in_features) times weight (out_features, in_features), plus bias (out_features,).
@@ -53,7 +52,7 @@ class FusedDense(nn.Linear):
         self.return_residual = return_residual
 
     def forward(  # type: ignore[override]
-        self, x: Tensor, process_group: Any = None
+        self, x: Tensor, process_group: object = None
     ) -> Tensor | tuple[Tensor, Tensor]:
         """x: (..., in_features) -> (..., out_features), or with return_residual (out, x)."""
         return fused_dense_func(x, self.weight, self.bias, self.return_residual, process_group)
@@ -70,7 +69,7 @@ def fused_mlp_func(
     return_residual: bool = False,
     checkpoint_lvl: int = 0,
     heuristic: int | str = 0,
-    process_group: Any = None,
+    process_group: object = None,
     sequence_parallel: bool = True,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """activation(x weight1^T + bias1) weight2^T + bias2.
@@ -145,7 +144,7 @@ class FusedMLP(nn.Module):
         self.fc1 = linear(in_features, hidden_features, bias=bias1)
         self.fc2 = linear(hidden_features, out_features or in_features, bias=bias2)
 
-    def forward(self, x: Tensor, process_group: Any = None) -> Tensor | tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, process_group: object = None) -> Tensor | tuple[Tensor, Tensor]:
         """x: (..., in_features) -> (..., out_features), or with return_residual (out, x)."""
         return fused_mlp_func(
             x,

@@ -6,14 +6,14 @@ The pages of all heads are one pool of overlapping views, so that nothing of the
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
-from flash_attn._types import TensorOrTuple
+from flash_attn._types import Descale, TensorOrTuple
 from flash_attn.ops import arguments, outputs
+from flash_attn.ops.attention_args import replaced
 from flash_attn.ops.quant_args import QuantArgs
 
 
@@ -31,12 +31,12 @@ def attend(
     out: Tensor | None,
     quant: QuantArgs,
     return_softmax_lse: bool,
-    reject: dict[str, Any],
-    **options: Any,
+    reject: Mapping[str, object],
+    **options: object,
 ) -> TensorOrTuple:
     """`inference.attend_over_cache`, which is `call`, by one request for each sequence and K/V head.
 
-    reject: arguments that such a call has not, by name.
+    reject: arguments that such a call does not take, by name.
     """
     axes = {"k_descale_axis": quant.k_descale_axis, "v_descale_axis": quant.v_descale_axis}
     for name, value in {**reject, **axes}.items():
@@ -89,7 +89,7 @@ def attend(
             cache_leftpad=_lengths("cache_leftpad", cache_leftpad, batch, heads_k),
             alibi_slopes=alibi_slopes,
             qv=None if qv is None else _by_head(qv, heads_k),
-            quant=quant._replace(**scales),
+            quant=replaced(quant, **scales),
             return_softmax_lse=True,
             **options,
         )
@@ -127,7 +127,7 @@ def _pages(block_table: Tensor, count: int, page_step: int, head_step: int) -> T
     return pages.masked_fill((block_table < 0) | (block_table >= count), -1).flatten(0, 1)
 
 
-def _lengths(name: str, lengths: Any, batch: int, heads_k: int) -> Any:
+def _lengths(name: str, lengths: int | Tensor | None, batch: int, heads_k: int) -> int | Tensor | None:
     """(batch,) or (batch, nheads_k) for each request; an int or None for all of them passes."""
     if not isinstance(lengths, Tensor):
         return lengths
@@ -136,7 +136,7 @@ def _lengths(name: str, lengths: Any, batch: int, heads_k: int) -> Any:
     return (lengths if lengths.dim() == 2 else lengths[:, None]).expand(batch, heads_k).reshape(-1)
 
 
-def _scale(name: str, descale: Any, batch: int, heads_k: int) -> Any:
+def _scale(name: str, descale: Descale, batch: int, heads_k: int) -> Descale:
     """A number for all requests passes; (batch, nheads_k) becomes one of each."""
     if not isinstance(descale, Tensor) or descale.numel() == 1:
         return descale

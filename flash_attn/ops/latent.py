@@ -1,11 +1,11 @@
-"""`qv`: queries that meet the values, in calls whose scores are softmax_scale * (q k^T + qv v^T).
+"""`qv`: second queries, multiplied with the values: scores are softmax_scale * (q k^T + qv v^T).
 
-So multi-head latent attention decodes: K is the rotated part of a cached row, V its latent part, and both are keys.
+Multi-head latent attention decodes so: a cached row has a rotated part, K, and a latent part, V, and scores take both.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -51,14 +51,16 @@ def check_plan(args: KvCachePlanArgs) -> None:
         raise NotImplementedError(f"head_dim_v: expected 0 on {device}, got {args.head_dim_v}")
 
 
-def _check(args: AttentionArgs | KvCacheArgs, k: Tensor | None, v: Tensor | None, more: dict[str, Any]) -> None:
+def _check(args: AttentionArgs | KvCacheArgs, k: Tensor | None, v: Tensor | None, more: Mapping[str, object]) -> None:
     reason = _reason(args, k, v, more) if args.q.device.type == "cuda" else None
     if reason is not None:
         raise NotImplementedError(f"qv: expected None on cuda, got a tensor: {reason}")
 
 
-def _reason(args: AttentionArgs | KvCacheArgs, k: Tensor | None, v: Tensor | None, more: dict[str, Any]) -> str | None:
-    """Why no CUDA kernel computes the call. Tensors of other ranks and shapes are the backend's matter."""
+def _reason(
+    args: AttentionArgs | KvCacheArgs, k: Tensor | None, v: Tensor | None, more: Mapping[str, object]
+) -> str | None:
+    """Why no CUDA kernel computes the call. The backend checks ranks and shapes."""
     if k is None or v is None or args.block_table is None:
         return "kernels read pages, by block_table"
     dims = args.q.shape[-1], v.shape[-1]

@@ -8,12 +8,14 @@ so nothing here depends on them. Eager calls on plain tensors skip the dispatche
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from flash_attn._types import Batched, Context, VmapInfo
 from flash_attn.ops import calls, context, outputs
 from flash_attn.ops.attention_args import (
     ATTENTION_INPUTS,
@@ -32,15 +34,45 @@ from flash_attn.ops.attention_args import (
     schema,
 )
 
+if TYPE_CHECKING:
+    from flash_attn.derivatives.kernel import Computed
+
 _NAMESPACE = "flash_attn_core"
 _library = torch.library.Library(_NAMESPACE, "DEF")
-_forward_op: Any = None  # set by _register_attention, as is the next
-_backward_op: Any = None
+_forward_op: Callable[..., tuple[Tensor, ...]]  # set by _register_attention, as is the next
+_backward_op: Callable[..., list[Tensor]]
+_Record = TypeVar("_Record", bound=NamedTuple)
+_Result = TypeVar("_Result")
 
 
-def attention(args: AttentionArgs) -> Any:
-    """`calls.forward` for a call that no autograd.Function records: as the operator, which is differentiable, where
-    someone watches it, by its rules within torch.func and forward mode, which know no qv."""
+class AttentionContext(Context):
+    """What `save_for_backward` keeps, and the attention functions."""
+
+    options: tuple[float, ...]
+    forward_only: str | None
+    num_inputs: int
+    returns_lse: bool
+    has_biases: bool
+    head_dims: tuple[int, ...] | None  # of q, k and v before they are padded
+    surplus_columns: int
+
+
+class _TransformedContext(AttentionContext):
+    computed: Computed | None
+    constants: int  # results without a tangent
+
+
+class ValuesContext(Context):
+    """What `save_values` keeps."""
+
+    values: list[object]
+    places: list[int]
+
+
+def attention(args: AttentionArgs) -> tuple[Tensor, ...]:
+    """The results of `calls.forward`, for a call outside of an autograd.Function. The operator is called where a
+    compiler or a mode watches and where gradients are recorded; within torch.func and forward mode an
+    autograd.Function, which has no rule for qv."""
     names: tuple[str, ...] = ATTENTION_INPUTS
     given = args.differentiable()
     if args.qv is not None:
@@ -49,17 +81,17 @@ def attention(args: AttentionArgs) -> Any:
     if needs_dispatch:
         return _forward_op(*args)
     if context.transforms():
-        return _TransformedAttention.apply(*args, derived().computed_of_duals(args))
+        return _TransformedAttention.apply(*args, derived().computed_of_duals(args))  # type: ignore[no-any-return]  # of torch
     return _forward_op(*args) if differentiating else calls.forward(args)
 
 
-def computed_attention(args: AttentionArgs, computed: Any) -> Any:
-    """`attention` of a call whose results are known, a `derivatives.kernel.Computed`: for autograd alone."""
-    return _TransformedAttention.apply(*args, computed)
+def computed_attention(args: AttentionArgs, computed: Computed) -> tuple[Tensor, ...]:
+    """`attention` of a call whose results are known: only records it for autograd."""
+    return _TransformedAttention.apply(*args, computed)  # type: ignore[no-any-return]  # of torch
 
 
-def attention_into(args: AttentionArgs, out: Tensor, inputs: Any) -> Any:
-    """`attention` with its result in out; without gradients. inputs: (q, k, v) as the caller gave them."""
+def attention_into(args: AttentionArgs, out: Tensor, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """`attention` that writes its result into out; without gradients. inputs: (q, k, v) as the caller gave them."""
     given = (*args.differentiable(), args.qv)
     outputs.reject_gradients(out, *given)
     needs_dispatch = context.survey((*ATTENTION_INPUTS, "qv", "out"), (*given, out))[0]
@@ -100,7 +132,7 @@ def update_kvcache_plan(args: KvCachePlanArgs) -> None:
         calls.kvcache_plan(args)
 
 
-def save_for_backward(ctx: Any, args: AttentionArgs, output: Any) -> Any:
+def save_for_backward(ctx: AttentionContext, args: AttentionArgs, output: Sequence[Tensor]) -> Sequence[Tensor | None]:
     """Save the tensors of a forward that `input_gradients` needs in the ctx of an autograd.Function; returns them."""
     out, lse, _, rng_state, *_ = output
     tensors, ctx.options = saved_for_backward(args, out, lse, rng_state)
@@ -111,7 +143,9 @@ def save_for_backward(ctx: Any, args: AttentionArgs, output: Any) -> Any:
     return saved
 
 
-def input_gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None, bias_grad: bool = True) -> Any:
+def input_gradients(
+    ctx: AttentionContext, dout: Tensor | None, dlse: Tensor | None, bias_grad: bool = True
+) -> Sequence[Tensor | None]:
     """The gradients of ATTENTION_INPUTS, None for those that are not given. bias_grad: whether biases want theirs."""
     if ctx.forward_only is not None:
         _reject_forward_only(ctx.forward_only, "training", "backward")
@@ -125,18 +159,18 @@ def input_gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None, bias_gra
     return by_input(args, attention_backward(args))
 
 
-def _reject_forward_only(name: str, where: str, missing: str) -> None:
+def _reject_forward_only(name: str, where: str, missing: str) -> NoReturn:
     expected = "at least 16 bits" if name == "k" else "None"
     raise NotImplementedError(f"{name}: expected {expected} in {where}, got a tensor: it has no {missing}")
 
 
-def by_input(args: AttentionBackwardArgs, grads: Sequence[Any]) -> list[Any]:
-    """One for each of ATTENTION_INPUTS, None for those that get no gradient, from those of the others."""
+def by_input(args: AttentionBackwardArgs, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """A gradient for each of ATTENTION_INPUTS, or None. grads: of those that get one."""
     rest = iter(grads)
     return [None if x is None else next(rest) for x in args.learned()]
 
 
-def attention_backward(args: AttentionBackwardArgs) -> Any:
+def attention_backward(args: AttentionBackwardArgs) -> list[Tensor]:
     """The gradients of those of `args.learned()` that are given."""
     if context.survey(BACKWARD_INPUTS, args.differentiable(), carries_tangents=True)[0]:
         return _backward_op(*args)
@@ -146,12 +180,12 @@ def attention_backward(args: AttentionBackwardArgs) -> Any:
     return _AttentionBackward.apply(*args) if differentiated else calls.backward(args)
 
 
-def _setup_context(ctx: Any, inputs: Any, output: Any) -> Any:
+def _setup_context(ctx: AttentionContext, inputs: Sequence[Any], output: tuple[Tensor, ...]) -> Sequence[Tensor | None]:
     ctx.mark_non_differentiable(*output[2:])
     return save_for_backward(ctx, AttentionArgs(*inputs), output)
 
 
-def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: Any) -> Any:
+def _backward(ctx: AttentionContext, dout: Tensor | None, dlse: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
     wanted = dict(zip(AttentionArgs._fields, ctx.needs_input_grad))  # without trailing arguments that have defaults
     bias_grad = any(wanted.get(name) for name in BIASES)
     return attention_gradients(input_gradients(ctx, dout, dlse, bias_grad))
@@ -164,22 +198,22 @@ class _TransformedAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(*values: Any) -> Any:
+    def forward(*values: Any) -> tuple[Tensor, ...]:
         *args, computed = values
         return calls.forward(AttentionArgs(*args)) if computed is None else computed.take_results()
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+    def setup_context(ctx: _TransformedContext, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         *args, ctx.computed = inputs
         ctx.save_for_forward(*_setup_context(ctx, args, output))
         ctx.constants = len(output) - 2
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
+    def backward(ctx: _TransformedContext, *grads: Any) -> tuple[Tensor | None, ...]:
         return *_backward(ctx, *grads), None
 
     @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
+    def jvp(ctx: _TransformedContext, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
         given = dict(zip(AttentionArgs._fields, tangents))
         directions = Tangents(*(given[name] for name in TANGENT_INPUTS))
         if ctx.forward_only is not None:
@@ -189,7 +223,7 @@ class _TransformedAttention(torch.autograd.Function):
         return *derived().tangents(directions, args, ctx.computed), *[None] * ctx.constants
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, *values: Any) -> Any:
+    def vmap(info: VmapInfo, in_dims: tuple[int | None, ...], *values: Any) -> Batched:
         dropout_p = AttentionArgs(*values[:-1]).dropout_p
         if dropout_p > 0 and info.randomness != "different":
             raise RuntimeError(
@@ -203,51 +237,53 @@ class _AttentionBackward(torch.autograd.Function):
     """The backward where it is differentiated once more."""
 
     @staticmethod
-    def forward(*args: Any) -> Any:
+    def forward(*args: Any) -> tuple[Tensor, ...]:
         return tuple(calls.backward(AttentionBackwardArgs(*args)))
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+    def setup_context(ctx: ValuesContext, inputs: tuple[object, ...], output: object) -> None:
         ctx.save_for_forward(*save_values(ctx, inputs))
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
+    def backward(ctx: ValuesContext, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         return _second_backward(ctx, *grads)
 
     @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
-        return derived().tangents_of_gradients(AttentionBackwardArgs(*saved_values(ctx)), tangents)
+    def jvp(ctx: ValuesContext, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
+        args = AttentionBackwardArgs(*saved_values(ctx))
+        gradients: tuple[Tensor | None, ...] = derived().tangents_of_gradients(args, tangents)
+        return gradients
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
+    def vmap(info: VmapInfo, in_dims: tuple[int | None, ...], *args: object) -> Batched:
         return context.by_sample(_AttentionBackward, info, in_dims, args)
 
 
-def save_values(ctx: Any, values: Sequence[Any]) -> Any:
+def save_values(ctx: ValuesContext, values: Sequence[object]) -> Sequence[Tensor | None]:
     """Save arguments of any types in the ctx of an autograd.Function for `saved_values`; returns the tensors."""
     ctx.values = [None if isinstance(x, Tensor) else x for x in values]
     ctx.places = [i for i, x in enumerate(values) if isinstance(x, Tensor)]
-    tensors = context.all_savable([values[i] for i in ctx.places])
+    tensors = context.all_savable([x for x in values if isinstance(x, Tensor)])
     ctx.save_for_backward(*tensors)
     ctx.set_materialize_grads(False)
     return tensors
 
 
-def saved_values(ctx: Any) -> list[Any]:
+def saved_values(ctx: ValuesContext) -> list[Any]:
     values = list(ctx.values)
     for i, x in zip(ctx.places, ctx.saved_tensors):
         values[i] = x
     return values
 
 
-def _second_setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+def _second_setup_context(ctx: ValuesContext, inputs: tuple[object, ...], output: object) -> None:
     save_values(ctx, inputs)
 
 
-def _second_backward(ctx: Any, *grads: Any) -> Any:
+def _second_backward(ctx: ValuesContext, *grads: Any) -> tuple[Tensor | None, ...]:
     if len(grads) == 1 and isinstance(grads[0], (list, tuple)):  # of an operator with a list of results
         (grads,) = grads
-    given = len(ctx.needs_input_grad)  # an operator's trailing arguments that are defaults are none of its inputs
+    given = len(ctx.needs_input_grad)  # without trailing arguments that have defaults
     if all(x is None for x in grads):
         return (None,) * given
     if not context.transformed():
@@ -259,19 +295,19 @@ def _second_backward(ctx: Any, *grads: Any) -> Any:
     return attention_gradients(by_input(args, inputs), AttentionBackwardArgs, found)[:given]
 
 
-def derived() -> Any:
+def derived() -> ModuleType:
     """The rules of derivatives, which are made of the operators here and loaded with the first one."""
     from flash_attn.derivatives import rules
 
     return rules
 
 
-def takes(record: type[Any], function: Callable[..., Any]) -> Callable[..., Any]:
+def takes(record: Callable[..., _Record], function: Callable[[_Record], _Result]) -> Callable[..., _Result]:
     """`function` of a record as an operator calls it: with the fields by position."""
     return lambda *args: function(record(*args))
 
 
-def _five_results(forward: Callable[..., Any]) -> Callable[..., Any]:
+def _five_results(forward: Callable[[AttentionArgs], tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
     """The operator has a fixed number of results: a max_logit that is not wanted is empty."""
 
     def padded(args: AttentionArgs) -> tuple[Tensor, ...]:
@@ -283,18 +319,18 @@ def _five_results(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 def register(
     name: str,
-    record: type[Any],
+    record: type[NamedTuple],
     returns: str,
-    function: Callable[..., Any],
-    fake: Callable[..., Any],
+    function: Callable[..., _Result],
+    fake: Callable[..., _Result],
     tags: Sequence[torch.Tag] = (),
-) -> Any:
+) -> Callable[..., _Result]:
     """The functional operator `name` over the fields of a record. function, fake: of these fields by position.
 
-    Within forward mode a call raises: torch.compile and torch.library carry no tangents and say nothing.
+    A call within forward mode raises: torch.compile and torch.library would drop the tangents silently.
     """
 
-    def checked(*args: Any) -> Any:
+    def checked(*args: object) -> _Result:
         context.reject_forward_mode(f"{_NAMESPACE}::{name}")
         return function(*args)
 
@@ -302,10 +338,13 @@ def register(
     _library.define(name + schema(record, returns), tags=(*tags, torch.Tag.pt2_compliant_tag))
     _library.impl(name, checked, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{_NAMESPACE}::{name}", fake, lib=_library)
-    return getattr(getattr(torch.ops, _NAMESPACE), name).default
+    operator: Callable[..., _Result] = getattr(getattr(torch.ops, _NAMESPACE), name).default
+    return operator
 
 
-def register_autograd(name: str, backward: Callable[..., Any], setup_context: Callable[..., Any] | None = None) -> None:
+def register_autograd(
+    name: str, backward: Callable[..., object], setup_context: Callable[..., object] | None = None
+) -> None:
     torch.library.register_autograd(f"{_NAMESPACE}::{name}", backward, setup_context=setup_context, lib=_library)
 
 
@@ -333,12 +372,12 @@ def _register_attention() -> None:
 
 def _register_writing(
     name: str,
-    record: type[Any],
+    record: type[_Record],
     returns: str,
-    function: Callable[..., Any],
-    fake: Callable[..., Any],
+    function: Callable[[_Record], _Result],
+    fake: Callable[[_Record], _Result],
     written: Mapping[str, str],
-) -> Any:
+) -> Callable[..., _Result]:
     """The operator `name` over the fields of a record that writes those of `written`: see `schema`."""
     op = torch.library.custom_op(
         f"{_NAMESPACE}::{name}",
@@ -347,10 +386,11 @@ def _register_writing(
         schema=schema(record, returns, written),
     )
     op.register_fake(takes(record, fake))
-    return getattr(getattr(torch.ops, _NAMESPACE), name).default
+    operator: Callable[..., _Result] = getattr(getattr(torch.ops, _NAMESPACE), name).default
+    return operator
 
 
-def _register_kvcache(name: str, written: Mapping[str, str]) -> Any:
+def _register_kvcache(name: str, written: Mapping[str, str]) -> Callable[..., tuple[Tensor, Tensor]]:
     functions = calls.kvcache_operator, calls.kvcache_operator_fake
     return _register_writing(name, KvCacheArgs, "(Tensor, Tensor)", *functions, written)
 

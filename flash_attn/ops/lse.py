@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 from torch import Tensor
 
@@ -12,7 +11,7 @@ from flash_attn.ops import arguments
 CONVENTIONS = ("fa2", "fa3", "flashinfer")
 
 
-def check_convention(value: Any) -> str:
+def check_convention(value: str) -> str:
     """value, if it names a convention."""
     if not isinstance(value, str) or value not in CONVENTIONS:
         expected = ", ".join(map(repr, CONVENTIONS))

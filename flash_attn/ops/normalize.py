@@ -1,15 +1,14 @@
 """The operators' record of a call from the arguments that a caller may give to the attention functions.
 
-Most calls give most arguments as they are wanted: a type is compared before anything is called.
+Most arguments have the wanted type already: it is compared first, and a conversion is called only for another one.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
+from flash_attn._types import WindowSize
 from flash_attn.batch_invariance import is_batch_invariant
 from flash_attn.eight_bit import EIGHT_BIT
 from flash_attn.limits import MAX_HEAD_DIM
@@ -38,15 +37,15 @@ NAMES = (("qkv",), ("q", "kv"), ("q", "k", "v"))  # of the inputs in each packin
 
 
 def attention(
-    inputs: tuple[Any, ...],
+    inputs: tuple[Tensor, ...],
     sequences: Sequences,
-    dropout_p: Any,
-    softmax_scale: Any,
-    causal: Any,
-    window_size: Any,
-    softcap: Any,
+    dropout_p: float,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: WindowSize,
+    softcap: float,
     alibi_slopes: Tensor | None,
-    deterministic: Any,
+    deterministic: bool,
     return_attn_probs: bool,
     sinks: Tensor | None,
     options: Options,
@@ -89,15 +88,20 @@ def attention(
         check_score_tensors(options, q)  # before anything is launched
     if head_dim % 8 != 0 and _must_pad(inputs, head_dim):
         inputs = arguments.padded(inputs, head_dim)
-    k: Tensor | None
-    v: Tensor | None
-    q, k, v = inputs if len(inputs) == 3 else (*inputs, None, None)[:3]
+    k: Tensor | None = None
+    v: Tensor | None = None
+    if len(inputs) == 3:
+        q, k, v = inputs
+    elif len(inputs) == 2:
+        q, k = inputs
+    else:
+        (q,) = inputs
     given = (
         q, k, v, sequences.cu_seqlens_q, sequences.cu_seqlens_k, sequences.seqused_k, sequences.leftpad_k,
         sequences.block_table, alibi_slopes, sinks, max_seqlen_q, max_seqlen_k, dropout_p, scale, causal, left, right,
         softcap, deterministic, wants_dmask, False, is_batch_invariant(),
     )  # fmt: skip
-    args: AttentionArgs = filled(AttentionArgs, given, _NO_OPTIONS)
+    args = filled(AttentionArgs, given, _NO_OPTIONS)
     return args if options is PLAIN else _with_options(args, options)
 
 
@@ -159,7 +163,7 @@ def _with_options(args: AttentionArgs, options: Options) -> AttentionArgs:
     fields = options.quant.fields(args.q) if is_quantized else {}
     if not (options.mask is options.attn_bias is options.rel_bias is None):
         fields.update(_score_tensors(args, options))
-    changed: AttentionArgs = replaced(
+    return replaced(
         args,
         return_max_logit=arguments.flag("return_max_logit", options.return_max_logit),
         batch_invariant=arguments.flag("batch_invariant", options.batch_invariant) or args.batch_invariant,
@@ -168,7 +172,6 @@ def _with_options(args: AttentionArgs, options: Options) -> AttentionArgs:
         qv=options.qv,
         **fields,
     )
-    return changed
 
 
 def check_score_tensors(options: Options, q: Tensor) -> None:
@@ -190,11 +193,11 @@ def check_score_tensors(options: Options, q: Tensor) -> None:
     check_bias(options.attn_bias)
 
 
-def _score_tensors(args: AttentionArgs, options: Options) -> dict[str, Any]:
+def _score_tensors(args: AttentionArgs, options: Options) -> dict[str, object]:
     """The fields of a mask and of biases."""
     is_packed = args.cu_seqlens_q is not None
     seqlen_q = None if is_packed or args.q.dim() < 2 else args.q.shape[1]
-    fields: dict[str, Any] = {"attn_bias": options.attn_bias, "rel_bias": options.rel_bias}
+    fields: dict[str, object] = {"attn_bias": options.attn_bias, "rel_bias": options.rel_bias}
     mask = mask_factors(options.mask, is_packed, seqlen_q)
     if mask is not None:
         fields.update(zip(MASK_TENSORS, mask))
@@ -202,12 +205,12 @@ def _score_tensors(args: AttentionArgs, options: Options) -> dict[str, Any]:
     return fields
 
 
-def score_rows(rows: RowsInUse, options: Options, q: Tensor) -> dict[str, Any]:
+def score_rows(rows: RowsInUse, options: Options, q: Tensor) -> dict[str, AttentionMask | Tensor]:
     """Mask and bias of packed queries whose rows are put in another order."""
     mask, attn_bias, total = mask_factors(options.mask, packed=True), options.attn_bias, q.shape[0]
-    found: dict[str, Any] = {}
+    found: dict[str, AttentionMask | Tensor] = {}
     if mask is not None:
-        moved: dict[str, Any] = {}
+        moved: dict[str, Tensor] = {}
         for name, x in mask.tensors().items():
             if name in OF_QUERIES:
                 _check_rows(f"mask.{name}", x, total)
@@ -224,7 +227,7 @@ def _check_rows(name: str, x: Tensor, total: int) -> None:
     require(x.dim() == 3 and x.shape[1] == total, name, f"3 dimensions, the second of {total} rows", list(x.shape))
 
 
-def callers_names(inputs: tuple[Any, ...], sequences: Sequences, options: Options) -> dict[str, str]:
+def callers_names(inputs: tuple[Tensor, ...], sequences: Sequences, options: Options) -> dict[str, str]:
     """The names of arguments that a public function has for those of the backends, where they differ."""
     names = {"sinks": options.sinks_name, "qv": options.qv_name}
     if len(inputs) == 2:

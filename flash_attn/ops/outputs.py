@@ -1,10 +1,9 @@
-"""Tensors that the caller gives for results where a backend sees copies of the arguments: their checks, before any
-launch."""
+"""Checks, before any launch, of the tensors that a caller gives for results. The backend checks what it sees, which may
+be copies of the arguments."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +18,7 @@ def reject_gradients(out: Tensor | None, *inputs: Tensor | None) -> None:
         raise RuntimeError("out: expected None where gradients are recorded, got a tensor (use torch.no_grad())")
 
 
-def check_result(out: Tensor, q: Tensor, v: Tensor, out_dtype: torch.dtype | None, read: Mapping[str, Any]) -> None:
+def check_result(out: Tensor, q: Tensor, v: Tensor, out_dtype: torch.dtype | None, read: Mapping[str, object]) -> None:
     """out as the result of attention of q and v. read: the arguments by name, of which tensors are read."""
     shape = (*q.shape[:-1], arguments.head_dim("v", v))
     check("out", out, shape, q, result_dtype(q, v, out_dtype))
@@ -38,13 +37,13 @@ def check(name: str, given: Tensor, shape: Sequence[int], q: Tensor, dtype: torc
     arguments.check_shape(name, given, shape)
 
 
-def check_apart_from_copied(written: Iterable[tuple[str, Tensor | None]], read: Mapping[str, Any]) -> None:
+def check_apart_from_copied(written: Iterable[tuple[str, Tensor | None]], read: Mapping[str, object]) -> None:
     """Each tensor of the pairs (name, tensor or None) must not overlap the inputs, which the backend gets copies of."""
     for name, x in written:
         check_apart({name: x}, read)
 
 
-def check_apart(written: Mapping[str, Any], read: Mapping[str, Any]) -> None:
+def check_apart(written: Mapping[str, object], read: Mapping[str, object]) -> None:
     """Raise for tensors, by name, of which an element is written twice, or read too. Other values are left out.
 
     Where tensors may have no addresses, traced or transformed, nothing is checked.

@@ -8,7 +8,7 @@ Annotations stay objects (no postponed evaluation): torch.library infers the sch
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, Optional
+from typing import TYPE_CHECKING, Any, Optional
 
 import torch
 from torch import Tensor
@@ -17,12 +17,16 @@ from flash_attn.batch_invariance import is_batch_invariant
 from flash_attn.ops import calls, context
 from flash_attn.ops.attention_args import DENSE, AttentionArgs, AttentionBackwardArgs, Sequences
 
+if TYPE_CHECKING:
+    from torch._library.custom_ops import CustomOpDef
+
 _NAMESPACE = "flash_attn"
 _SCORES = ("dropout_p", "softmax_scale", "causal", "window_left", "window_right", "softcap")
 
 
 # dropout_p, softmax_scale, causal, window_left, window_right, softcap
 _Scores = tuple[float, float, bool, int, int, float]
+_Results = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def _forward_args(
@@ -75,18 +79,17 @@ def _backward_args(
     )
 
 
-def _forward_operator(make_args: Callable[..., AttentionArgs]) -> Any:
+def _forward_operator(make_args: Callable[..., AttentionArgs]) -> "CustomOpDef":
     """The operator of this name and parameters, which computes the forward of the arguments that make_args returns."""
     name = make_args.__name__
 
-    def forward(*args: Any, **options: Any) -> Any:
+    def forward(*args: object, **options: object) -> _Results:
         context.reject_forward_mode(name)
         out, lse, dmask, state = calls.forward(make_args(*args, **options))
         return out, lse, dmask, state
 
     functools.update_wrapper(forward, make_args)
-    results = tuple[Tensor, Tensor, Tensor, Tensor]
-    forward.__signature__ = inspect.signature(make_args).replace(return_annotation=results)  # type: ignore[attr-defined]
+    forward.__signature__ = inspect.signature(make_args).replace(return_annotation=_Results)  # type: ignore[attr-defined]
     operator = torch.library.custom_op(f"{_NAMESPACE}::{name}", forward, mutates_args=())
     operator.register_fake(lambda *args, **options: calls.forward_fake(make_args(*args, **options)))
     return operator
@@ -175,7 +178,7 @@ def _flash_attn_backward(
 
 
 @_flash_attn_backward.register_fake
-def _(dout: Tensor, q: Tensor, *rest: Any, **options: Any) -> Tensor:
+def _(dout: Tensor, q: Tensor, *rest: object, **options: object) -> Tensor:
     return calls.softmax_d_fake(q, None)
 
 
@@ -229,7 +232,7 @@ def _(
     dk: Optional[Tensor],
     dv: Optional[Tensor],
     cu_seqlens_q: Tensor,
-    *rest: Any,
-    **options: Any,
+    *rest: object,
+    **options: object,
 ) -> Tensor:
     return calls.softmax_d_fake(q, cu_seqlens_q)

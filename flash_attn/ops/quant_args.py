@@ -49,8 +49,8 @@ class QuantArgs(NamedTuple):
         return self.exp == "fast" and q.dtype in OF_QUERIES
 
     def cache_fields(self, q: Tensor, caches: tuple[Tensor, Tensor], new: Tensor | None) -> dict[str, Any]:
-        """`fields` of a call over the caches (k, v), to which `new` is appended: with descales of each row, which the
-        append writes, as k_token_descale and v_token_descale in place of k_descale and v_descale."""
+        """`fields` of a call that appends `new` (None: nothing) to the caches (k, v). Descales of each row, which the
+        append writes, are named k_token_descale and v_token_descale instead of k_descale and v_descale."""
         per_channel = isinstance(self.v_descale_axis, str) and self.v_descale_axis == "channel"
         fields = self._replace(v_descale_axis="channel" if per_channel else None).fields(q)
         axes = (self.k_descale_axis, None if per_channel else self.v_descale_axis)
@@ -74,7 +74,7 @@ def _descale(name: str, q: Tensor, value: float | Tensor) -> Tensor:
     return torch.full((), arguments.float32(name, value), dtype=torch.float32, device=q.device)
 
 
-def _check_descale_axis(name: str, axis: Any, descale: Any, cache: Tensor) -> None:
+def _check_descale_axis(name: str, axis: str | None, descale: Tensor | None, cache: Tensor) -> None:
     if axis is None:
         return
     if not isinstance(axis, str) or axis not in ("page", "row"):
@@ -90,7 +90,7 @@ def _check_descale_axis(name: str, axis: Any, descale: Any, cache: Tensor) -> No
             )
 
 
-def _is_written(name: str, axis: str | None, descale: Any, cache: Tensor, new: Tensor) -> bool:
+def _is_written(name: str, axis: str | None, descale: Tensor | None, cache: Tensor, new: Tensor) -> bool:
     """Whether the descale is one of each row, which an append computes and writes."""
     if descale is None or descale.dim() != 3 or descale.shape != cache.shape[:3] or axis == "page":
         return False

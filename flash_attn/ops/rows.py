@@ -1,6 +1,6 @@
-"""Batches as packed rows, and packed rows of which only the first of each sequence are in use.
+"""Batches as packed rows, and packed sequences of which only the first rows are in use.
 
-Everything here is made of differentiable torch operations whose sizes are known on the host: nothing waits for the GPU.
+All are differentiable torch operations whose sizes the host knows: nothing waits for the GPU.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def unpack(q: Tensor, cu_seqlens: Tensor | None, out: Tensor, lse: Tensor) -> tu
 
 
 def sequence_of_rows(cu_seqlens: Tensor, rows: int) -> Tensor:
-    """The sequence of each of the packed rows, any one for rows of no sequence; nothing waits for the GPU."""
+    """The index of the sequence of each packed row; that of a row without a sequence is arbitrary, but valid."""
     bounds = cu_seqlens.clamp(0, rows).cummax(0).values[1:]
     index = torch.arange(rows, dtype=bounds.dtype, device=bounds.device)
     return torch.searchsorted(bounds, index, right=True).clamp(max=max(bounds.shape[0] - 1, 0))
@@ -49,7 +49,7 @@ class RowsInUse:
 
     cu_seqlens: (batch + 1,), of any contents: the running maximum counts, within the rows that exist.
     seqused: None (all), or int32 or int64 (batch,): how many of the first rows of each sequence are in use, at most its
-    length. Results of rows that are not in use come out as those of rows that belong to no sequence.
+    length. Results of the other rows are those of rows that belong to no sequence.
     """
 
     def __init__(self, cu_seqlens: Tensor, seqused: Tensor | None, x: Tensor, side: str = "q") -> None:

@@ -7,7 +7,6 @@ or as k.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from torch import Tensor
 
@@ -33,7 +32,7 @@ def check(args: AttentionArgs) -> None:
     eight_bit.check_descales(q, k, v, args.descales(), _batch(args))
 
 
-def by_name(args: AttentionArgs) -> dict[str, Any]:
+def by_name(args: AttentionArgs) -> dict[str, object]:
     """The keyword arguments of the binding."""
     return {**args.scaling(), "fast_exp": args.fast_exp}
 

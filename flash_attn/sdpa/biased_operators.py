@@ -22,7 +22,7 @@ _BIAS_COLUMNS = 16  # those of the gradient of attn_bias
 
 
 def _is_ours(query: Tensor, key: Tensor, value: Tensor, attn_bias: Tensor | None, is_causal: bool) -> bool:
-    """Whether our kernels compute a call: by what forward and backward both know."""
+    """Whether our kernels compute a call, decided by arguments that its forward and backward share."""
     return (
         attn_bias is not None
         and not is_causal
@@ -35,7 +35,7 @@ def _is_ours(query: Tensor, key: Tensor, value: Tensor, attn_bias: Tensor | None
 
 
 def _named(q: Tensor, v: Tensor, attn_bias: Tensor | None, dropout_p: float, scale: float | None) -> dict[str, Any]:
-    """What forward and backward say alike of a call, of q and v (batch, seqlen, heads, head_dim)."""
+    """The arguments that forward and backward of a call share. q, v: (batch, seqlen, heads, head_dim)."""
     return {
         "cu_seqlens_q": None,
         "cu_seqlens_k": None,

@@ -10,8 +10,6 @@ so that the second result of the generator, unused, is empty.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from flash_attn import backends
@@ -139,7 +137,7 @@ def sdpa_forward(
     return_debug_mask: bool = False,
     *,
     scale: float | None = None,
-) -> tuple[Any, ...]:
+) -> tuple[torch.Tensor | int | None, ...]:
     """aten::_scaled_dot_product_flash_attention: query (batch, heads, seqlen_q, head_dim), key and value with heads of
     their own, which divide those of query.
     """
@@ -179,7 +177,7 @@ def _gradients(
     scale: float | None,
     window: tuple[int, int],
     swap: bool,
-) -> tuple[Any, ...]:
+) -> tuple[torch.Tensor, ...]:
     """(dq, dk, dv) like (query, key, value). swap: the axes 1 and 2 of all tensors but lse change places for us."""
 
     def ours(x: torch.Tensor) -> torch.Tensor:
@@ -231,7 +229,7 @@ def sdpa_backward(
     philox_offset: torch.Tensor,
     *,
     scale: float | None = None,
-) -> tuple[Any, ...]:
+) -> tuple[torch.Tensor, ...]:
     """aten::_scaled_dot_product_flash_attention_backward; deterministic where torch's flag asks for it."""
     return _gradients(
         grad_out,
@@ -272,7 +270,7 @@ def flash_forward(
     alibi_slopes: torch.Tensor | None = None,
     block_table: torch.Tensor | None = None,
     num_splits: int | None = None,
-) -> tuple[Any, ...]:
+) -> tuple[torch.Tensor, ...]:
     """aten::_flash_attention_forward: dense (batch, seqlen, heads, head_dim), with cum_seq_q varlen
     (total, heads, head_dim). num_splits 1 asks for a result that does not depend on the rest of the batch, as torch
     promises; other values change nothing.
@@ -417,7 +415,7 @@ def flash_backward(
     scale: float | None = None,
     window_size_left: int | None = None,
     window_size_right: int | None = None,
-) -> tuple[Any, ...]:
+) -> tuple[torch.Tensor, ...]:
     """aten::_flash_attention_backward; deterministic where torch's flag asks for it."""
     return _gradients(
         grad_out,

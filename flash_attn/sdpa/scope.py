@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from threading import Lock
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,12 +23,12 @@ from flash_attn.scoped import Scoped
 _TENSOR_TYPES = (Tensor, torch.nn.Parameter)
 _DTYPES = (torch.float16, torch.bfloat16)
 
-_scope = Scoped("flash_attn.sdpa.devices")
+_scope: Scoped[tuple[str, ...]] = Scoped("flash_attn.sdpa.devices")
 _lock = Lock()
 _open_scopes = 0  # of all threads
 # SDPA of torch.nn.functional before the first open scope, and what has its place since
-_original: Any = None
-_installed: Any = None
+_original: Callable[..., Tensor] = F.scaled_dot_product_attention
+_installed: Callable[..., Tensor] | None = None
 
 
 @contextmanager
@@ -59,7 +58,7 @@ def use(devices: str | Sequence[str] = ("cuda",)) -> Iterator[None]:
         _uninstall()
 
 
-def _device_types(devices: Any) -> tuple[str, ...]:
+def _device_types(devices: str | Sequence[str]) -> tuple[str, ...]:
     types = (devices,) if isinstance(devices, str) else devices
     if not isinstance(types, (tuple, list, set, frozenset)) or not all(isinstance(x, str) for x in types):
         raise TypeError(f"devices: expected 'cuda', 'cpu' or several of them, got {arguments.shown(devices)}")
@@ -94,7 +93,7 @@ def _replacement(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        attn_mask: Any = None,
+        attn_mask: Tensor | None = None,
         dropout_p: float = 0.0,
         is_causal: bool = False,
         *,
@@ -119,18 +118,18 @@ def _replacement(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _served_inputs(
-    devices: Any,
+    devices: tuple[str, ...],
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attn_mask: Any,
+    attn_mask: Tensor | None,
     dropout_p: float,
     is_causal: bool,
     scale: float | None,
     enable_gqa: bool,
-) -> Any:
-    """(query, key, value, attn_mask) as autocast wants them; None for a call that is PyTorch's, which invalid ones are
-    too."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None] | None:
+    """(query, key, value, attn_mask) in the dtype of autocast, or None for a call that goes to PyTorch, as invalid ones
+    do."""
     if attn_mask is not None and is_causal:
         return None
     for x in (query, key, value):
@@ -143,7 +142,7 @@ def _served_inputs(
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         query, key, value = _autocast(dtype, query, key, value)
-        if type(attn_mask) in _TENSOR_TYPES:
+        if attn_mask is not None and type(attn_mask) in _TENSOR_TYPES:
             (attn_mask,) = _autocast(dtype, attn_mask)
     dtype = query.dtype
     if dtype not in _DTYPES or key.dtype != dtype or value.dtype != dtype:
@@ -166,7 +165,7 @@ def _served_inputs(
     return (query, key, value, attn_mask) if fits else None
 
 
-def _mask_fits(attn_mask: Any, query: Tensor, seqlen_k: int) -> bool:
+def _mask_fits(attn_mask: Tensor, query: Tensor, seqlen_k: int) -> bool:
     """Whether flash_attn_func takes this mask for this query and number of keys."""
     if type(attn_mask) is CausalBias:
         return query.shape[2] == attn_mask.seq_len_q and seqlen_k == attn_mask.seq_len_kv
@@ -188,7 +187,7 @@ def _plain_execution() -> bool:
     return torch.compiler.is_compiling() or not (context.transformed() or forward_ad._current_level >= 0)
 
 
-def _autocast(dtype: Any, *tensors: Tensor) -> Any:
+def _autocast(dtype: torch.dtype, *tensors: Tensor) -> list[Tensor]:
     """Floating point tensors in the dtype of autocast; float64 ones stay."""
     return [x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors]
 
@@ -197,19 +196,19 @@ def _attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attn_mask: Any,
+    attn_mask: Tensor | None,
     dropout_p: float,
     causal: bool,
     scale: float | None,
 ) -> Tensor:
     """SDPA (batch, heads, seqlen, head_dim) by the public function, whose positions are aligned bottom right."""
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-    scores: dict[str, Any] = {}
+    mask = bias = None
     bottom_right = False
     if type(attn_mask) is CausalBias:
         causal, bottom_right = True, attn_mask.variant == CausalVariant.LOWER_RIGHT
     elif attn_mask is not None:
-        scores = {"mask" if attn_mask.dtype == torch.bool else "attn_bias": attn_mask}
+        mask, bias = (attn_mask, None) if attn_mask.dtype == torch.bool else (None, attn_mask)
     window = (-1, -1)
     ahead = q.shape[1] - k.shape[1]
     if causal and not bottom_right and ahead != 0:
@@ -218,5 +217,7 @@ def _attention(
         else:  # no row sees a key beyond the last row
             k, v = k[:, : q.shape[1]], v[:, : q.shape[1]]
     deterministic = torch.are_deterministic_algorithms_enabled()
-    out = flash_attn_func(q, k, v, dropout_p, scale, causal, window, deterministic=deterministic, **scores)
+    out: Tensor = flash_attn_func(
+        q, k, v, dropout_p, scale, causal, window, deterministic=deterministic, mask=mask, attn_bias=bias
+    )
     return out.transpose(1, 2)

@@ -15,7 +15,7 @@ from torch.utils import benchmark
 Timed = tuple[benchmark.Timer, benchmark.Measurement]
 
 
-def _timed(call: Callable[[], Any], repeats: int, text: str, verbose: bool) -> Timed:
+def _timed(call: Callable[[], object], repeats: int, text: str, verbose: bool) -> Timed:
     timer = benchmark.Timer("call()", globals={"call": call}, num_threads=torch.get_num_threads())
     measurement = timer.timeit(repeats)
     if verbose:
@@ -24,23 +24,21 @@ def _timed(call: Callable[[], Any], repeats: int, text: str, verbose: bool) -> T
     return timer, measurement
 
 
-def _first(result: Any) -> Any:
-    return result[0] if isinstance(result, tuple) else result
-
-
 def _caller(
-    fn: Callable[..., Any], inputs: tuple[Any, ...], kwinputs: dict[str, Any], amp: bool, amp_dtype: torch.dtype
+    fn: Callable[..., Any], inputs: tuple[object, ...], kwinputs: dict[str, object], amp: bool, amp_dtype: torch.dtype
 ) -> Callable[[], Tensor]:
     device = next((x.device.type for x in inputs if isinstance(x, Tensor)), "cuda")
 
-    def call() -> Any:
+    def call() -> Tensor:
         with torch.autocast(device, dtype=amp_dtype, enabled=amp):
-            return _first(fn(*inputs, **kwinputs))
+            result = fn(*inputs, **kwinputs)
+            out: Tensor = result[0] if isinstance(result, tuple) else result
+            return out
 
     return call
 
 
-def _clear_gradients(inputs: tuple[Any, ...]) -> None:
+def _clear_gradients(inputs: tuple[object, ...]) -> None:
     for x in inputs:
         if isinstance(x, Tensor):
             x.grad = None
@@ -55,29 +53,29 @@ def _gradient(out: Tensor, grad: Tensor | None) -> Tensor:
 
 
 def benchmark_forward(
-    fn: Callable[..., Any],
-    *inputs: Any,
+    fn: Callable[..., object],
+    *inputs: object,
     repeats: int = 10,
     desc: str = "",
     verbose: bool = True,
     amp: bool = False,
     amp_dtype: torch.dtype = torch.float16,
-    **kwinputs: Any,
+    **kwinputs: object,
 ) -> Timed:
     """Time fn(*inputs, **kwinputs) -> (timer, measurement). amp: under autocast to amp_dtype. verbose: print it."""
     return _timed(_caller(fn, inputs, kwinputs, amp, amp_dtype), repeats, f"{desc} - Forward pass", verbose)
 
 
 def benchmark_backward(
-    fn: Callable[..., Any],
-    *inputs: Any,
+    fn: Callable[..., object],
+    *inputs: object,
     grad: Tensor | None = None,
     repeats: int = 10,
     desc: str = "",
     verbose: bool = True,
     amp: bool = False,
     amp_dtype: torch.dtype = torch.float16,
-    **kwinputs: Any,
+    **kwinputs: object,
 ) -> Timed:
     """Time the backward of fn's (first) result, for the gradient grad or a random one. See `benchmark_forward`."""
     out = _caller(fn, inputs, kwinputs, amp, amp_dtype)()
@@ -91,15 +89,15 @@ def benchmark_backward(
 
 
 def benchmark_combined(
-    fn: Callable[..., Any],
-    *inputs: Any,
+    fn: Callable[..., object],
+    *inputs: object,
     grad: Tensor | None = None,
     repeats: int = 10,
     desc: str = "",
     verbose: bool = True,
     amp: bool = False,
     amp_dtype: torch.dtype = torch.float16,
-    **kwinputs: Any,
+    **kwinputs: object,
 ) -> Timed:
     """Time forward and backward together. See `benchmark_backward`."""
     forward = _caller(fn, inputs, kwinputs, amp, amp_dtype)
@@ -112,27 +110,27 @@ def benchmark_combined(
     return _timed(both, repeats, f"{desc} - Forward + Backward pass", verbose)
 
 
-def benchmark_fwd_bwd(fn: Callable[..., Any], *inputs: Any, **options: Any) -> tuple[Timed, Timed]:
+def benchmark_fwd_bwd(fn: Callable[..., object], *inputs: object, **options: Any) -> tuple[Timed, Timed]:
     """(`benchmark_forward`, `benchmark_backward`), whose arguments these are."""
     forward = {name: x for name, x in options.items() if name != "grad"}
     return benchmark_forward(fn, *inputs, **forward), benchmark_backward(fn, *inputs, **options)
 
 
-def benchmark_all(fn: Callable[..., Any], *inputs: Any, **options: Any) -> tuple[Timed, Timed, Timed]:
+def benchmark_all(fn: Callable[..., object], *inputs: object, **options: Any) -> tuple[Timed, Timed, Timed]:
     """(`benchmark_forward`, `benchmark_backward`, `benchmark_combined`), whose arguments these are."""
     return *benchmark_fwd_bwd(fn, *inputs, **options), benchmark_combined(fn, *inputs, **options)
 
 
 def pytorch_profiler(
-    fn: Callable[..., Any],
-    *inputs: Any,
+    fn: Callable[..., object],
+    *inputs: object,
     trace_filename: str | None = None,
     backward: bool = False,
     amp: bool = False,
     amp_dtype: torch.dtype = torch.float16,
     cpu: bool = False,
     verbose: bool = True,
-    **kwinputs: Any,
+    **kwinputs: object,
 ) -> None:
     """Profile a call, and its backward, after 30 calls that are not. verbose: print the table. cpu: its events too."""
     call = _caller(fn, inputs, kwinputs, amp, amp_dtype)
@@ -157,7 +155,7 @@ def pytorch_profiler(
 
 
 def benchmark_memory(
-    fn: Callable[..., Any], *inputs: Any, desc: str = "", verbose: bool = True, **kwinputs: Any
+    fn: Callable[..., object], *inputs: object, desc: str = "", verbose: bool = True, **kwinputs: object
 ) -> float:
     """The most CUDA memory allocated during a call, in GB of 2^20 * 1000 bytes."""
     torch.cuda.empty_cache()

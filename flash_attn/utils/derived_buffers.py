@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
+
+from flash_attn._types import Device
 
 
 def has_values(x: Tensor) -> bool:
@@ -25,7 +27,7 @@ class DerivedBuffers(torch.nn.Module):
     _filled = True  # False: the buffers are on meta, or were so when a loader put memory in their place
     _stays_float32 = False  # also in a module cast to half precision
 
-    def _derived(self, device: Any) -> dict[str, Tensor | None]:
+    def _derived(self, device: Device) -> dict[str, Tensor | None]:
         """The buffers by name, those that follow from numbers."""
         raise NotImplementedError
 
@@ -40,12 +42,12 @@ class DerivedBuffers(torch.nn.Module):
             self._fill(x.device)
             return
 
-    def _ensure_filled(self, device: Any) -> None:
+    def _ensure_filled(self, device: Device) -> None:
         """Before a use on `device`."""
         if not self._filled:
             self._fill(device)
 
-    def _fill(self, device: Any) -> None:
+    def _fill(self, device: Device) -> None:
         with torch.inference_mode(False):  # a backward may save them
             for name, x in self._derived(device).items():
                 if x is not None:

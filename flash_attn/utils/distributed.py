@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from flash_attn._types import Context
 
-def all_gather_raw(input_: Tensor, process_group: Any, async_op: bool = False) -> tuple[Tensor, Any]:
+
+class _Context(Context):
+    process_group: dist.ProcessGroup | None
+
+
+def all_gather_raw(
+    input_: Tensor, process_group: dist.ProcessGroup | None, async_op: bool = False
+) -> tuple[Tensor, dist.Work | None]:
     """The inputs of all ranks along the first dimension -> (tensor, handle); without gradient."""
     size = dist.get_world_size(process_group) * input_.shape[0]
     output = input_.new_empty((size, *input_.shape[1:]))
     return output, dist.all_gather_into_tensor(output, input_.contiguous(), group=process_group, async_op=async_op)
 
 
-def reduce_scatter_raw(input_: Tensor, process_group: Any, async_op: bool = False) -> tuple[Tensor, Any]:
+def reduce_scatter_raw(
+    input_: Tensor, process_group: dist.ProcessGroup | None, async_op: bool = False
+) -> tuple[Tensor, dist.Work | None]:
     """This rank's part, along the first dimension, of the sum over ranks -> (tensor, handle); without gradient."""
     ranks = dist.get_world_size(process_group)
     if input_.shape[0] % ranks != 0:
@@ -25,7 +33,9 @@ def reduce_scatter_raw(input_: Tensor, process_group: Any, async_op: bool = Fals
     return output, dist.reduce_scatter_tensor(output, input_.contiguous(), group=process_group, async_op=async_op)
 
 
-def all_reduce_raw(input_: Tensor, process_group: Any, async_op: bool = False) -> tuple[Tensor, Any]:
+def all_reduce_raw(
+    input_: Tensor, process_group: dist.ProcessGroup | None, async_op: bool = False
+) -> tuple[Tensor, dist.Work | None]:
     """The sum over ranks, in place of a contiguous input_ -> (tensor, handle); without gradient."""
     input_ = input_.contiguous()
     return input_, dist.all_reduce(input_, group=process_group, async_op=async_op)
@@ -35,12 +45,12 @@ class AllGatherFunc(torch.autograd.Function):
     """`all_gather_raw`; the backward is `reduce_scatter_raw`."""
 
     @staticmethod
-    def forward(ctx: Any, input_: Tensor, process_group: Any) -> Tensor:
+    def forward(ctx: _Context, input_: Tensor, process_group: dist.ProcessGroup | None) -> Tensor:
         ctx.process_group = process_group
         return all_gather_raw(input_, process_group)[0]
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor, None]:
         return reduce_scatter_raw(grad, ctx.process_group)[0], None
 
 
@@ -48,12 +58,12 @@ class ReduceScatterFunc(torch.autograd.Function):
     """`reduce_scatter_raw`; the backward is `all_gather_raw`."""
 
     @staticmethod
-    def forward(ctx: Any, input_: Tensor, process_group: Any) -> Tensor:
+    def forward(ctx: _Context, input_: Tensor, process_group: dist.ProcessGroup | None) -> Tensor:
         ctx.process_group = process_group
         return reduce_scatter_raw(input_, process_group)[0]
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor, None]:
         return all_gather_raw(grad, ctx.process_group)[0], None
 
 
@@ -61,11 +71,11 @@ class AllReduceFunc(torch.autograd.Function):
     """The sum over ranks; the backward is the gradient as it is."""
 
     @staticmethod
-    def forward(ctx: Any, input_: Tensor, process_group: Any) -> Tensor:
+    def forward(ctx: _Context, input_: Tensor, process_group: dist.ProcessGroup | None) -> Tensor:
         return all_reduce_raw(input_.clone(), process_group)[0]
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
 
 
@@ -77,7 +87,7 @@ def _marked(model: nn.Module, mark: str) -> list[nn.Parameter]:
     return [p for _, p in sorted(model.named_parameters()) if getattr(p, mark, False)]
 
 
-def sync_shared_params(model: nn.Module, process_group: Any) -> None:
+def sync_shared_params(model: nn.Module, process_group: dist.ProcessGroup) -> None:
     """Give all ranks the first rank's values of the parameters with the attribute `_shared_params`."""
     source = dist.get_global_rank(process_group, 0)
     with torch.no_grad():
@@ -85,7 +95,7 @@ def sync_shared_params(model: nn.Module, process_group: Any) -> None:
             dist.broadcast(p, src=source, group=process_group)
 
 
-def allreduce_sequence_parallel_grad(model: nn.Module, process_group: Any) -> None:
+def allreduce_sequence_parallel_grad(model: nn.Module, process_group: dist.ProcessGroup | None) -> None:
     """Sum over ranks, in place, the gradients of the parameters with the attribute `_sequence_parallel`."""
     for p in _marked(model, "_sequence_parallel"):
         if p.grad is not None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -26,7 +26,7 @@ class InferenceParams:
     max_batch_size: int
     seqlen_offset: int = 0
     batch_size_offset: int = 0
-    key_value_memory_dict: dict[Any, torch.Tensor] = field(default_factory=dict)
+    key_value_memory_dict: dict[Hashable, torch.Tensor] = field(default_factory=dict)
     lengths_per_sample: torch.Tensor | None = None
 
     def reset(self, max_seqlen: int, max_batch_size: int) -> None:

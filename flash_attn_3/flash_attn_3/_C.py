@@ -8,7 +8,7 @@ as that of FlashAttention-3 does not.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from flash_attn_3 import _checks
 from flash_attn_3._backward import backward
 from flash_attn_3._forward import forward
 
+_Result = TypeVar("_Result")
 _SCHEMAS = {
     "fwd": "(Tensor q, Tensor k, Tensor v, Tensor(k_new!)? k_new=None, Tensor(v_new!)? v_new=None, Tensor? q_v=None, "
     "Tensor(out!)? out=None, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, Tensor? cu_seqlens_k_new=None, "
@@ -53,7 +54,7 @@ def no_scratch(like: Tensor) -> Tensor:
     return like.new_empty(0, dtype=torch.float32)
 
 
-def _fwd(*args: Any) -> tuple[Tensor, ...]:
+def _fwd(*args: object) -> tuple[Tensor, ...]:
     out, lse = forward(*args)
     return out, lse, no_scratch(lse), no_scratch(lse)
 
@@ -67,7 +68,7 @@ def fwd_fake(
     q_v: Tensor | None = None,
     out: Tensor | None = None,
     cu_seqlens_q: Tensor | None = None,
-    *_: Any,
+    *_: object,
 ) -> tuple[Tensor, ...]:
     """Results of `fwd` by shape, dtype and device alone."""
     dtype = result_dtype(q, v, None)
@@ -176,10 +177,10 @@ def scheduler_metadata(
     return seqused_k.new_empty(0, dtype=torch.int32)
 
 
-def on_one_device(fake: Callable[..., Any], names: Sequence[str]) -> Callable[..., Any]:
+def on_one_device(fake: Callable[..., _Result], names: Sequence[str]) -> Callable[..., _Result]:
     """`fake` of the arguments of these names, of tensors that are all on meta or none."""
 
-    def checked(*args: Any, **kwargs: Any) -> Any:
+    def checked(*args: object, **kwargs: object) -> _Result:
         _checks.reject_meta((*names[: len(args)], *kwargs), (*args, *kwargs.values()))
         return fake(*args, **kwargs)
 
@@ -189,7 +190,7 @@ def on_one_device(fake: Callable[..., Any], names: Sequence[str]) -> Callable[..
 _library = torch.library.Library("flash_attn_3", "DEF")
 
 
-def _register(name: str, function: Callable[..., Any], fake: Callable[..., Any]) -> None:
+def _register(name: str, function: Callable[..., object], fake: Callable[..., object]) -> None:
     _library.define(name + _SCHEMAS[name])
     _library.impl(name, function, "CompositeExplicitAutograd")
     names = [x.name for x in getattr(torch.ops.flash_attn_3, name).default._schema.arguments]

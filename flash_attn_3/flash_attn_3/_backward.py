@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Optional, TypeVar
 
 import torch
 
@@ -12,6 +12,8 @@ from flash_attn.ops import arguments, calls, context, outputs
 from flash_attn.ops.attention_args import AttentionBackwardArgs
 from flash_attn.ops.rows import RowsInUse, pack
 from flash_attn_3 import _checks
+
+_MaybeTensor = TypeVar("_MaybeTensor", torch.Tensor, Optional[torch.Tensor])
 
 
 def backward(
@@ -184,7 +186,7 @@ def _packed(
     def keys(x: torch.Tensor) -> torch.Tensor:
         return rows_k.gather(pack(x, args.cu_seqlens_k)[0])
 
-    def per_row(x: torch.Tensor | None) -> Any:
+    def per_row(x: _MaybeTensor) -> _MaybeTensor:
         if x is None:
             return None
         return rows_q.gather(x if args.cu_seqlens_q is not None else x.transpose(0, 1).flatten(1), 1)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flash_attn._types import Descale
 from flash_attn.eight_bit import EIGHT_BIT, OF_QUERIES, named
 from flash_attn.ops import arguments
 from flash_attn.ops.quant_args import NO_QUANT, QuantArgs
@@ -58,7 +59,13 @@ def reject_unsupported(
 
 
 def quant_args(
-    q: Tensor, k: Tensor, v: Tensor, q_descale: Any, k_descale: Any, v_descale: Any, out: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_descale: Descale,
+    k_descale: Descale,
+    v_descale: Descale,
+    out: Tensor | None = None,
 ) -> QuantArgs:
     """The arguments of flash_attn for 8-bit tensors; NO_QUANT where all are wider, whose descales have no effect."""
     given = {"q_descale": (q, q_descale), "k_descale": (k, k_descale), "v_descale": (v, v_descale)}
@@ -112,7 +119,7 @@ def packed(
                 arguments.check_lengths(name, cu_seqlens, other.shape[0] + 1, q.device)
 
 
-def split_heads(qkv: Tensor, num_heads_q: Any) -> tuple[Tensor, ...]:
+def split_heads(qkv: Tensor, num_heads_q: int | None) -> tuple[Tensor, ...]:
     """(q, k, v), views of qkv (batch, seqlen, num_heads_q + 2 * nheads_k, head_dim)."""
     count = arguments.integer("num_heads_q", num_heads_q, expected="an int for qkv of 4 dimensions")
     others = qkv.shape[2] - count

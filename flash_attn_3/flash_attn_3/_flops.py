@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from flash_attn.ops import flops
@@ -12,7 +10,7 @@ from flash_attn_3 import _operators  # noqa: F401  # registers two of them
 _ops = torch.ops.flash_attn_3
 
 
-def _pairs(call: dict[str, Any]) -> int:
+def _pairs(call: flops.Call) -> int:
     """Pairs of query and key of dense, packed, cached or paged tensors: those in use, of what the tensors can hold."""
     q, k, table = call["q"], call["k"], call.get("page_table")
     cu_seqlens_q, cu_seqlens_k, new = call.get("cu_seqlens_q"), call.get("cu_seqlens_k"), call.get("k_new")
@@ -32,12 +30,12 @@ def _pairs(call: dict[str, Any]) -> int:
     return flops.count_pairs(lengths_q, keys)
 
 
-def _forward(call: dict[str, Any]) -> int:
+def _forward(call: flops.Call) -> int:
     pairs = _pairs(call)
     return flops.forward_flops(call["q"], call["v"], pairs) + flops.latent_flops(call.get("qv", call.get("q_v")), pairs)
 
 
-def _backward(call: dict[str, Any]) -> int:
+def _backward(call: flops.Call) -> int:
     return flops.backward_flops(call["q"], call["v"], _pairs(call))
 
 

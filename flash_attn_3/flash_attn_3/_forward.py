@@ -13,7 +13,7 @@ from typing import Any, Optional, TypeVar
 import torch
 from torch import Tensor
 
-from flash_attn._types import WindowSize
+from flash_attn._types import Descale, WindowSize
 from flash_attn.flash_attn_interface import attend, attend_rows_in_use
 from flash_attn.inference import attend_over_cache
 from flash_attn.ops import arguments, context, outputs
@@ -44,7 +44,7 @@ def without_autograd(function: Callable[..., _Result]) -> Callable[..., _Result]
     """`function` as the body of an operator: its tensors are computed with as they are."""
 
     @functools.wraps(function)
-    def call(q: Tensor, *args: Any, **kwargs: Any) -> _Result:
+    def call(q: Tensor, *args: object, **kwargs: object) -> _Result:
         with torch.no_grad():
             if q.device.type == "meta" or not torch.is_autocast_enabled(q.device.type):
                 return function(q, *args, **kwargs)
@@ -76,9 +76,9 @@ def forward(
     rotary_cos: Tensor | None = None,
     rotary_sin: Tensor | None = None,
     seqlens_rotary: Tensor | None = None,
-    q_descale: Any = None,
-    k_descale: Any = None,
-    v_descale: Any = None,
+    q_descale: Descale = None,
+    k_descale: Descale = None,
+    v_descale: Descale = None,
     softmax_scale: float | None = None,
     causal: bool = False,
     window_size_left: int = -1,
@@ -129,7 +129,7 @@ def _all_none(*values: object) -> bool:
     return all(x is None for x in values)
 
 
-def _options(score: _Score) -> tuple[Any, ...]:
+def _options(score: _Score) -> tuple[object, ...]:
     """Those of `attend` from dropout_p to is_grad_enabled, with the LSE."""
     return (0.0, *score, None, False, True, True)
 
@@ -209,7 +209,7 @@ def over_cache(
     v: Tensor | None,
     rotary_cos: Tensor | None,
     rotary_sin: Tensor | None,
-    cache_seqlens: Any,
+    cache_seqlens: int | Tensor | None,
     cache_batch_idx: Tensor | None,
     cache_leftpad: Tensor | None,
     block_table: Tensor | None,
@@ -226,10 +226,10 @@ def over_cache(
     names: dict[str, str],
     sinks: Tensor | None = None,
     qv: Tensor | None = None,
-) -> Any:
+) -> tuple[Tensor, Tensor]:
     """(out, lse) of `flash_attn.flash_attn_with_kvcache`. names: the caller's, see `_checks.renamed`."""
     try:
-        return attend_over_cache(
+        out, lse = attend_over_cache(
             q,
             k_cache,
             v_cache,
@@ -256,6 +256,7 @@ def over_cache(
         )
     except _checks.ERRORS as error:
         raise _checks.renamed(error, names) from None
+    return out, lse
 
 
 def packed_over_cache(*args: Any, names: dict[str, str], **named: Any) -> tuple[Tensor, Tensor]:
@@ -274,7 +275,7 @@ def _packed_over_cache(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    seqused_k: Any,
+    seqused_k: int | Tensor | None,
     kv_batch_idx: Tensor | None,
     leftpad_k: Tensor | None,
     page_table: Tensor | None,
@@ -349,7 +350,9 @@ def _pages(k: Tensor, page_table: Tensor | None, kv_batch_idx: Tensor | None, ba
     return torch.arange(batch, dtype=torch.int32, device=k.device).unsqueeze(1)
 
 
-def _lengths(seqused_k: Any, like: Tensor, k: Tensor, page_table: Tensor) -> tuple[Tensor | None, Tensor | None]:
+def _lengths(
+    seqused_k: int | Tensor | None, like: Tensor, k: Tensor, page_table: Tensor
+) -> tuple[Tensor | None, Tensor | None]:
     """(lengths (batch,), whether each is inactive (batch,)), None for the full length and no inactive one.
 
     A length that does not fit is an error where the host sees it: an int, a CPU tensor.

@@ -9,6 +9,7 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
+from flash_attn._types import Context
 from flash_attn_3 import _C, _checks
 from flash_attn_3._backward import backward, gradients
 from flash_attn_3._forward import forward
@@ -110,7 +111,13 @@ _PARAMETERS = tuple(inspect.signature(_flash_attn_forward._init_fn).parameters)
 _flash_attn_forward.register_fake(_C.on_one_device(_forward_fake, _PARAMETERS))
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+class _Context(Context):
+    options: list[float]  # the values of _OPTIONS
+    sm_margin: int
+    forward_only: dict[str, Optional[Tensor]]
+
+
+def _setup_context(ctx: _Context, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     out, lse, *scratch = output
     given = dict(zip(_PARAMETERS, inputs))
     ctx.save_for_backward(*inputs[:3], out, lse, *(given[name] for name in _LENGTHS))
@@ -121,7 +128,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx: Any, dout: Optional[Tensor], dlse: Optional[Tensor], *_: Any) -> tuple[Any, ...]:
+def _backward(ctx: _Context, dout: Optional[Tensor], dlse: Optional[Tensor], *_: None) -> tuple[Optional[Tensor], ...]:
     _checks.reject_beside("in training", **ctx.forward_only)
     q, k, v, out, lse, *lengths = ctx.saved_tensors
     _checks.reject_training(q, k, v)
@@ -196,8 +203,8 @@ def _backward_fake(
     cu_seqlens_k: Optional[Tensor] = None,
     sequed_q: Optional[Tensor] = None,
     sequed_k: Optional[Tensor] = None,
-    *_: Any,
-    **__: Any,
+    *_: object,
+    **__: object,
 ) -> Tensor:
     return _C.softmax_d_fake(q, cu_seqlens_q, cu_seqlens_k, sequed_q, sequed_k)
 

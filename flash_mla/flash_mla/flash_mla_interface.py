@@ -26,11 +26,11 @@ class FlashMLASchedMeta:
     """What the calls with one metadata have in common: sizes and options of the first one, by name."""
 
     have_initialized: bool = False
-    config: dict[str, Any] | None = None
+    config: dict[str, object] | None = None
     tile_scheduler_metadata: Tensor | None = None  # a field of FlashMLA: nothing is scheduled here
     num_splits: Tensor | None = None  # likewise
 
-    def check(self, **config: Any) -> None:
+    def check(self, **config: object) -> None:
         """Raise RuntimeError unless this is the first call or one like it."""
         made_for = config if self.config is None else self.config
         for name, value in config.items():
@@ -41,7 +41,7 @@ class FlashMLASchedMeta:
         self.have_initialized, self.config = True, made_for
 
 
-def get_mla_metadata(*args: Any, **kwargs: Any) -> tuple[FlashMLASchedMeta, None]:
+def get_mla_metadata(*args: object, **kwargs: object) -> tuple[FlashMLASchedMeta, None]:
     """An empty FlashMLASchedMeta and None, which `flash_mla_with_kvcache` takes; all arguments are unused."""
     return FlashMLASchedMeta(), None
 
@@ -208,13 +208,13 @@ def _check_kernel(q: Tensor, head_dim_v: int, nheads_k: int, name_v: str = "head
             raise NotImplementedError(f"{name}: expected a number above 0 on cuda, got {value}")
 
 
-def _require_none(reason: str, **given: Any) -> None:
+def _require_none(reason: str, **given: object) -> None:
     for name, value in given.items():
         if value is not None:
             raise RuntimeError(f"{name}: expected None {reason}, got a tensor")
 
 
-def _check_columns(name: str, columns: int, q: Tensor, head_dim_v: Any, name_v: str = "head_dim_v") -> None:
+def _check_columns(name: str, columns: int, q: Tensor, head_dim_v: int, name_v: str = "head_dim_v") -> None:
     if columns != q.shape[-1]:
         raise RuntimeError(f"{name}: expected rows of q's head dim ({q.shape[-1]}), got {columns}")
     if not 1 <= arguments.integer(name_v, head_dim_v) <= columns:

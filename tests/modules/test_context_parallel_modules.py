@@ -93,6 +93,19 @@ def test_mha_of_a_packed_plan(device, name):
     assert_same(summed([grads for _, grads in results]), gradients(module, out, dout), tolerance)
 
 
+def test_mha_takes_a_process_group(device):
+    module = mha(causal=True)
+    x = torch.randn(1, 6, 32, dtype=torch.float64)
+    expected = out_of(module(x))
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        module.set_context_parallel_group(torch.distributed.group.WORLD)
+        out = out_of(module(x))
+    finally:
+        torch.distributed.destroy_process_group()
+    torch.testing.assert_close(out, expected, atol=1e-10, rtol=0)
+
+
 def test_mha_makes_one_plan_for_a_length(device, monkeypatch):
     module = mha(causal=True)
     made = []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -12,7 +12,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from flash_attn.context_parallel.cp_plan import CpPlan
 from flash_attn.context_parallel.exchange.consistency import checked_communicator, compare_on_all_ranks
-from flash_attn.context_parallel.exchange.groups import Communicator
+from flash_attn.context_parallel.exchange.groups import Communicator, Group
 from flash_attn.context_parallel.plan.layouts import Span
 
 MOST_PLANS = 16  # of a group
@@ -24,7 +24,7 @@ class BoundsOfTensors:
     """Document bounds found for tensors, until a tensor is freed or written to."""
 
     def __init__(self) -> None:
-        self._found: Any = WeakTensorKeyDictionary()
+        self._found: MutableMapping[Tensor, tuple[int, Bounds]] = WeakTensorKeyDictionary()
 
     def get(self, x: Tensor) -> Bounds | None:
         version, bounds = self._found.get(x, (None, None))
@@ -42,14 +42,16 @@ class GroupCache(NamedTuple):
     """
 
     communicator: Communicator
-    plans: dict[Any, CpPlan]
+    plans: dict[tuple[bool, str, Bounds], CpPlan]
     documents: BoundsOfTensors
 
 
-_groups: weakref.WeakKeyDictionary[Any, GroupCache] = weakref.WeakKeyDictionary()  # a ProcessGroup has no attributes
+_groups: weakref.WeakKeyDictionary[Group | None, GroupCache] = (
+    weakref.WeakKeyDictionary()
+)  # a ProcessGroup has no attributes
 
 
-def cache_of(group: Any) -> GroupCache:
+def cache_of(group: dist.ProcessGroup | None) -> GroupCache:
     if group is None and dist.is_available() and dist.is_initialized():
         group = dist.group.WORLD
     for known, found in _groups.items():
@@ -65,11 +67,12 @@ def cached_plan(cache: GroupCache, is_packed: bool, division: str, documents: Bo
     key = is_packed, division, documents
     plan = cache.plans.get(key)
     if plan is None:
-        options: Any = {
-            "group": getattr(cache.communicator, "group", cache.communicator),
-            "layout": _spans(division, documents, cache.communicator.size),
-        }
-        plan = CpPlan.varlen(documents, **options) if is_packed else CpPlan.dense(documents[-1], **options)
+        group: Any = getattr(cache.communicator, "group", cache.communicator)
+        layout = _spans(division, documents, cache.communicator.size)
+        if is_packed:
+            plan = CpPlan.varlen(documents, group=group, layout=layout)
+        else:
+            plan = CpPlan.dense(documents[-1], group=group, layout=layout)
         if len(cache.plans) >= MOST_PLANS:
             del cache.plans[next(iter(cache.plans))]
         cache.plans[key] = plan

@@ -26,20 +26,23 @@ from __future__ import annotations
 import inspect
 from bisect import bisect_left
 from collections.abc import Sequence
-from typing import Any, Callable, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Callable, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from flash_attn._docstrings import documented
-from flash_attn._types import TensorOrTuple, WindowSize
+from flash_attn._types import AttentionOptions, TensorOrTuple, WindowSize
 from flash_attn.context_parallel.compat import plan_cache
 from flash_attn.context_parallel.compat.plan_cache import Bounds, BoundsOfTensors, GroupCache
 from flash_attn.context_parallel.exchange.consistency import compare_on_all_ranks
 from flash_attn.context_parallel.exchange.groups import Communicator
 from flash_attn.context_parallel.function import flash_attn_cp_func
 from flash_attn.ops import arguments
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = [
     "llama3_flash_attn_prepare_cu_seqlens",
@@ -63,7 +66,7 @@ __all__ = [
 
 _on_host = BoundsOfTensors()  # cu_seqlens of GPUs
 _prepared = BoundsOfTensors()  # bounds of all ranks' documents by the cu_seqlens_q made from them
-_ABSENT: Any = object()  # in place of k or v, which are in one tensor with q or k
+_ABSENT = cast(Tensor, object())  # in place of k or v, which are in one tensor with q or k
 
 Function = Callable[..., TensorOrTuple]
 _AnyFunction = TypeVar("_AnyFunction", bound=Function)
@@ -71,7 +74,7 @@ _AnyFunction = TypeVar("_AnyFunction", bound=Function)
 
 def _uncompiled(function: _AnyFunction) -> _AnyFunction:
     """torch.compiler.disable with a type."""
-    disabled: _AnyFunction = cast(Any, torch.compiler).disable(function)
+    disabled: _AnyFunction = torch.compiler.disable(function)
     return disabled
 
 
@@ -351,7 +354,13 @@ llama3_flash_attn_varlen_qkvpacked_func, llama3_flash_attn_varlen_kvpacked_func 
 
 
 @_uncompiled
-def _dense(inputs: Any, division: str, group: Any, return_attn_probs: bool, **options: Any) -> TensorOrTuple:
+def _dense(
+    inputs: tuple[Tensor, ...],
+    division: str,
+    group: dist.ProcessGroup | None,
+    return_attn_probs: bool,
+    **options: Unpack[AttentionOptions],
+) -> TensorOrTuple:
     cache = plan_cache.cache_of(group)
     documents: Bounds = ()
     error = None
@@ -368,7 +377,12 @@ def _dense(inputs: Any, division: str, group: Any, return_attn_probs: bool, **op
 
 @_uncompiled
 def _packed(
-    inputs: Any, cu_seqlens: Tensor, division: str, group: Any, return_attn_probs: bool, **options: Any
+    inputs: tuple[Tensor, ...],
+    cu_seqlens: Tensor,
+    division: str,
+    group: dist.ProcessGroup | None,
+    return_attn_probs: bool,
+    **options: Unpack[AttentionOptions],
 ) -> TensorOrTuple:
     cache = plan_cache.cache_of(group)
     documents: Bounds = ()
@@ -389,7 +403,12 @@ def _packed(
 
 @_uncompiled
 def _llama3(
-    inputs: Any, cu_seqlens_q: Tensor, local_k_slice: slice, group: Any, return_attn_probs: bool, **options: Any
+    inputs: tuple[Tensor, ...],
+    cu_seqlens_q: Tensor,
+    local_k_slice: slice,
+    group: dist.ProcessGroup | None,
+    return_attn_probs: bool,
+    **options: Unpack[AttentionOptions],
 ) -> TensorOrTuple:
     cache = plan_cache.cache_of(group)
     documents = error = None
@@ -415,12 +434,12 @@ def _llama3(
 
 def _attend(
     cache: GroupCache,
-    inputs: Any,
+    inputs: tuple[Tensor, ...],
     is_packed: bool,
     division: str,
     documents: Bounds,
     return_attn_probs: bool,
-    options: dict[str, Any],
+    options: AttentionOptions,
 ) -> TensorOrTuple:
     plan = plan_cache.cached_plan(cache, is_packed, division, documents)
     q, k, v = inputs
@@ -428,10 +447,10 @@ def _attend(
     return (*result[:2], None) if return_attn_probs else result
 
 
-def _separate(inputs: Any, is_packed: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _separate(inputs: tuple[Tensor, ...], is_packed: bool) -> tuple[Tensor, Tensor, Tensor]:
     """(q, k, v) of (qkv,), (q, kv) or (q, k, v), which _ABSENT fills to three."""
     axis = 1 if is_packed else 2
-    inputs = [x for x in inputs if x is not _ABSENT]
+    inputs = tuple(x for x in inputs if x is not _ABSENT)
     *first, last = inputs
     if len(inputs) < 3:
         arguments.check_packed("qkv" if not first else "kv", last, 3 - len(first), is_packed)
@@ -464,7 +483,7 @@ def _longest(bounds: Sequence[int]) -> int:
     return max((b - a for a, b in zip(bounds, bounds[1:])), default=0)
 
 
-def _document_starts(cu_seqlens_q: Tensor, local_k_slice: Any, rank: int, tokens: int) -> list[int]:
+def _document_starts(cu_seqlens_q: Tensor, local_k_slice: slice, rank: int, tokens: int) -> list[int]:
     """The first tokens of the documents on this rank, as far as it knows them."""
     bounds = _read("cu_seqlens_q", cu_seqlens_q)
     if bounds[-1] != tokens:

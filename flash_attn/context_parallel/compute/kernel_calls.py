@@ -173,7 +173,7 @@ def _kernel_call(
 
 
 def _dq_call(dq_rows: DqRows, device: torch.device) -> KernelCall:
-    """The call of the stages that are for all keys: those that begin and end a sum of dq."""
+    """The call that begins and ends a sum of dq, over all keys."""
     cu = [0]
     for (start, stop), gaps in zip(dq_rows.spans, dq_rows.gaps):
         cu += [start] * gaps + [stop]
@@ -215,11 +215,11 @@ def rows_of(x: Tensor, rows: Span) -> Tensor:
     return x if stop - start == x.shape[0] else x.narrow(0, start, stop - start)
 
 
-def _slopes_and_keywords(call: KernelCall, options: Options) -> tuple[Tensor | None, dict[str, Any]]:
+def _slopes_and_keywords(call: KernelCall, options: Options) -> tuple[Tensor | None, dict[str, object]]:
     slopes = options.alibi_slopes
     if slopes is not None and slopes.dim() == 2:
         slopes = slopes[call.origins[:, 0]]
-    keywords: dict[str, Any] = {"sm_margin": options.sm_margin} if options.sm_margin else {}
+    keywords: dict[str, object] = {"sm_margin": options.sm_margin} if options.sm_margin else {}
     if options.dropout_p == 0 and (slopes is None or call.is_aligned):
         return slopes, keywords
     origins = call.origins
@@ -271,7 +271,7 @@ def backward_call(
     sums: Sequence[Tensor] | None = None,
     dq: Tensor | None = None,
     function: Callable[..., Any] | None = None,
-    **stage: Any,
+    **stage: object,
 ) -> Any:
     """dq of the call's query rows, dk and dv of its key rows, from the LSE and out of all keys; and softmax_d.
 

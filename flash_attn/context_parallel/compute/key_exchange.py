@@ -9,7 +9,6 @@ All tensors have the tokens of all batch entries in one axis: (batch * tokens, h
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,7 +37,7 @@ class KeyRanks:
 
     def __init__(self, layout: Layout, transport: Transport):
         self.layout, self.transport = layout, transport
-        self._calls: dict[tuple[Any, ...], KernelCalls] = {}
+        self._calls: dict[tuple[Kind, torch.device, bool, bool], KernelCalls] = {}
 
     def calls(self, kind: Kind, device: torch.device, backward: bool = False, keeps_dq: bool = False) -> KernelCalls:
         """keeps_dq: see `make_schedule`."""

@@ -29,7 +29,7 @@ def new_sums(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def forward_sums(calls: KernelCalls, inputs: ForwardInputs) -> _SingleResults | _StackedResults | _RunningSums:
-    """Takes the results of a forward's calls: rows have one result each, few, or many. Sinks are one more key."""
+    """Adds up the results of a forward's calls: one, few or many for each row. Sinks are one more key."""
     schedule = calls.schedule
     if schedule.slots <= 1:
         return _SingleResults(calls, inputs)
@@ -130,16 +130,16 @@ class KernelDqSum:
         self._call, self._inputs = calls.all_rows, inputs
         self._sum, _, _, self._softmax_d, *_ = self._stage("begin")
 
-    def _stage(self, stage: str, **keywords: Any) -> Any:
-        return kernel_calls.backward_call(self._call, self._inputs, dq_stage=stage, **keywords)
+    def _stage(self, stage: str, **keywords: Any) -> Sequence[Tensor]:
+        results: Sequence[Tensor] = kernel_calls.backward_call(self._call, self._inputs, dq_stage=stage, **keywords)
+        return results
 
     def add(self, call: KernelCall, inputs: BackwardInputs, grads: Sequence[Tensor]) -> None:
         """Run the call; it also adds to grads, the sums of dk and dv of the step's keys."""
         kernel_calls.backward_call(call, inputs, grads, dq_stage="add", dq_sum=self._sum, softmax_d=self._softmax_d)
 
     def result(self) -> Tensor:
-        dq: Tensor = self._stage("end", dq_sum=self._sum)[0]
-        return dq.to(self._inputs.q.dtype)
+        return self._stage("end", dq_sum=self._sum)[0].to(self._inputs.q.dtype)
 
 
 class PartialDqSums:

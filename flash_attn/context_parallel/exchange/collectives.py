@@ -6,11 +6,12 @@ Tensors are (batch, rows, ...); rows of different ranks may differ in number.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Callable, cast
+from typing import Callable
 
 import torch
 from torch import Tensor
 
+from flash_attn._types import Context
 from flash_attn.context_parallel.exchange.groups import Transport
 from flash_attn.context_parallel.plan.layouts import Layout, Spans
 
@@ -33,7 +34,7 @@ def all_gather_tensors(x: Tensor, transport: Transport) -> Tensor:
 
 
 def gather_rows(sends: Sequence[Tensor], layout: Layout, transport: Transport) -> Tensor:
-    """All rows from all ranks. sends: this rank's rows (batch, own rows, ...) as each rank gets them."""
+    """All rows from all ranks. sends: for each rank what it gets of this rank's rows, (batch, own rows, ...)."""
     batch, _, *shape = sends[transport.rank].shape
     shapes = [(batch, layout.tokens_of(r), *shape) for r in range(layout.ranks)]
     result = sends[transport.rank].new_empty((batch, layout.cu[-1], *shape))
@@ -46,7 +47,7 @@ def gather_rows(sends: Sequence[Tensor], layout: Layout, transport: Transport) -
 
 
 def scatter_rows(x: Tensor, layout: Layout, transport: Transport, widths: Sequence[int] = ()) -> list[Tensor]:
-    """This rank's rows (batch, own rows, ...) of every rank's tensor over all rows; x is the one here.
+    """From every rank's tensor over all rows, this rank's rows (batch, own rows, ...). x: the tensor of this rank.
 
     widths: the size of axis 2 on every rank, if it differs.
     """
@@ -85,13 +86,21 @@ class HeadExchange:
 def unshard(y: Tensor, dim: int, stages: Stages, compare_backward: Callable[[], None]) -> Tensor:
     """All rows of y along `dim`, differentiable. stages: the ranks that exchange rows, each over the rows of the stage
     before. compare_backward: called by the backward before it sends anything."""
-    whole: Tensor = cast(Any, _Unshard).apply(y, dim, stages, compare_backward)
+    whole: Tensor = _Unshard.apply(y, dim, stages, compare_backward)
     return whole
+
+
+class _UnshardContext(Context):
+    dim: int
+    stages: Stages
+    compare_backward: Callable[[], None]
 
 
 class _Unshard(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, y: Tensor, dim: int, stages: Stages, compare_backward: Callable[[], None]) -> Tensor:
+    def forward(
+        ctx: _UnshardContext, y: Tensor, dim: int, stages: Stages, compare_backward: Callable[[], None]
+    ) -> Tensor:
         ctx.dim, ctx.stages, ctx.compare_backward = dim, stages, compare_backward
         rows = y.movedim(dim, 0).unsqueeze(0).contiguous()
         for layout, transport in stages:
@@ -100,7 +109,7 @@ class _Unshard(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: _UnshardContext, grad: Tensor) -> tuple[Tensor, None, None, None]:
         """The sum of every rank's gradient of this rank's rows, rounded once."""
         ctx.compare_backward()
         dtype = torch.promote_types(grad.dtype, torch.float32) if grad.is_floating_point() else grad.dtype

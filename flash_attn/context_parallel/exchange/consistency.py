@@ -5,11 +5,11 @@ from __future__ import annotations
 import hashlib
 import itertools
 import threading
-from typing import Any, NoReturn, Optional
+from typing import NoReturn, Optional
 
 import torch
 
-from flash_attn.context_parallel.exchange.groups import Communicator, communicator_of, reachable
+from flash_attn.context_parallel.exchange.groups import Communicator, Group, Mesh, communicator_of, reachable
 from flash_attn.ops import arguments
 
 CHECKS = ("calls", "plan", "none")
@@ -55,9 +55,14 @@ def _as_text(values: list[int]) -> str:
 
 
 def checked_communicator(
-    what: str, check: str | None, mesh: Any, group: Any, copies: bool = False, dimensions: tuple[int, ...] = (1,)
+    what: str,
+    check: str | None,
+    mesh: Mesh | None,
+    group: Group | None,
+    copies: bool = False,
+    dimensions: tuple[int, ...] = (1,),
 ) -> Communicator:
-    """`communicator_of`; its errors also raise on the ranks that wait in a communicator of these arguments."""
+    """`communicator_of`, whose errors also raise on the ranks that wait for this one in what mesh or group names."""
     try:
         return communicator_of(mesh, group, arguments.flag("copies", copies), dimensions)
     except Exception as error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Union
+from typing import Protocol, Union
 
 import torch
 import torch.distributed as dist
@@ -12,6 +12,17 @@ from flash_attn.context_parallel.exchange.peer_copies import CopyTransport
 from flash_attn.context_parallel.exchange.transport import GroupTransport
 
 Transport = Union[GroupTransport, LocalRank]
+Group = Union[dist.ProcessGroup, LocalRank]
+
+
+class Mesh(Protocol):
+    """A DeviceMesh, or what `LocalRank.mesh` returns."""
+
+    @property
+    def ndim(self) -> int: ...
+    @property
+    def mesh(self) -> torch.Tensor: ...
+    def get_group(self, dim: int, /) -> Group: ...
 
 
 class MeshCommunicator:
@@ -39,7 +50,9 @@ class NotAMember(RuntimeError):
     """This rank is not in the group: no other rank waits for it."""
 
 
-def communicator_of(mesh: Any, group: Any, copies: bool = False, dimensions: tuple[int, ...] = (1,)) -> Communicator:
+def communicator_of(
+    mesh: Mesh | None, group: Group | None, copies: bool = False, dimensions: tuple[int, ...] = (1,)
+) -> Communicator:
     """The communicator of a DeviceMesh, a ProcessGroup, a rank of a LocalGroup, or by default of all ranks.
 
     copies: one that writes to the other ranks' memory; all plans of a group share it. dimensions: how many the mesh may
@@ -55,36 +68,37 @@ def communicator_of(mesh: Any, group: Any, copies: bool = False, dimensions: tup
         raise RuntimeError("group: expected torch.distributed to be initialised or a rank of a LocalGroup, got neither")
     if group is None:
         group = dist.group.WORLD
-    elif group is dist.GroupMember.NON_GROUP_MEMBER:
+    elif group is dist.GroupMember.NON_GROUP_MEMBER:  # type: ignore[comparison-overlap]  # an int
         raise NotAMember("group: expected a group that this rank belongs to, got another")
     elif not isinstance(group, dist.ProcessGroup):
         raise TypeError(f"group: expected a ProcessGroup or a rank of a LocalGroup, got {type(group).__name__}")
+    assert group is not None
     if dist.get_rank(group) < 0:
         raise NotAMember("group: expected a group that this rank belongs to, got another")
     return _of_group(group, copies)
 
 
-def _of_mesh(mesh: Any, copies: bool, dimensions: tuple[int, ...]) -> Communicator:
+def _of_mesh(mesh: Mesh, copies: bool, dimensions: tuple[int, ...]) -> Communicator:
     if getattr(mesh, "ndim", None) not in dimensions:
         numbers = {(1,): "one dimension", (1, 2): "one dimension or two"}[dimensions]
         raise NotImplementedError(f"mesh: expected a DeviceMesh of {numbers}, got {mesh!r}")
     if getattr(mesh, "get_coordinate", tuple)() is None:
         raise NotAMember(f"mesh: expected a DeviceMesh that this rank belongs to, got {mesh!r}")
     if mesh.ndim == 1:
-        return _of_group(mesh.get_group(), copies)
+        return _of_group(mesh.get_group(0), copies)
     ranks = mesh.mesh
     if any((ranks.diff(dim=dim) <= 0).any() for dim in (0, 1)):  # groups sort their ranks, rows of the mesh would not
         raise RuntimeError(f"mesh: expected ranks that ascend along both dimensions, got {ranks.tolist()}")
     return MeshCommunicator(_of_group(mesh.get_group(0), copies), _of_group(mesh.get_group(1), False))
 
 
-def _of_group(group: Any, copies: bool) -> Transport:
+def _of_group(group: Group, copies: bool) -> Transport:
     if isinstance(group, LocalRank):
         return group
     return CopyTransport.of(group) if copies else GroupTransport(group)
 
 
-def reachable(mesh: Any, group: Any, error: BaseException) -> list[Communicator]:
+def reachable(mesh: Mesh | None, group: Group | None, error: BaseException) -> list[Communicator]:
     """Communicators in which other ranks may wait for the one that has this error.
 
     Those of mesh and group. If neither is valid, the LocalGroup of this thread or the default group of
@@ -100,7 +114,7 @@ def reachable(mesh: Any, group: Any, error: BaseException) -> list[Communicator]
     return found or ([default] if default is not None and default.checks_on_host else [])
 
 
-def _valid(mesh: Any, group: Any) -> Communicator | None:
+def _valid(mesh: Mesh | None, group: Group | None) -> Communicator | None:
     try:
         return communicator_of(mesh, group, dimensions=(1, 2))
     except Exception:

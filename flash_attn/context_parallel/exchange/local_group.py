@@ -6,7 +6,7 @@ import queue
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any, Callable, TypeVar
+from typing import Any, Callable, TypeVar, cast
 
 import torch
 
@@ -45,7 +45,7 @@ class LocalGroup:
 
         Raises the first exception of a rank after all have ended; ranks that wait for that one give up.
         """
-        results: list[Any] = [None] * self.size
+        results: list[_Result | None] = [None] * self.size
         errors: list[BaseException | None] = [None] * self.size
         links = _Links(self.size, self.timeout)
 
@@ -72,7 +72,7 @@ class LocalGroup:
         found = [error for error in errors if error is not None]
         for error in [error for error in found if not isinstance(error, RankLost)] or found:
             raise error
-        return results
+        return cast("list[_Result]", results)
 
 
 class _Links:
@@ -85,7 +85,7 @@ class _Links:
             (kind, i, j): queue.Queue() for kind in ("tensors", "ints") for i in range(size) for j in range(size)
         }
 
-    def put(self, kind: str, source: int, target: int, message: Any) -> None:
+    def put(self, kind: str, source: int, target: int, message: object) -> None:
         self._boxes[kind, source, target].put(message)
 
     def get(self, kind: str, source: int, target: int, seconds: float | None = None) -> Any:

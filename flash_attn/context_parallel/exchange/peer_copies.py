@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Sequence
-from typing import Any, Callable, cast
+from collections.abc import Hashable, Sequence
+from typing import Any, Callable
 
 import torch
 import torch.distributed as dist
@@ -56,11 +56,10 @@ class CopyTransport(GroupTransport):
         if not torch.cuda.is_available() or "nccl" not in str(dist.get_backend_config(group)):
             raise RuntimeError(f"copies: expected a group with NCCL, got {dist.get_backend_config(group)}")
         self._slot_bytes = self._count = 0
-        self._views: dict[Any, Tensor] = {}
+        self._views: dict[Hashable, Tensor] = {}
         self._memory: Tensor | None = None
         self._handle: Any = None
-        self._stream: Any = None
-        self._one: Any = None
+        self._stream: torch.cuda.Stream | None = None
 
     def push(self, tensors: Sequence[Tensor], key_rows: int, most_rows: int, copies: Copies) -> Arriving:
         """Copy rows of K and V; all ranks call it together. key_rows: of this rank's buffers. most_rows: of any rank's
@@ -68,6 +67,7 @@ class CopyTransport(GroupTransport):
         offsets = self._reserve(tensors, most_rows)
         slot = self._count % _SLOTS
         self._count += 1
+        assert self._stream is not None
         places = [(slot * self._slot_bytes + offset, most_rows, x) for offset, x in zip(offsets, tensors)]
         self._stream.wait_stream(torch.cuda.current_stream())
         rows_of = dict(copies)
@@ -107,7 +107,7 @@ class CopyTransport(GroupTransport):
         self._memory = symm_mem.empty(_SLOTS * slot_bytes, dtype=torch.uint8, device=device)
         self._handle, self._slot_bytes = symm_mem.rendezvous(self._memory, self.group), slot_bytes
         if self._stream is None:
-            self._stream = cast(Any, torch.cuda).Stream(device)
+            self._stream = torch.cuda.Stream(device)
             self._one = torch.ones(1, dtype=torch.int32, device=device)
             self._stream.wait_stream(torch.cuda.current_stream())
 

@@ -6,7 +6,7 @@ A peer gets one message per tensor, for any number of ranges: a message costs th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -29,7 +29,8 @@ def _packed(x: Tensor, ranges: Ranges) -> Tensor:
 
 def _unpacked(x: Tensor, ranges: Ranges) -> Sequence[Tensor]:
     """The reverse of `_packed`, as views."""
-    return list(cast(Any, x).split([count for _, count in ranges]))
+    parts: Sequence[Tensor] = x.split([count for _, count in ranges])
+    return parts
 
 
 def _empty_rows(x: Tensor, ranges: Ranges) -> Tensor:

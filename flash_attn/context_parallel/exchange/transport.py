@@ -8,7 +8,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -17,10 +17,16 @@ from torch import Tensor
 Messages = Sequence[tuple[int, Tensor]]  # (peer, contiguous tensor)
 
 
+class Work(Protocol):
+    """A message under way."""
+
+    def wait(self) -> object: ...
+
+
 class Pending:
     """Messages under way; keeps their tensors alive until wait()."""
 
-    def __init__(self, works: Sequence[Any], tensors: Any):
+    def __init__(self, works: Sequence[Work], tensors: Sequence[Sequence[object]]):
         self._works, self._tensors = works, tensors
 
     def wait(self) -> None:

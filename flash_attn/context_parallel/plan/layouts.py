@@ -10,10 +10,11 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from typing import Callable, NamedTuple, Optional
+from typing import Callable, NamedTuple, Optional, Union
 
 Span = tuple[int, int]
 Spans = tuple[Span, ...]
+GivenLayout = Union[str, Sequence[Sequence[Span]]]  # a name, or the spans of each rank
 Window = tuple[Optional[int], Optional[int]]
 
 LAYOUTS = ("zigzag", "contiguous", "balanced")

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from flash_attn._types import Context
 from flash_attn.ops import arguments, context
 from flash_attn.ops.triton.dispatch import device_of, kernel_serves, once_differentiable, power_of_two
 
@@ -88,12 +89,17 @@ def cross_entropy_loss(
     return losses
 
 
+class _LossContext(Context):
+    rule: _Loss
+    inplace: bool
+
+
 class CrossEntropyLoss(torch.autograd.Function):
     """`cross_entropy_loss`, with its arguments in its order."""
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: _LossContext,
         logits: Tensor,
         labels: Tensor,
         precomputed_lse: Tensor | None = None,
@@ -123,7 +129,7 @@ class CrossEntropyLoss(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable("cross_entropy_loss")
-    def backward(ctx: Any, dlosses: Tensor, dz_losses: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _LossContext, dlosses: Tensor, dz_losses: Tensor | None) -> tuple[Tensor | None, ...]:
         logits, labels, lse = ctx.saved_tensors
         if not kernel_serves(logits):
             dlogits = _compose_backward(dlosses, logits, labels, lse, ctx.rule)

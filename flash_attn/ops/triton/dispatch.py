@@ -6,13 +6,15 @@ import contextlib
 import importlib.util
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import NoReturn, Optional
 
 import torch
 
+from flash_attn._types import Context
 from flash_attn.ops import context
 
-_Backward = Callable[..., Any]
+_Gradients = tuple[Optional[torch.Tensor], ...]
+_Backward = Callable[..., _Gradients]
 
 
 def kernel_serves(x: torch.Tensor) -> bool:
@@ -24,7 +26,7 @@ def kernel_serves(x: torch.Tensor) -> bool:
     return x.is_cuda and plain and x.dtype != torch.float64 and not context.decomposes() and _has_triton()
 
 
-def device_of(x: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
+def device_of(x: torch.Tensor) -> contextlib.AbstractContextManager[object]:
     """A context in which Triton launches on x's device, which need not be the current one."""
     return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
 
@@ -47,16 +49,21 @@ def once_differentiable(name: str) -> Callable[[_Backward], _Backward]:
     """
 
     def decorate(backward: _Backward) -> _Backward:
-        def run(ctx: Any, *grad_outputs: torch.Tensor | None) -> Any:
+        def run(ctx: Context, *grad_outputs: torch.Tensor | None) -> _Gradients:
             with torch.no_grad():
                 grads = backward(ctx, *grad_outputs)
             if not torch.is_grad_enabled():
                 return grads
-            return _Rejection.apply(name, torch.ones((), dtype=torch.float32, device="cpu", requires_grad=True), *grads)
+            origin = torch.ones((), dtype=torch.float32, device="cpu", requires_grad=True)
+            return _Rejection.apply(name, origin, *grads)  # type: ignore[no-any-return]  # of torch
 
         return run
 
     return decorate
+
+
+class _RejectionContext(Context):
+    name: str
 
 
 class _Rejection(torch.autograd.Function):
@@ -64,11 +71,11 @@ class _Rejection(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, name: str, origin: torch.Tensor, *grads: torch.Tensor | None
+        ctx: _RejectionContext, name: str, origin: torch.Tensor, *grads: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
         ctx.name = name
         return tuple(None if grad is None else grad.view_as(grad) for grad in grads)
 
     @staticmethod
-    def backward(ctx: Any, *_: torch.Tensor | None) -> None:
+    def backward(ctx: _RejectionContext, *_: torch.Tensor | None) -> NoReturn:
         raise RuntimeError(f"{ctx.name}: expected one backward, got a second: its gradient is not differentiable")

@@ -367,12 +367,12 @@ def _affine(normed: Tensor, weight: Tensor, bias: Tensor | None, zero_centered_w
     return out if bias is None else out + bias
 
 
-def _fused(*inputs: Any) -> tuple[Any, ...]:
+def _fused(*inputs: Any) -> tuple[Tensor | None, ...]:
     """What `_compose` computes, by a kernel. It writes into the targets itself where no gradient is recorded."""
     *tensors, targets, options = inputs
     recorded = any(t is not None and t.requires_grad for t in (*tensors, *targets)) and torch.is_grad_enabled()
     if not recorded or targets == (None, None):
-        results: tuple[Any, ...] = FusedNorm.apply(*tensors, targets, options)
+        results: tuple[Tensor | None, ...] = FusedNorm.apply(*tensors, targets, options)
         return results
     options = options._replace(prenorm=options.prenorm or targets[1] is not None)
     out, out1, total, *masks = FusedNorm.apply(*tensors, (None, None), options)
@@ -395,7 +395,7 @@ def _compose(
     rowscale: Tensor | None,
     targets: _Targets,
     options: NormOptions,
-) -> tuple[Any, ...]:
+) -> tuple[Tensor | None, ...]:
     """What `FusedNorm` computes, by differentiable PyTorch operations."""
     wide = torch.promote_types(x.dtype, torch.float32)
     weight, total = weight.to(wide), x.to(wide)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any, Optional
+from typing import TYPE_CHECKING, Optional, TypeVar
 
 import torch
 
+from flash_attn._types import Context
 from flash_attn.ops import context
 from flash_attn.ops.triton.dispatch import device_of, once_differentiable, power_of_two
 
@@ -16,7 +17,15 @@ if TYPE_CHECKING:
 
 _Targets = tuple[Optional[torch.Tensor], Optional[torch.Tensor]]  # (out, sum) to write into
 
+_MaybeTensor = TypeVar("_MaybeTensor", torch.Tensor, Optional[torch.Tensor])
+
 MAX_COLUMNS = 32768  # a row is one tile
+
+
+class _NormContext(Context):
+    dtypes: list[torch.dtype | None]
+    shape: torch.Size
+    options: NormOptions
 
 
 class FusedNorm(torch.autograd.Function):
@@ -28,7 +37,7 @@ class FusedNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: _NormContext,
         x: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
@@ -52,14 +61,14 @@ class FusedNorm(torch.autograd.Function):
             for given in (options.dropout_p > 0, options.dropout_p > 0 and x1 is not None)
         ]
         seed = torch.randint(2**62, (1,), device=x.device) if options.dropout_p > 0 else None
-        inputs = [_rows(t) for t in (x, residual, x1)]
-        # Detached, for a saved view of an output would keep this node alive through its base; and a saved view of an
-        # input does not name the write in place that spoils it.
-        outputs: list[Any] = [None if t is None else _rows(t.detach()) for t in (out, out1, total)]
+        inputs = _rows(x), _rows(residual), _rows(x1)
+        # Detached: a saved view of an output would keep this node alive through its base, and the error for a saved
+        # view of an input would not name the write in place that spoiled it.
+        outputs = [None if t is None else _rows(t.detach()) for t in (out, out1, total)]
         parameters = [None if t is None else t.contiguous() for t in (weight, bias, weight1, bias1, rowscale)]
         launch_forward(inputs, parameters, seed, outputs, masks, options)
         for target, written in zip((out, total), (outputs[0], outputs[2])):
-            if target is not None and target.data_ptr() != written.data_ptr():
+            if target is not None and written is not None and target.data_ptr() != written.data_ptr():
                 target.copy_(written.view(target.shape))
         context.written(targets)
         normalised = inputs[0].detach() if total is None else outputs[2]
@@ -77,7 +86,7 @@ class FusedNorm(torch.autograd.Function):
     @staticmethod
     @once_differentiable("layer_norm_fn")
     def backward(
-        ctx: Any,
+        ctx: _NormContext,
         dout: torch.Tensor | None,
         dout1: torch.Tensor | None,
         dsum: torch.Tensor | None,
@@ -87,14 +96,14 @@ class FusedNorm(torch.autograd.Function):
         total = ctx.saved_tensors[0]
         dout = torch.zeros(ctx.shape, dtype=total.dtype, device=total.device) if dout is None else dout
         grads, sums = launch_backward(
-            [_rows(t) for t in (dout, dout1, dsum)], ctx.saved_tensors, ctx.dtypes, ctx.options
+            (_rows(dout), _rows(dout1), _rows(dsum)), ctx.saved_tensors, ctx.dtypes, ctx.options
         )
         dx, dresidual, dx1 = (None if t is None else t.view(ctx.shape) for t in grads)
         dweight, dbias, dweight1, dbias1 = sums
         return dx, dweight, dbias, dresidual, dx1, dweight1, dbias1, None, None, None
 
 
-def _rows(x: Any) -> Any:
+def _rows(x: _MaybeTensor) -> _MaybeTensor:
     """x as a matrix of its rows, each contiguous; a copy where x has no such view. None passes."""
     if x is None:
         return None
@@ -127,10 +136,10 @@ def _stride(x: torch.Tensor | None) -> int:
 
 
 def launch_forward(
-    inputs: Sequence[Any],
-    parameters: Sequence[Any],
+    inputs: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None],
+    parameters: Sequence[torch.Tensor | None],
     seed: torch.Tensor | None,
-    outputs: Sequence[Any],
+    outputs: Sequence[torch.Tensor | None],
     masks: Sequence[torch.Tensor | None],
     options: NormOptions,
 ) -> None:
@@ -176,8 +185,8 @@ def launch_forward(
 
 
 def launch_backward(
-    douts: Sequence[Any],
-    saved: Sequence[Any],
+    douts: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None],
+    saved: Sequence[torch.Tensor],
     dtypes: Sequence[torch.dtype | None],
     options: NormOptions,
 ) -> tuple[tuple[torch.Tensor | None, ...], list[torch.Tensor | None]]:
