@@ -92,6 +92,14 @@ def fp8(row, inputs, exp):
     return lambda: flash_attn.flash_attn_func(q, k, v, causal=row.case.causal, exp=exp, **options)
 
 
+def tangents(row, inputs):
+    """The output, which flash_attn_jvp computes together with its tangent."""
+    import flash_attn
+
+    directions = [x.flip(1) for x in (inputs.q, inputs.k, inputs.v)]
+    return lambda: flash_attn.flash_attn_jvp(inputs.q, inputs.k, inputs.v, *directions, causal=row.case.causal)[0]
+
+
 def plain_problem(row, inputs):
     """(row, inputs) of the row's problem without features, on views of its tensors; the views are leaves."""
     plain = row.plain
@@ -186,10 +194,6 @@ class Implementation:
         return replace(self, further_limits=limits)
 
 
-def backend(which):
-    return lambda: sdpa_kernel(which)
-
-
 @contextlib.contextmanager
 def deterministic_flash():
     """SDPA's flash backend under torch's deterministic mode, without the mode's filling of fresh tensors."""
@@ -215,7 +219,7 @@ def deterministic_flash_limits(row, device_type, mode):
 def sdpa_peer(name, what, which, build=torch_peers.sdpa, more=frozenset(), limits=None):
     offers = frozenset({BACKWARD, GQA, DROPOUT}) | more
     extra = {} if limits is None else {"further_limits": limits}
-    return Implementation(name, f"torch SDPA, {what}", build, offers, context=backend(which), **extra)
+    return Implementation(name, f"torch SDPA, {what}", build, offers, context=lambda: sdpa_kernel(which), **extra)
 
 
 IMPLEMENTATIONS = {
@@ -245,6 +249,10 @@ IMPLEMENTATIONS = {
             for name, exp in (("ours_fp8", "exact"), ("ours_fp8_fast", "fast"))
         ),
         Implementation(
+            "ours_tangents", "flash_attn (this package), with the tangents of q, k and v", tangents,
+            package="flash_attn", groups=("tangents",),
+        ),
+        Implementation(
             "cudnn_fp8", "cuDNN, e4m3 q, k and v", package_peers.cudnn_fp8, frozenset({GQA}), package="cudnn",
             groups=("fp8",), max_error=MAX_FP8_ERROR,
         ),
@@ -257,16 +265,10 @@ IMPLEMENTATIONS = {
             frozenset({BACKWARD, GQA, DROPOUT, PACKED, WINDOW}), deterministic_flash_limits, deterministic_flash,
             groups=("deterministic",),
         ),
-        sdpa_peer("sdpa_cudnn", "cuDNN backend", SDPBackend.CUDNN_ATTENTION, more=frozenset({VALUE_DIM})),
-        sdpa_peer(
-            "sdpa_efficient", "memory-efficient backend", SDPBackend.EFFICIENT_ATTENTION, more=frozenset({VALUE_DIM})
-        ),
-        sdpa_peer(
-            "sdpa_math", "math backend", SDPBackend.MATH, more=frozenset({CPU, VALUE_DIM})
-        ),
-        Implementation(
-            "naive", "softmax(q k^T) v in torch operations", torch_peers.naive, COMMON - {PACKED, DROPOUT}
-        ),
+        sdpa_peer("sdpa_cudnn", "cuDNN backend", SDPBackend.CUDNN_ATTENTION, more={VALUE_DIM}),
+        sdpa_peer("sdpa_efficient", "memory-efficient backend", SDPBackend.EFFICIENT_ATTENTION, more={VALUE_DIM}),
+        sdpa_peer("sdpa_math", "math backend", SDPBackend.MATH, more={CPU, VALUE_DIM}),
+        Implementation("naive", "softmax(q k^T) v in torch operations", torch_peers.naive, COMMON - {PACKED, DROPOUT}),
         Implementation(
             "flex", "torch FlexAttention, compiled", torch_peers.flex, COMMON - {CPU, DROPOUT},
             torch_peers.flex_limits, compiles=True,
@@ -288,12 +290,8 @@ IMPLEMENTATIONS = {
 
 
 def choose(names, groups=()):
-    """The implementations for a list of peers, ours first, then those that belong to one of `groups`.
-
-    "all" means every one that is installed and belongs to no group.
-
-    ValueError for a peer that is not known or not installed.
-    """
+    """The implementations for a list of peers, ours first, then those that belong to one of `groups`. "all" means every
+    one that is installed and belongs to no group. ValueError for a peer that is not known or not installed."""
     if "all" in names:
         everywhere = [impl.name for impl in IMPLEMENTATIONS.values() if impl.installed and not impl.groups]
         names = [*everywhere, *(name for name in names if name != "all")]

@@ -12,7 +12,7 @@ GROUPS = (
     "invariant", "invariant_small", "small", "one_wave", "small_eager",
 )  # fmt: skip
 GRIDS = ("cells", "b4h8")  # cells: equal tokens in every row; b4h8: equal batch size
-BACKWARD_GROUPS, FORWARD_GROUPS = ("deterministic",), ("fp8",)
+BACKWARD_GROUPS, FORWARD_GROUPS = ("deterministic",), ("fp8", "tangents")
 GRAPH_GROUPS = ("invariant_small", "small", "one_wave", "fp8")  # timed without the host
 # How the rows over a KV cache are timed; they are measured only on request.
 CACHE_TIMING = {
@@ -32,7 +32,7 @@ HOST_CASE = Case(1, 128, 128, 16, 16, 64, "bfloat16")
 CACHE_HOST_CASE = Case(1, 1, 1024, 32, 8, 128, "bfloat16", kind="cache")
 MODE_FLOPS = {"fwd": 1.0, "bwd": 2.5, "fwd+bwd": 3.5}
 QUICK_SEQLENS = (1024, 8192)
-THINNED_GROUPS = (*GRIDS, "dims", "deterministic", "fp8")
+THINNED_GROUPS = (*GRIDS, "dims", "deterministic", "fp8", "tangents")
 
 
 def modes_of(group):

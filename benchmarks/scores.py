@@ -9,7 +9,7 @@ PLAIN = "ours_plain"  # computes another problem than the row's: the row's speed
 DETERMINISTIC = "ours_deterministic"
 # The fastest of other packages, in the words of a table; which a result has depends on what was installed.
 PEERS = {"sdpa_flash": "FA2", "sdpa_cudnn": "cuDNN", "flash_attn_3": "FA3", "flash_attn_4": "FA4"}
-OURS = ("ours", DETERMINISTIC, PLAIN, "ours_fp8", "ours_fp8_fast")
+OURS = ("ours", DETERMINISTIC, PLAIN, "ours_fp8", "ours_fp8_fast", "ours_tangents")
 
 
 def modes(result):

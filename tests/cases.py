@@ -171,6 +171,9 @@ def bench_groups(dtype: str = "bfloat16") -> dict[str, list[Case]]:
             for causal in (False, True)
             for s in CELL_SEQLENS
         ],
+        "tangents": [
+            Case(16384 // s, s, s, 2048 // d, 2048 // d, d, dtype) for d in (64, 128) for s in (2048, 4096, 8192, 16384)
+        ],
         "small": small_cases(dtype),
         "one_wave": one_wave_cases(dtype),
     }

@@ -13,8 +13,8 @@ namespace mla {
 // the half of the consumer that has it, then the other. A lane holds the bytes of the next half while it waits, so that
 // a released half is filled at the speed of conversion alone: 12 instructions for 4 columns, 770 of a step.
 //
-// Loads follow all conversions of the half before. A warp has six scoreboards: with loads between conversions, these
-// would wait for the newest load too. The proxy fence, too, would wait for loads. Rows are in the L2 cache by then.
+// Loads follow all conversions of the half before, and its fence. Loads share a scoreboard: between conversions, each
+// of these would wait for the newest one.
 template <class Config>
 struct MlaFp8Producer {
   using Element = typename Config::Element;
@@ -22,6 +22,9 @@ struct MlaFp8Producer {
   static constexpr int kVectorBytes = 16, kRowLanes = Config::kHalf / kVectorBytes;
   static constexpr int kAtomLanes = Config::kAtomCols / kVectorBytes;
   static constexpr int kKeysAtATime = 32 / kRowLanes, kVectors = kKeys / kKeysAtATime;  // kVectors: of a lane
+  static constexpr int kRowBytes = kMlaRopeByte + kMlaRopeDim * static_cast<int>(sizeof(Element));
+  static constexpr int kLineBytes = 128, kRowLines = kRowBytes / kLineBytes + 1, kLineLanes = 32 / kKeys;
+  static_assert(kRowLines % kLineLanes == 0 && kRowBytes % kLineBytes == kVectorBytes, "the last line is asked for");
   static_assert(kKeys % 8 == 0 && kKeys <= 32 && kRowLanes == 16 && kKeysAtATime * kAtomLanes == 8);
 
   const Flash_mla_params& params;
@@ -58,11 +61,19 @@ struct MlaFp8Producer {
     return {exists ? at : 0, __ballot_sync(0xffffffffu, exists)};
   }
 
+  // Asks for the lines of the rows, which are in the L2 cache when load() reads them a step later.
+  __device__ __forceinline__ void prefetch(const Rows& rows) const {
+    if ((rows.exists >> lane % kKeys & 1) == 0) return;
+    const char* const row = static_cast<const char*>(params.latent_ptr) + rows.at + lane / kKeys * kLineBytes;
+#pragma unroll
+    for (int i = 0; i < kRowLines; i += kLineLanes) sm80::prefetch_line(row + i * kLineBytes);
+  }
+
   __device__ __forceinline__ const char* row_of(const Rows& rows, int key) const {
     return static_cast<const char*>(params.latent_ptr) + __shfl_sync(0xffffffffu, rows.at, key);
   }
 
-  // Keys that do not exist become 0: NaN there would pass a probability of 0.
+  // A key that does not exist keeps the values of one before, or 0: NaN there would pass its probability of 0.
   __device__ __forceinline__ void load(const Rows& rows, int half) {
     const int first_col = half * Config::kHalf + vector * kVectorBytes;
     const int scale_byte = kMlaLatentDim + first_col / kMlaScaleCols * static_cast<int>(sizeof(float));
@@ -70,8 +81,6 @@ struct MlaFp8Producer {
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
       const char* const row = row_of(rows, i * kKeysAtATime + key_of_lane);
-      values[i] = uint4{};
-      scales[i] = 0.0f;
       if (exists & 1u << i * kKeysAtATime) {
         values[i] = *reinterpret_cast<const uint4*>(row + first_col);
         scales[i] = *reinterpret_cast<const float*>(row + scale_byte);
@@ -85,7 +94,8 @@ struct MlaFp8Producer {
             two(decode::e4m3_to_floats<false>(second)), two(decode::e4m3_to_floats<true>(second))};
   }
 
-  // Stores the loaded half. Keys of a lane are an even number of rows apart, so that the swizzle is an XOR of constants.
+  // Stores the loaded half. Keys of a lane are an even number of rows apart, so that the swizzle is an XOR of
+  // constants.
   __device__ __forceinline__ void store(int stage, int half) const {
     const int atom = half * Config::kHalfAtoms + vector / kAtomLanes, first = vector % kAtomLanes * 2;
     const int at = tma::swizzle_offset(Config::kAtomCols, warp * kKeys + key_of_lane, first);
@@ -119,6 +129,9 @@ struct MlaFp8Producer {
     Rows rows = rows_of(work.from, find_page(work.from));
     Rows next = rows_of(work.from + 1, find_page(work.from + 1));
     int page = find_page(work.from + 2);  // read a step before the row is asked for
+    prefetch(next);
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) values[i] = uint4{}, scales[i] = 0.0f;
     load(rows, 0);
 #pragma unroll 1
     for (int i = 0; i < count; ++i) {
@@ -132,6 +145,7 @@ struct MlaFp8Producer {
       load(rows, other);
       rows = next;
       next = rows_of(work.from + i + 2, page);
+      prefetch(next);
       page = find_page(work.from + i + 3);
       storage.kv_empty[stage][other].wait(free);
       store(stage, other);
