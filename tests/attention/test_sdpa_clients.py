@@ -13,7 +13,6 @@ from sdpa_harness import recorded
 from torch.nn import attention
 
 import flash_attn.sdpa
-from flash_attn.sdpa.scope import _takes_mask
 
 transformers = pytest.importorskip("transformers")
 
@@ -119,7 +118,7 @@ def test_generate(device, way):
 
 
 def test_padded_batches(device, way):
-    """A padding mask comes here as a mask in the scope, where the kernels take it, and from the provider as a bias."""
+    """A padding mask comes here as a mask in the scope, and from the provider as a bias."""
     model = make_model(device, torch.bfloat16).eval()
     tokens = torch.randint(64, (2, 30), device=device)
     mask = torch.ones_like(tokens)
@@ -127,8 +126,7 @@ def test_padded_batches(device, way):
     expected = model(input_ids=tokens, attention_mask=mask).logits
     with way(), recorded(device, "fwd") as forwards:
         logits = model(input_ids=tokens, attention_mask=mask).logits
-    taken = way is WAYS["provider"] or _takes_mask(tokens.device, torch.bool, 64)
-    assert len(forwards) == (LAYERS if taken else 0)
+    assert len(forwards) == LAYERS
     seen = mask.bool()  # the rows of padding see no key: what torch's backends give them differs
     torch.testing.assert_close(logits[seen], expected[seen], atol=2e-2, rtol=2e-2)
 

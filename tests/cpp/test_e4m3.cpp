@@ -3,9 +3,11 @@
 #include <cmath>
 #include <cstring>
 #include <set>
+#include <vector>
 
 #include "check.h"
 #include "core/e4m3.h"
+#include "core/transpose_lane.h"
 
 namespace {
 
@@ -68,9 +70,65 @@ void check_clamp() {
   check::that(clamped_bits(nan) == static_cast<int>(e4m3::kNanBits), "NaN");
 }
 
+uint32_t byte_perm(uint32_t low, uint32_t high, uint32_t selector) {
+  const uint64_t bytes = uint64_t{high} << 32 | low;
+  uint32_t word = 0;
+  for (int i = 0; i < 4; ++i) word |= static_cast<uint32_t>(bytes >> 8 * (selector >> 4 * i & 7) & 255) << 8 * i;
+  return word;
+}
+
+// Offset in rows of kRowBytes, as a TMA box with swizzle writes them: the index of a vector XOR that of its line.
+int swizzled(int row, int byte, int row_bytes) {
+  return row * row_bytes + (byte / 16 ^ row * row_bytes / 128 % (row_bytes / 16)) * 16 + byte % 16;
+}
+
+// A warp transposes 128 keys as the kernel does, ldmatrix.trans and stmatrix as PTX defines them.
+template <int kHeadDim>
+void check_transposition() {
+  using Lane = flash::TransposeLane<kHeadDim>;
+  constexpr int kKeys = e4m3::kVtKeys;
+  const auto value = [](int key, int column) {
+    return static_cast<uint8_t>(key * 37 + column * 101 + key * column / 7);
+  };
+  std::vector<uint8_t> v(kKeys * kHeadDim), vt(kKeys * kHeadDim, 0);
+  for (int key = 0; key < kKeys; ++key) {
+    for (int column = 0; column < kHeadDim; ++column) v[swizzled(key, column, kHeadDim)] = value(key, column);
+  }
+  for (int i = 0; i < kKeys / Lane::kKeys; ++i) {
+    for (int j = 0; j < kHeadDim / Lane::kCols; ++j) {
+      for (int lane = 0; lane < 32; ++lane) {
+        uint32_t words[4] = {};
+        for (int matrix = 0; matrix < 4; ++matrix) {
+          for (int byte = 0; byte < 4; ++byte) {  // columns of 16 bits: both bytes of rows 2 t, then of rows 2 t + 1
+            const uint32_t row = Lane(8 * matrix + 2 * (lane % 4) + byte / 2).source(i, j);
+            words[matrix] |= uint32_t{v[row + 2 * (lane / 4) + byte % 2]} << 8 * byte;
+          }
+        }
+        const uint32_t stored[4] = {
+            byte_perm(words[0], words[1], Lane::kEven), byte_perm(words[0], words[1], Lane::kOdd),
+            byte_perm(words[2], words[3], Lane::kEven), byte_perm(words[2], words[3], Lane::kOdd)};
+        for (int matrix = 0; matrix < 4; ++matrix) {
+          const uint32_t row = Lane(8 * matrix + lane / 4).target(i, j);
+          for (int byte = 0; byte < 4; ++byte) {
+            vt[row + 4 * (lane % 4) + byte] = static_cast<uint8_t>(stored[matrix] >> 8 * byte);
+          }
+        }
+      }
+    }
+  }
+  for (int column = 0; column < kHeadDim; ++column) {
+    for (int position = 0; position < kKeys; ++position) {
+      const int key = position / 16 * 16 + e4m3::key_at(position % 16);
+      check::that(vt[swizzled(column, position, kKeys)] == value(key, column), "V^T", kHeadDim, column, position);
+    }
+  }
+}
+
 }  // namespace
 
 int main() {
+  check_transposition<64>();
+  check_transposition<128>();
   check_key_order();
   check_bit_patterns();
   check_clamp();

@@ -347,8 +347,12 @@ void check_e4m3() {
                   multiplies(fp8(dense(1, 128, 2, 256)), "unknown"),
               "forced");
   check::that(multiplies(changed(decoded, [](FwdProblem& p) { p.batch_invariant = true; })), "batch-invariant");
-  check::that(stages(prefill) == "transpose_v,attention", "dense", stages(prefill));
-  check::that(stages(fp8(packed(8, 2048, 16, 64, kCausal))) == "prepare,transpose_v,attention", "packed");
+  const FwdProblem wide = fp8(dense(1, 16384, 8, 256));
+  check::that(stages(prefill) == "prepare,attention", "a semaphore", stages(prefill));
+  check::that(stages(wide) == "transpose_v,attention", "no room for V beside V^T", stages(wide));
+  check::that(stages(fp8(dense(1, 128, 2, 128))) == "attention", "few tiles");
+  check::that(stages(fp8(packed(8, 2048, 16, 64, kCausal))) == "prepare,attention", "packed");
+  check::that(stages(fp8(packed(8, 2048, 8, 256, kCausal))) == "prepare,transpose_v,attention", "packed, wide");
   check::that(stages(decoded) == "widen_query,attention", "decoded", stages(decoded));
   check::that(stages(prefill, "mma_sync") == "widen_query,dequantize,convert_query,attention,rescale", "dequantised",
               stages(prefill, "mma_sync"));

@@ -303,22 +303,27 @@ inline void rescale_output(FwdLaunch& launch) {
   rescale_rows(launch, rows);
 }
 
-inline void transpose_v(FwdLaunch& launch) {
-  Flash_fwd_fp8_params& params = launch.fp8.emplace();
+inline Flash_fwd_fp8_params fp8_params(const FwdLaunch& launch) {
+  Flash_fwd_fp8_params params;
   static_cast<Flash_fwd_params&>(params) = launch.params;
   params.q_descale = fp8_descale(launch.quant.q, params.h);
   params.k_descale = fp8_descale(launch.quant.k, params.h);
   params.v_descale = fp8_descale(launch.quant.v, params.h);
-  params.vt_keys = launch.plan.vt_keys;
   params.exp_bits = launch.plan.fast_exp;
+  params.vt_keys = launch.plan.vt_keys;
+  if (params.vt_keys > 0) params.vt_ptr = launch.vt.mutable_data_ptr<uint8_t>();
+  return params;
+}
+
+inline void transpose_v(FwdLaunch& launch) {
+  Flash_fwd_params& params = launch.params;
   if (launch.plan.is_dynamic && !params.is_varlen()) {
     launch.workspace = new_empty(launch.q, {1}, at::kInt);
     params.tile_count_semaphore = launch.workspace.mutable_data_ptr<int>();
   }
   const int64_t matrices = static_cast<int64_t>(params.is_varlen() ? 1 : params.b) * params.h_k;
-  launch.vt = new_empty(launch.q, {matrices, params.d_v, params.vt_keys}, at::kByte);
-  params.vt_ptr = launch.vt.mutable_data_ptr<uint8_t>();
-  check_launch(run_transpose_v(params, launch.stream()), "transpose_v_kernel", launch.q);
+  launch.vt = new_empty(launch.q, {matrices, params.d_v, launch.plan.vt_keys}, at::kByte);
+  check_launch(run_transpose_v(fp8_params(launch), launch.stream()), "transpose_v_kernel", launch.q);
 }
 
 // Memory for the partial results of the KV splits, if there are several.
@@ -337,7 +342,8 @@ inline void set_params_splits(FwdLaunch& launch) {
 inline void attention(FwdLaunch& launch) {
   if (launch.plan.family == plan::Family::kDecode) return decode(*launch.kv, launch.q, launch.stream());
   if (launch.plan.is_fp8) {
-    return check_launch(run_mha_fwd_fp8(*launch.fp8, launch.plan, launch.stream()), "flash_fwd_fp8_kernel", launch.q);
+    return check_launch(run_mha_fwd_fp8(fp8_params(launch), launch.plan, launch.stream()), "flash_fwd_fp8_kernel",
+                        launch.q);
   }
   set_params_splits(launch);
   if (launch.plan.exact_row_max) {

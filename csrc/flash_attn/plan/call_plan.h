@@ -70,9 +70,10 @@ inline void add_prefill_stages(const FwdProblem& problem, FwdPlan& plan) {
   const bool dequantizes = is_eight_bit(problem.kv_dtype) && !plan.is_fp8;
   const bool converts = dequantizes && problem.converts_queries;
   Stages& stages = plan.stages;
-  stages.add(Stage::kPrepare, problem.is_varlen || (plan.is_dynamic && !plan.is_fp8));
+  const bool transposes = plan.vt_keys > 0;
+  stages.add(Stage::kPrepare, problem.is_varlen || (plan.is_dynamic && !transposes));
   stages.add(Stage::kWidenQuery, is_eight_bit(problem.q_dtype) && !plan.is_fp8);
-  stages.add(Stage::kTransposeV, plan.is_fp8);
+  stages.add(Stage::kTransposeV, transposes);
   stages.add(Stage::kDequantize, dequantizes);
   stages.add(Stage::kConvertQuery, converts);
   stages.add(Stage::kMaskPlan, plan.mask.matrices > 0);

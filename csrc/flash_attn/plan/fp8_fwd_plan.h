@@ -13,7 +13,7 @@ namespace plan {
 // Consumers of 64 rows: three if a third has enough registers. O has a separate buffer: it takes twice the bytes of Q.
 constexpr Sm90FwdTile kSm90Fp8FwdTiles[] = {
     {64, 192, 128, 4, 2, false, 1, 0, 64},
-    {128, 192, 128, 4, 2, false, 1, 0, 64},
+    {128, 192, 128, 3, 2, false, 1, 0, 64},
     {256, 128, 128, 2, 2, false, 1, 0, 64},
 };
 
@@ -28,6 +28,9 @@ constexpr Sm90FwdTile sm90_fp8_fwd_tile(int head_dim) {
 // Rows of V^T in shared memory; the last ones are ones, of which P V makes the row sums.
 constexpr int fp8_vt_rows(const Sm90FwdTile& tile) { return tile.value_dim() + 8; }
 
+// Stages of V before it is transposed, where shared memory has room for them.
+constexpr int fp8_raw_v_stages(const Sm90FwdTile& tile) { return tile.head_dim <= 128 ? 2 : 0; }
+
 // Columns of a swizzle atom of Q and K, and of the TMA box that writes it.
 constexpr int fp8_atom_cols(int head_dim) { return head_dim < 128 ? head_dim : 128; }
 
@@ -38,8 +41,11 @@ constexpr bool fp8_has_exp_bits(int head_dim) { return head_dim <= 128; }
 constexpr int sm90_fp8_fwd_smem_bytes(const Sm90FwdTile& tile) {
   const int groups = tile.block_m / 64;
   const int barriers = 4 * tile.kv_stages + 1 + 3 * tile.q_stages * groups + 2 * 3;
+  const int raw_v_stages = fp8_raw_v_stages(tile);
   SmemLayout storage;
-  storage.add(tile.q_stages * tile.block_m * tile.head_dim, kSwizzleBytes)
+  storage.add(raw_v_stages * tile.block_n * tile.value_dim(), kSwizzleBytes)
+      .add(2 * kBarrierBytes * raw_v_stages, kBarrierBytes)
+      .add(tile.q_stages * tile.block_m * tile.head_dim, kSwizzleBytes)
       .add(tile.kv_stages * tile.block_n * tile.head_dim, kSwizzleBytes)
       .add(tile.kv_stages * tile.block_n * fp8_vt_rows(tile), kSwizzleBytes)
       .add(2 * groups * 64 * tile.o_cols, kSwizzleBytes)
@@ -72,8 +78,9 @@ inline bool fp8_fwd_declines(const FwdProblem& problem, const Device& device, co
   return forces_mma_sync || choose_family(query, forced).family == Family::kDecode;
 }
 
-// Keys of a row of V^T, and their blocks.
+// Keys of a row of V^T in global memory, and their blocks.
 constexpr int64_t fp8_vt_blocks(const FwdProblem& problem) {
+  if (fp8_raw_v_stages(sm90_fp8_fwd_tile(problem.head_dim)) > 0) return 0;
   return problem.is_varlen
              ? varlen_slot_count(static_cast<int>(problem.seqlen_k), static_cast<int>(problem.batch), e4m3::kVtKeys)
              : (problem.seqlen_k + e4m3::kVtKeys - 1) / e4m3::kVtKeys;
@@ -109,7 +116,7 @@ inline FwdPlan plan_fp8_fwd(const FwdProblem& problem, const Device& device) {
   bytes.head_dim /= 2;
   bytes.head_dim_v /= 2;
   set_tile_order(plan, bytes, device);
-  plan.pdl = true;  // after run_transpose_v()
+  plan.pdl = true;
   plan.workspace_bytes = 4 * (varlen_words(problem.is_varlen, problem.batch) + plan.is_dynamic) + fp8_vt_bytes(problem);
   return plan;
 }

@@ -21,6 +21,10 @@ using plan::FwdVariant;
 template <int kCols>
 struct Fp8PvOf;
 template <>
+struct Fp8PvOf<8> {
+  using Atom = cute::SM90::GMMA::MMA_64x8x32_F32E4M3E4M3_RS_TN<>;
+};
+template <>
 struct Fp8PvOf<64> {
   using Atom = cute::SM90::GMMA::MMA_64x64x32_F32E4M3E4M3_RS_TN<>;
 };
@@ -62,7 +66,10 @@ struct Fp8FwdConfig {
   // Descending, so that an attention sink at the first keys meets a settled row max; in ascending order it would take
   // up the few bits of P.
   static constexpr bool kDescending = true;
-  static constexpr bool kTransposedV = true;
+  // V^T is made of V in shared memory; without room for both it comes from global memory.
+  static constexpr int kRawVStages = plan::fp8_raw_v_stages(kTile);
+  static constexpr bool kTransposedV = kRawVStages == 0;
+  static constexpr int kTransposeWarps = kTransposedV ? 0 : 2;
   static constexpr bool kListed = false;
   using Order = KvBlockOrder;
   using TripCount = DescendingTripCount<typename MaskOf<Fp8FwdConfig>::Bounds>;
@@ -79,7 +86,7 @@ struct Fp8FwdConfig {
   // wgmma accumulator of e4m3 products keeps 13 bits.
   static constexpr int kSliceCols = 64;
   // Accumulators of S: one for each step of a block if there are registers for them.
-  static constexpr int kScoreBuffers = kHeadDim <= 64 ? 2 : 1;
+  static constexpr int kScoreBuffers = kHeadDim == 128 ? 1 : 2;
   // A separate loop for blocks without a mask: a gain of 8 % with exp2, a loss of 4 % with kExpBits.
   static constexpr bool kHasUnmaskedLoop = !kExpBits;
 

@@ -11,6 +11,7 @@
 #include "kernels/sm90/fp8_fwd_mainloop.h"
 #include "kernels/sm90/fwd_epilogue.h"
 #include "kernels/sm90/fwd_producer.h"
+#include "kernels/sm90/transpose_warp.h"
 #include "plan/fp8_fwd_plan.h"
 
 namespace flash {
@@ -176,11 +177,15 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     cutlass::arch::warpgroup_reg_dealloc<Config::kProducerRegisters>();
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
     wait_for_previous_kernel();  // V^T, the semaphore, the segments
+    if constexpr (!Config::kTransposedV) store_rng_state(launch.params.dropout);
     if (warp == kSchedulerWarp) {
       SchedulerWarp<Config>{launch, storage, 0}.run();  // calls begin_together()
     } else {
       begin_together<Config>();
       if (warp == kLoadWarp) FwdProducer<Config>(launch, storage).run();
+      if constexpr (Config::kTransposeWarps > 0) {
+        if (warp > kSchedulerWarp) TransposeWarp<Config>{storage, warp - kSchedulerWarp - 1}.run();
+      }
     }
   } else {
     cutlass::arch::warpgroup_reg_alloc<Config::kConsumerRegisters>();

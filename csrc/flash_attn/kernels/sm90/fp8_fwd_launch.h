@@ -52,7 +52,9 @@ inline cudaError_t make_fp8_tensor_maps(FwdLaunch& launch, const Flash_fwd_fp8_p
   }
   if (status != cudaSuccess || params.seqlen_k == 0) return status;  // no key is ever loaded
   status = make(launch.k_map, params.k_ptr, params.k_strides, false, Dtype::kE4m3, {atom_cols, plan.block_n}, params.d);
-  return status == cudaSuccess ? make_vt_map(launch.v_map, params, plan) : status;
+  if (status != cudaSuccess) return status;
+  if (plan.vt_keys > 0) return make_vt_map(launch.v_map, params, plan);
+  return make(launch.v_map, params.v_ptr, params.v_strides, false, Dtype::kE4m3, {atom_cols, plan.block_n}, params.d_v);
 }
 
 template <class Config>

@@ -23,6 +23,9 @@ struct Fp8FwdMainloop : Fp8FwdMainloopBase<Config> {
   static constexpr int kCols = Config::kSliceCols, kOnes = Config::kVtRows - Config::kHeadDimV;
   static constexpr int kSlices = Config::kHeadDimV / kCols;
   static constexpr bool kOverlaps = Config::kScoreBuffers == 2;
+  // Whether a slice is in flight while the one before is added. Both take the accumulators of S, and the sums of P have
+  // a product of their own: ptxas finds no room for a wider slice beside another one.
+  static constexpr bool kOverlapsSlices = kOverlaps && kSlices > 1;
   // Whether the last P V overlaps S of the next tile. Otherwise ptxas runs out of registers and serialises the
   // products.
   static constexpr bool kOverlapsTiles = kOverlaps || Config::kWarpGroups == 2;
@@ -32,7 +35,7 @@ struct Fp8FwdMainloop : Fp8FwdMainloopBase<Config> {
   AccS acc_s[Config::kScoreBuffers];
   // One accumulator for all slices; that of the last slice includes the sums of P. With several, ptxas would keep all
   // at once.
-  typename Base::template Accumulator<kCols + kOnes> acc_t;
+  typename Base::template Accumulator<kOverlapsSlices ? kOnes : kCols + kOnes> acc_t;
   typename Base::template FragmentP<Config::kBlockN> tOrP;
 
   __device__ __forceinline__ Fp8FwdMainloop(Storage& storage_, int group_, uint32_t bits_shift)
@@ -50,20 +53,20 @@ struct Fp8FwdMainloop : Fp8FwdMainloopBase<Config> {
   __device__ __forceinline__ void issue_first_qk(int q_stage) { issue_qk<kUpper>(q_stage); }
   __device__ __forceinline__ void wait_for_scores() { wait_for<0>(scores<kUpper>()); }
 
-  // Issues T = P V of a slice of the block at v_state; does not wait.
-  template <int kSlice>
-  __device__ __forceinline__ void issue_pv() {
+  // Issues P V of kRows columns from kFirst on of the block at v_state; does not wait.
+  template <int kFirst, int kRows, class AccT>
+  __device__ __forceinline__ void issue_pv(AccT& acc_t) {
     using namespace cute;
-    constexpr int kRows = kCols + (kSlice == kSlices - 1 ? kOnes : 0);
     using Mma = decltype(make_tiled_mma(Fp8PvAtom<kRows>{}));
     Mma mma;
     auto acc = make_tensor(acc_t.data(), typename Base::template Accumulator<kRows>::layout_type{});
-    const auto* const rows = storage.v[v_state.stage] + kSlice * kCols * Config::kBlockN;
+    const auto* const rows = storage.v[v_state.stage] + kFirst * Config::kBlockN;
     auto vt = make_tensor(make_smem_ptr(rows), typename Config::template SmemLayoutVt<kRows>{});
     start_gemm(mma, tOrP, mma.get_slice(threadIdx.x % 128).partition_fragment_B(vt)(_, _, _, _0{}), acc, true);
   }
   // O += T, the columns of a slice.
-  __device__ __forceinline__ void add_slice(int slice) {
+  template <class AccT>
+  __device__ __forceinline__ void add_slice(int slice, const AccT& acc_t) {
 #pragma unroll
     for (int i = 0; i < kCols / 2; ++i) acc_o(slice * kCols / 2 + i) += acc_t(i);
   }
@@ -71,21 +74,38 @@ struct Fp8FwdMainloop : Fp8FwdMainloopBase<Config> {
   // O += P V of the block at v_state. The last slice is issued only.
   __device__ __forceinline__ void start_pv() {
     this->wait_for_v();
-    cute::for_each(cute::make_seq<kSlices - 1>{}, [&](auto slice) {
-      issue_pv<slice>();
-      wait_for<0>(acc_t);
-      add_slice(slice);
-    });
-    issue_pv<kSlices - 1>();
+    if constexpr (kOverlapsSlices) {
+      issue_pv<Config::kHeadDimV, kOnes>(acc_t);
+      issue_pv<0, kCols>(acc_s[0]);
+      cute::for_each(cute::make_seq<kSlices - 1>{}, [&](auto slice) {
+        issue_pv<(slice + 1) * kCols, kCols>(acc_s[(slice + 1) % 2]);
+        wait_for<1>(acc_s[slice % 2]);
+        add_slice(slice, acc_s[slice % 2]);
+      });
+    } else {
+      cute::for_each(cute::make_seq<kSlices - 1>{}, [&](auto slice) {
+        issue_pv<slice * kCols, kCols>(acc_t);
+        wait_for<0>(acc_t);
+        add_slice(slice, acc_t);
+      });
+      issue_pv<(kSlices - 1) * kCols, kCols + kOnes>(acc_t);
+    }
   }
   // Finishes the last slice; kPending later groups stay in flight.
   template <int kPending>
   __device__ __forceinline__ void finish_pv() {
+    constexpr int kSums = kOverlapsSlices ? 0 : kCols / 2;
     wait_for<kPending>(acc_t);
     cute::warpgroup_fence_operand(tOrP);
     this->release_v();
-    add_slice(kSlices - 1);
-    softmax.add_rounded(acc_t(kCols / 2), acc_t(kCols / 2 + 2));
+    if constexpr (kOverlapsSlices) {
+      auto& last = acc_s[(kSlices - 1) % 2];
+      cute::warpgroup_fence_operand(last);
+      add_slice(kSlices - 1, last);
+    } else {
+      add_slice(kSlices - 1, acc_t);
+    }
+    softmax.add_rounded(acc_t(kSums), acc_t(kSums + 2));
   }
 
   // P of one half of the current KV block, whose S is complete.

@@ -257,6 +257,7 @@ struct FwdProducer {
   const FwdLaunch& launch;
   Storage& storage;
   PipelineState<Config::kKvStages> k_state, v_state;
+  PipelineState<Config::kRawVStages> raw_v_state;
   PipelineState<Config::kQStages> q_state;
   uint32_t pre_clear_phase = 0;  // of storage.pre_clear_full
   const bool issues;             // this lane issues TMA
@@ -280,10 +281,10 @@ struct FwdProducer {
   using ClearedRows = std::conditional_t<Config::kListed, MarkedRows, int>;
 
   // Waits until all consumers have released the stage.
-  template <int kAtoms, bool kClears = false>
+  template <int kAtoms, bool kClears = false, class State>
   __device__ __forceinline__ void load_kv(const CUtensorMap& map, Barrier* full, Barrier* empty, Element* smem,
-                                          PipelineState<Config::kKvStages>& state, int n_block, const TmaRows& rows,
-                                          int head, ClearedRows cleared = {}) {
+                                          State& state, int n_block, const TmaRows& rows, int head,
+                                          ClearedRows cleared = {}) {
     constexpr int kElements = Config::kBlockN * kAtoms * Config::kAtomCols;
     bool clears;
     if constexpr (Config::kListed) {
@@ -362,10 +363,15 @@ struct FwdProducer {
     const int n_block = block_to_load<Config>(work.order, i);
     if constexpr (Config::kTransposedV) {
       load_vt(work, n_block);
-      return;
+    } else if constexpr (Config::kRawVStages > 0) {
+      load_kv<Config::kAtoms, true>(launch.v_map, storage.raw_v_full, storage.raw_v_empty,
+                                    reinterpret_cast<Element*>(storage.raw_v[0]), raw_v_state, n_block, work.rows,
+                                    work.head_k, unseen_rows(work.tile, n_block));
+    } else {
+      load_kv<Config::kAtomsV, !Config::kNoMask>(launch.v_map, storage.v_full, storage.v_empty, &storage.v[0][0],
+                                                 v_state, n_block, work.rows, work.head_k,
+                                                 unseen_rows(work.tile, n_block));
     }
-    load_kv<Config::kAtomsV, !Config::kNoMask>(launch.v_map, storage.v_full, storage.v_empty, &storage.v[0][0], v_state,
-                                               n_block, work.rows, work.head_k, unseen_rows(work.tile, n_block));
   }
 
   // The rows of a block of V whose keys no query of the sequence sees.

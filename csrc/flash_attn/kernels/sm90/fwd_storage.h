@@ -44,8 +44,28 @@ struct alignas(16) Slot {
 
 static_assert(sizeof(WorkTile) == plan::kWorkTileBytes, "plan and kernels agree");
 
+// A ring of V that two warps transpose. full: 1 arrival plus the tile's bytes; empty: one of each of those warps.
+template <int kStages, int kBytes>
+struct RawVRing {
+  alignas(1024) char raw_v[kStages][kBytes];
+  Barrier raw_v_full[kStages], raw_v_empty[kStages];
+
+  __device__ __forceinline__ void init_raw_v_barriers(int readers) {
+#pragma unroll
+    for (int stage = 0; stage < kStages; ++stage) {
+      raw_v_full[stage].init(1);
+      raw_v_empty[stage].init(readers);
+    }
+  }
+};
+template <int kBytes>
+struct RawVRing<0, kBytes> {
+  __device__ __forceinline__ void init_raw_v_barriers(int) {}
+};
+
 template <class Config>
-struct FwdStorage : BiasRing<Config::kTile.bias_stages * Config::kWarpGroups, 64> {
+struct FwdStorage : BiasRing<Config::kTile.bias_stages * Config::kWarpGroups, 64>,
+                    RawVRing<Config::kRawVStages, Config::kBlockN * Config::kHeadDimV> {
   using Element = typename Config::Element;
   using OutElement = typename Config::OutElement;
   using TripCount = typename Config::TripCount;
@@ -85,9 +105,11 @@ struct FwdStorage : BiasRing<Config::kTile.bias_stages * Config::kWarpGroups, 64
   // would not be uniform, and ptxas makes that a loop over the lanes with a fence in every iteration.
   __device__ __forceinline__ void init_barriers(bool is_paged) {
     constexpr bool kHasBiasWarp = Config::kTile.bias_stages > 0;
-    const int loading_warps = is_paged ? 3 : 1 + Config::kPackedDropout + Config::kHasStoreWarp + kHasBiasWarp;
+    const int loading_warps =
+        is_paged ? 3 : 1 + Config::kPackedDropout + Config::kHasStoreWarp + kHasBiasWarp + Config::kTransposeWarps;
     init_tile_barriers(is_paged);
     this->init_bias_barriers(4);
+    this->init_raw_v_barriers(Config::kTransposeWarps);
 #pragma unroll
     for (int stage = 0; stage < Config::kQStages; ++stage) {
 #pragma unroll
@@ -109,7 +131,7 @@ struct FwdStorage : BiasRing<Config::kTile.bias_stages * Config::kWarpGroups, 64
 #pragma unroll
     for (int stage = 0; stage < Config::kKvStages; ++stage) {
       k_full[stage].init(is_paged ? 32 : 1 + 32 * Config::kPackedDropout);
-      v_full[stage].init(is_paged ? 32 : 1);
+      v_full[stage].init(is_paged ? 32 : Config::kTransposeWarps > 0 ? Config::kTransposeWarps : 1);
       k_empty[stage].init((Config::kPackedDropout ? 32 : 1) * Config::kConsumerWarps);
       v_empty[stage].init(Config::kConsumerWarps);
     }

@@ -43,6 +43,7 @@ struct JvpFwdConfig {
   // One loop for blocks with and without a mask. The first block of a warpgroup has a visible key for some row.
   static constexpr bool kDescending = true;
   static constexpr bool kTransposedV = false;
+  static constexpr int kRawVStages = 0, kTransposeWarps = 0;
   static constexpr bool kListed = false;
   using Order = KvBlockOrder;
   using TripCount = DescendingTripCount<typename MaskOf<JvpFwdConfig>::Bounds>;
