@@ -46,7 +46,7 @@ _FUNCTIONS: list[Callable[..., object]] = [
 
 
 def add_functions(*functions: Callable[..., object]) -> None:
-    """More functions that `explain` takes: others that come to the operators here, with their arguments."""
+    """Let `explain` take more functions, which must call the same operators."""
     _FUNCTIONS.extend(functions)
 
 
@@ -162,7 +162,7 @@ def _plan(call: Callable[..., object], args: AttentionArgs | AttentionBackwardAr
 
 
 class _Explaining(TorchDispatchMode):
-    """Operators of attention answer with their plans; others that would compute on the GPU give the layout alone."""
+    """Operators of attention answer with their plans; others on the GPU return tensors without memory."""
 
     device_type = "cuda"
 
@@ -197,7 +197,7 @@ class _Explaining(TorchDispatchMode):
         if device is None:
             return func(*args, **kwargs)
         with self:
-            result = func.decompose(*args, **kwargs)  # contiguous() and the like copy or do not: by other operators
+            result = func.decompose(*args, **kwargs)  # contiguous() and the like may call another operator that copies
         if result is not NotImplemented:
             return result
         if not _allocates(func):

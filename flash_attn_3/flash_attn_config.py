@@ -1,6 +1,6 @@
 """What FlashAttention-3's builds say of themselves: clients read CONFIG["build_flags"] for features that are missing.
 
-All is here but V in column-major order. Whether the CUDA extension is: `flash_attn.__build__`.
+Only V in column-major order is missing here. `flash_attn.__build__` says whether the CUDA extension is installed.
 """
 
 _FEATURES = (

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Optional, TypeVar, cast
 import torch
 from torch import Tensor
 
+from flash_attn._types import WindowSize
 from flash_attn.eight_bit import EIGHT_BIT, named
 from flash_attn.limits import MAX_HEAD_DIM
 from flash_attn.ops import conditions
 
 if TYPE_CHECKING:
-    from flash_attn._types import WindowSize
     from flash_attn.ops.attention_args import Sequences
 
 _MaybeTensor = TypeVar("_MaybeTensor", Tensor, Optional[Tensor])

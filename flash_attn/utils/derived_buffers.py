@@ -1,4 +1,4 @@
-"""Buffers that no state_dict holds: their module computes them, also for memory that came without values."""
+"""Buffers that no state_dict has: their module computes them, also after a loader gave them memory without values."""
 
 from __future__ import annotations
 

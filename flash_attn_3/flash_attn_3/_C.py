@@ -50,7 +50,7 @@ _SCHEMAS = {
 
 
 def no_scratch(like: Tensor) -> Tensor:
-    """The scratch memory that an operator of FlashAttention-3 returns and none is needed here."""
+    """An empty tensor in place of the scratch memory that an operator of FlashAttention-3 returns."""
     return like.new_empty(0, dtype=torch.float32)
 
 
@@ -178,7 +178,7 @@ def scheduler_metadata(
 
 
 def on_one_device(fake: Callable[..., _Result], names: Sequence[str]) -> Callable[..., _Result]:
-    """`fake` of the arguments of these names, of tensors that are all on meta or none."""
+    """`fake`, but an error where some of the tensors are on meta and others are not. names: of the arguments."""
 
     def checked(*args: object, **kwargs: object) -> _Result:
         _checks.reject_meta((*names[: len(args)], *kwargs), (*args, *kwargs.values()))

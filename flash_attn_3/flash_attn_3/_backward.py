@@ -153,7 +153,7 @@ def _check(
     dk: torch.Tensor | None,
     dv: torch.Tensor | None,
 ) -> None:
-    """What the backend sees copies of, or not at all."""
+    """Check arguments that the backend does not see, or sees as copies."""
     q, (k, v) = args.q, _key_and_value(args)
     out_shape = (*q.shape[:-1], *v.shape[-1:])
     arguments.check_optional_tensors(("seqused_q", "seqused_k"), (seqused_q, seqused_k))

@@ -33,7 +33,7 @@ def unused(
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
 ) -> int:
-    """num_splits, of any sign. The others have no effect, but must be what they are said to be."""
+    """Check the types of arguments that have no effect; returns num_splits, of any sign."""
     if pack_gqa is not None:
         arguments.flag("pack_gqa", pack_gqa)
     arguments.check_optional_tensors(("scheduler_metadata",), (scheduler_metadata,))
@@ -95,7 +95,7 @@ def reject_training(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def reject_beside(reason: str, **arguments: object) -> None:
-    """Raise NotImplementedError for the first argument given that the reason, another argument, excludes."""
+    """Raise NotImplementedError for the first argument that is given. reason: of the error, such as "in training"."""
     for name, value in arguments.items():
         if value is not None:
             raise NotImplementedError(f"{name}: expected None {reason}, got a tensor: it is not supported")
@@ -104,7 +104,7 @@ def reject_beside(reason: str, **arguments: object) -> None:
 def packed(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None = None, cu_seqlens_k: Tensor | None = None
 ) -> None:
-    """Shapes that rows are rearranged by before flash_attn sees them: batches, or packed where cu_seqlens are given."""
+    """Check the shapes of tensors whose rows are rearranged before flash_attn sees them; cu_seqlens: of packed ones."""
     given = (("cu_seqlens_q", cu_seqlens_q, k, cu_seqlens_k), ("cu_seqlens_k", cu_seqlens_k, q, cu_seqlens_q))
     for name, x, cu_seqlens in (("q", q, cu_seqlens_q), ("k", k, cu_seqlens_k), ("v", v, cu_seqlens_k)):
         dense = cu_seqlens is None
@@ -139,7 +139,7 @@ def sizes(
     headdim_v: int,
     page_size: int | None,
 ) -> None:
-    """Sizes that no tensor tells."""
+    """Check sizes for which there are no tensors."""
     least = {
         "batch_size": (batch_size, 0),
         "max_seqlen_q": (max_seqlen_q, 0),

@@ -1,7 +1,7 @@
 """FlashAttention-3's one forward over all forms of q, k and v, by the functions of flash_attn, which check and compute.
 
-It has one function where flash_attn has three: rows of a batch or packed, for queries and keys apart, keys of the call
-or of a cache, in pages or not. `forward` takes its arguments in its order and picks the function.
+It has one function where flash_attn has three: queries and keys may each be packed or a batch, keys of the call or of
+a cache, with pages or without. `forward` takes FlashAttention-3's arguments, in its order, and picks the function.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _NAMES = {  # flash_attn's name of an argument over a cache: the operator's
 
 
 def without_autograd(function: Callable[..., _Result]) -> Callable[..., _Result]:
-    """`function` as the body of an operator: its tensors are computed with as they are."""
+    """`function` as the body of an operator: without autograd and autocast."""
 
     @functools.wraps(function)
     def call(q: Tensor, *args: object, **kwargs: object) -> _Result:
@@ -130,7 +130,7 @@ def _all_none(*values: object) -> bool:
 
 
 def _options(score: _Score) -> tuple[object, ...]:
-    """Those of `attend` from dropout_p to is_grad_enabled, with the LSE."""
+    """The arguments of `attend` from dropout_p to is_grad_enabled, for a call that returns the LSE."""
     return (0.0, *score, None, False, True, True)
 
 
@@ -189,7 +189,7 @@ def _of_rows(
     sinks: Tensor | None = None,
     qv: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) in the form of q, of which rows are packed, as qv is."""
+    """(out, lse) in the form of q, packed or a batch. rows, qv: packed."""
     packed_out = out if cu_seqlens_q is not None else None
     if out is not None and packed_out is None:
         outputs.reject_gradients(out, q, k, v, sinks)
