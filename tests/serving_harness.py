@@ -42,22 +42,22 @@ class Batch(NamedTuple):
         return out, lse.masked_fill(lse == math.inf, -math.inf)
 
 
-def make_batch(device, head_dim_v=HEAD_DIM, unused=3):
+def make_batch(device, head_dim_v=HEAD_DIM, unused=3, head_dim=HEAD_DIM):
     """Pages in random places, NaN wherever there is no key; `unused` rows of q at the end belong to no sequence."""
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     pages = [-(-n // PAGE) for n in LENGTHS_K]
     places = torch.randperm(sum(pages) + 4, device=device, dtype=torch.int32)
     table = torch.full((len(pages), max(pages)), -1, dtype=torch.int32, device=device)
-    k = torch.full((len(places), PAGE, HEADS_K, HEAD_DIM), math.nan, device=device, dtype=dtype)
+    k = torch.full((len(places), PAGE, HEADS_K, head_dim), math.nan, device=device, dtype=dtype)
     v = torch.full((len(places), PAGE, HEADS_K, head_dim_v), math.nan, device=device, dtype=dtype)
     for i, (count, n) in enumerate(zip(pages, LENGTHS_K)):
         table[i, :count], places = places[:count], places[count:]
         for j in range(n):
             page = table[i, j // PAGE].item()
-            k[page, j % PAGE] = torch.randn(HEADS_K, HEAD_DIM, device=device)
+            k[page, j % PAGE] = torch.randn(HEADS_K, head_dim, device=device)
             v[page, j % PAGE] = torch.randn(HEADS_K, head_dim_v, device=device)
     cu_q = torch.tensor([0, *LENGTHS_Q], device=device).cumsum(0).int()
-    q = torch.randn(sum(LENGTHS_Q) + unused, HEADS, HEAD_DIM, device=device, dtype=dtype)
+    q = torch.randn(sum(LENGTHS_Q) + unused, HEADS, head_dim, device=device, dtype=dtype)
     return Batch(q, k, v, table, cu_q, torch.tensor(LENGTHS_K, dtype=torch.int32, device=device))
 
 

@@ -79,6 +79,13 @@ def test_prompts_and_decoding_in_one(device, options, with_sinks, head_dim_v):
     torch.testing.assert_close(call(batch, sinks=sinks, **options), out)
 
 
+def test_head_dim_512(device):
+    """Of Gemma 4's global layers."""
+    batch = make_batch(device, 512, head_dim=512)
+    expected, _ = batch.by_sequence(softmax_scale=0.05, causal=True)
+    torch.testing.assert_close(call(batch, softmax_scale=0.05), expected, **tolerance(device))
+
+
 def test_pages_of_one_row(device):
     """SGLang's default page size, and how its cascade reads a cache of larger pages."""
     batch = make_batch(device)

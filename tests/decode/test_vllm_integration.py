@@ -83,6 +83,13 @@ def test_over_a_cache(device, options, with_sinks, head_dim_v):
     torch.testing.assert_close(out, expected, **tolerance(device))
 
 
+def test_head_dim_512(device):
+    """Of Gemma 4's global layers, for which vLLM names the fourth version."""
+    batch = make_batch(device, 512, head_dim=512)
+    _, out = call(batch, softmax_scale=0.05, fa_version=4)
+    torch.testing.assert_close(out, batch.by_sequence(softmax_scale=0.05, causal=True)[0], **tolerance(device))
+
+
 @pytest.mark.parametrize("with_sinks", (False, True))
 def test_lse(device, with_sinks):
     """The context's part of a merge: not causal, with the LSE; -inf where a request has no keys."""
