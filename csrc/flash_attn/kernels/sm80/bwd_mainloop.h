@@ -395,10 +395,8 @@ struct BwdMainloop {
                                                                         RowArray<kRows>{delta}, scores, dp);
     };
     if constexpr (Config::kMayBias) {
-      run(GeneralMask<Element>{{visibility, mask.bias.of(tile.batch, at.head, tile.q_begin)},
-                               factors_of(params, mask.factors, tile, at.head),
-                               mask.lists.entries != nullptr,
-                               at.hides});
+      run(GeneralMask<Element>{
+          {visibility, mask.bias.of(tile.batch, at.head, tile.q_begin)}, params, mask, tile, at.hides});
     } else {
       run(visibility);
     }

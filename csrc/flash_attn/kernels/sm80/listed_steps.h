@@ -133,11 +133,13 @@ __device__ __forceinline__ BwdStepsOf<Config> bwd_steps(const BwdLaunch& launch,
   }
 }
 
-// The mask of a step: the window, or with a mask as data the window and the factors; and biases.
+// The mask of a step: the window, or with a mask as data the window and its factors, which are looked up where they are
+// needed; and biases.
 template <class Element>
 struct GeneralMask : BiasedVisibility<Element> {
-  MaskFactors factors;
-  bool has_factors;
+  const Flash_bwd_params& params;
+  const MaskParams& mask;
+  const BwdWorkTile& tile;
   bool hides;
 };
 
@@ -166,11 +168,12 @@ __device__ __forceinline__ void apply_factors(Scores& scores, const Coords& coor
 template <int kBlockM, int kBlockN, class Scores, class Coords, class Element>
 __device__ __forceinline__ void mask_scores(Scores& scores, const Coords& coords, const GeneralMask<Element>& mask,
                                             const TileCoords& at) {
-  if (!mask.has_factors) {
-    const Visibility& window = mask;
+  const Visibility& window = mask;
+  if (mask.mask.lists.entries == nullptr) {
     flash::mask_scores<kBlockM, kBlockN>(scores, coords, window, at);
   } else if (mask.hides) {
-    sm80::apply_factors(scores, coords, mask.factors, mask, at.row_begin, at.key_begin);
+    const MaskFactors factors = factors_of(mask.params, mask.mask.factors, mask.tile, at.head);
+    sm80::apply_factors(scores, coords, factors, window, at.row_begin, at.key_begin);
   }
 }
 
