@@ -118,10 +118,14 @@ def step(call, leaves, mask, dout=None, dlse=None, **options):
 def check(call, device):
     leaves = make(call, device)
     mask = ranges_mask(BATCH, SQ, SK, device) if call.mask else None
-    out, lse, s_dmask, grads, dout, dlse = step(call, leaves, mask)
+    assert_right(call, leaves, mask, *step(call, leaves, mask))
+
+
+def assert_right(call, leaves, mask, out, lse, s_dmask, grads, dout, dlse):
+    """What step() returned, against float64."""
     keep = s_dmask[:, :, :SQ, :SK] >= 0 if call.dropout else None
     dense = None if mask is None else dense_of(mask, SQ, SK, BATCH, HEADS)
-    options = {"alibi_slopes": slopes(call, device), "scale": SCALE}
+    options = {"alibi_slopes": slopes(call, out.device), "scale": SCALE}
     (right, right_grads), (plain, plain_grads) = (
         expected(call, leaves, dense, keep, dout, dlse, dtype, **options) for dtype in (torch.float64, call.dtype)
     )
@@ -158,7 +162,7 @@ def test_head_dim_512(device):
 @pytest.mark.parametrize("wide", (False, True))
 @pytest.mark.parametrize("kind", ("row stride", "pairs", "column stride", "offset", "transposed", "expanded"))
 def test_strides(device, family, kind, wide):
-    """No stride and no address of a bias changes a result."""
+    """No stride and no address of a bias changes a result; where TMA loads it in 16 bits, by no more than rounding."""
     call = Call("full", 64, wide=wide, causal=True)
     leaves = make(call, device)
     plain = leaves["attn_bias"].detach()
@@ -176,12 +180,15 @@ def test_strides(device, family, kind, wide):
         }[kind]()
         given = big.copy_(plain)
     *right, dout, dlse = step(call, leaves, None)
-    ours = step(call, {**leaves, "attn_bias": given.detach().requires_grad_()}, None, dout, dlse)
+    others = {**leaves, "attn_bias": given.detach().requires_grad_()}
+    ours = step(call, others, None, dout, dlse)
     pairs = [*zip(ours[:2], right[:2]), (ours[3]["attn_bias"], right[3]["attn_bias"])]
     for mine, theirs in pairs:
-        if device == "cuda":
+        if device == "cuda" and (wide or family == "mma_sync"):
             assert torch.equal(mine, theirs)
-        torch.testing.assert_close(mine, theirs)  # the CPU adds a bias that broadcasts by other instructions
+        if device == "cpu":
+            torch.testing.assert_close(mine, theirs)  # it adds a bias that broadcasts by other instructions
+    assert_right(call, others, None, *ours)
 
 
 def test_gradients_repeat_their_bits(device, family):

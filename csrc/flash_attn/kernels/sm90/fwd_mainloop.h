@@ -61,6 +61,8 @@ struct FwdMainloop {
   // kBiased
   static constexpr int kWholeBoxes = Config::kBlockN / (kBiasBoxBytes / 2);  // of 16-bit elements, of a block
   static constexpr bool kReadsBoxesEarly = kWholeBoxes == 1;
+  // A single stage is loaded again during the softmax, which is worth a fence.
+  static constexpr bool kReleasesBoxesEarly = kReadsBoxesEarly && Config::kTile.bias_stages == 1;
   BiasState bias_state;
   uint32_t bias_words[kWholeBoxes * kBoxWords];
   const int box_lane;      // box_lane_offset()
@@ -282,6 +284,11 @@ struct FwdMainloop {
       read_box(bias_words, i, wait_for_box(at), box_lane);
       at.advance();
     }
+    if constexpr (kReleasesBoxesEarly) {
+      tma::fence_buffer();
+      __syncwarp();
+      release_boxes();
+    }
   }
   __device__ __forceinline__ void release_boxes() {
 #pragma unroll
@@ -353,7 +360,7 @@ struct FwdMainloop {
     float correction[kRows];
     const Flag rescale = SoftmaxStep::run(*this, work, key, q_stage, correction);
     if constexpr (SoftmaxStep::kMayRecomputeS) release_k();
-    if constexpr (Config::kBiased && !kMasked) release_boxes();
+    if constexpr (Config::kBiased && !kMasked && !kReleasesBoxesEarly) release_boxes();
     if constexpr (Config::kExpBeforePvWait) finish_exp_before_pv_wait();
     // 5. Wait for P V, release V.
     cute::warpgroup_fence_operand(acc_s);

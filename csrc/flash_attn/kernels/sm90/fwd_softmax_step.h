@@ -177,7 +177,7 @@ struct BoxSoftmax {
       if (m.softmax.exp2_speculative_biased(scores, m.scale_log2, bias)) return false;
       if (m.softmax.raise_row_max(scores, m.params.softmax_scale_log2, correction)) return true;
       m.recompute_s(q_stage);
-      m.read_boxes();
+      if constexpr (!Mainloop::kReleasesBoxesEarly) m.read_boxes();
     }
 #pragma unroll
     for (int i = 0; i < cute::size(scores); ++i) scores(i) *= m.scale_log2;

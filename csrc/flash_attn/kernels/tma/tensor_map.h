@@ -13,6 +13,7 @@ namespace tma {
 struct TensorMapBox {
   int cols;
   int rows;
+  bool fetches_pairs = false;  // L2 fetches 256 bytes of a row: the box of the next columns follows
 };
 
 // A (b, rows, heads, d) or packed (total, heads, d) matrix.
@@ -95,7 +96,8 @@ inline cudaError_t make_tensor_map(CUtensorMap& map, const TensorMapSource& sour
   const CUresult status = encode(&map, tensor_map_type(dtype), kTensorMapAxes, const_cast<void*>(source.data), lengths,
                                  strides, box_lengths, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
                                  box.cols * bytes == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
-                                 CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+                                 box.fetches_pairs ? CU_TENSOR_MAP_L2_PROMOTION_L2_256B : CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+                                 CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return status == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;  // plan::tensor_map_holds() checked it
 }
 

@@ -63,7 +63,7 @@ inline cudaError_t make_tensor_maps(BwdLaunch& launch, const plan::BwdPlan& plan
 }
 
 inline cudaError_t make_bias_maps(BwdLaunch& launch, const Flash_bwd_mask_params& params, const plan::BwdPlan& plan) {
-  const cudaError_t status = make_bias_map(launch.bias_map, params, params.mask.bias, plan.block_m);
+  const cudaError_t status = make_bias_map(launch.bias_map, params, params.mask.bias, plan.block_m, false);
   launch.stores_ds = params.ds.data != nullptr;
   if (status != cudaSuccess || !launch.stores_ds) return status;
   constexpr int kAtomCols = 64;
