@@ -2,7 +2,6 @@
 #pragma once
 
 #include "kernels/common/element.h"
-#include "kernels/tma/swizzle.h"
 #include "params/jvp.h"
 #include "plan/jvp_fwd_plan.h"
 
@@ -22,11 +21,11 @@ struct JvpFwdConfig {
   static constexpr int kAtomCols = 64, kAtoms = kHeadDim / kAtomCols;
   static_assert(plan::swizzle_atom_cols(kHeadDim) == kAtomCols, "of rows of 128 bytes");
 
-  // Element offset of a 16-byte vector in a tile of kRows rows: atoms one after the other.
+  // Element offset of a 16-byte vector in a tile of kRows rows: atoms one after the other, swizzled as SwizzledTile is.
+  static constexpr int kVectorCols = 8;
   template <int kRows>
   __device__ __forceinline__ static constexpr int offset(int row, int vector) {
-    constexpr int kVectors = kAtomCols / tma::kVectorCols;
-    return vector / kVectors * kRows * kAtomCols + tma::swizzle_offset(kAtomCols, row, vector % kVectors);
+    return (vector / 8 * kRows + row) * kAtomCols + (vector ^ row) % 8 * kVectorCols;
   }
 };
 
