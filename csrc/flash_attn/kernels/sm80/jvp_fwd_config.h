@@ -8,11 +8,11 @@
 namespace flash {
 namespace sm80 {
 
-template <Dtype kDtype_, int kHeadDim_>
+template <Dtype kDtype_, int kHeadDim_, bool kSmallTile>
 struct JvpFwdConfig {
   static constexpr Dtype kDtype = kDtype_;
   using Element = ElementOf<kDtype>;
-  static constexpr plan::FwdTile kTile = plan::jvp_fwd_tile(kHeadDim_);
+  static constexpr plan::FwdTile kTile = plan::jvp_fwd_tile(kHeadDim_, kSmallTile);
   static constexpr int kHeadDim = kTile.head_dim, kBlockM = kTile.block_m, kBlockN = kTile.block_n;
   static constexpr int kWarps = kTile.warps, kThreads = 32 * kWarps;
   static_assert(kHeadDim == kHeadDim_ && kTile.col_warps == 1, "a tile for this head dim");
