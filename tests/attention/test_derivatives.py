@@ -314,6 +314,17 @@ def test_a_kernel_computes_plain_calls(device, family, monkeypatch):
     assert torch.equal(torch.func.jvp(lambda q: flash_attn_func(q, k, v, causal=True), (q,), (q,))[1], t_out)
 
 
+@pytest.mark.devices("cuda")
+def test_tangents_with_little_shared_memory(device, monkeypatch):
+    """GPUs with 99 KB for a thread block have another tile at head dim 128, whose rows are computed alike."""
+    monkeypatch.setattr(blocks, "tangents", None)
+    monkeypatch.setenv("FLASH_ATTN_FAMILY", "mma_sync")
+    inputs = [torch.randn(1, n, 4, 128, device=device, dtype=torch.bfloat16) for n in 2 * (300, 429, 429)]
+    expected = flash_attn_jvp(*inputs)
+    monkeypatch.setenv("FLASH_ATTN_SMEM_LIMIT", "101376")
+    assert all(map(torch.equal, flash_attn_jvp(*inputs), expected))
+
+
 @pytest.mark.parametrize("with_sinks", (False, True))
 def test_rows_without_keys_are_constant(device, family, with_sinks):
     """Gradients and tangents of theirs that are NaN reach nothing."""

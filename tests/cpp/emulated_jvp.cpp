@@ -98,9 +98,9 @@ void check_row(Inputs& in, Tangents& tangents, Results& results, int sequence, i
   near("t_lse", results.t_lse[at], mean, 1e-3);
 }
 
-template <int kHeadDim>
+template <int kHeadDim, bool kSmallTile = false>
 void run(const Case& c, const Timing& timing, const Given& given = {}) {
-  using Config = JvpFwdConfig<Dtype::kBf16, kHeadDim>;
+  using Config = JvpFwdConfig<Dtype::kBf16, kHeadDim, kSmallTile>;
   static JvpFwdStorage<Config> storage;
   set(timing);
   Inputs in(c);
@@ -153,6 +153,7 @@ int main() {
   run<128>({{{64, 100}}, 1, 1, full, 128, 128, false, false, true, 0.05f}, random);
   run<128>({{{64, 100}}, 1, 1, full, 128, 128, false, false, false, 0.05f}, late, {false, false, true});
   run<128>({{{70, 70}, {0, 9}, {3, 0}, {20, 50}, {1, 1}}, 2, 1, causal, 104, 128, true}, random);
+  run<128, true>({{{130, 130}}, 1, 1, causal, 128, 128}, mixed);
   check::that(emulation::bank_conflicts == 0, "bank conflicts", emulation::bank_conflicts);
   return check::report();
 }

@@ -395,7 +395,9 @@ void check_tangents() {
       check::that(plan.stages.has(flash::plan::Stage::kPrepare) >= problem.is_varlen, "segments", head_dim);
       check::that(plan.is_dynamic <= plan.stages.has(flash::plan::Stage::kPrepare), "a cleared semaphore", head_dim);
       const FwdPlan other = *flash::plan::plan_jvp_fwd(problem, kA100, nullptr);
-      check::that(other.head_dim == plan.head_dim && other.smem_bytes <= 99 * 1024, "tile of mma.sync", head_dim);
+      check::that(other.head_dim == plan.head_dim && !other.small_tile, "tile of mma.sync", head_dim);
+      const FwdPlan small = *flash::plan::plan_jvp_fwd(problem, kL40, nullptr);
+      check::that(small.small_tile == (head_dim > 64) && small.smem_bytes <= kL40.smem_per_block, "L40", head_dim);
       check::that(other.stages.has(flash::plan::Stage::kPrepare) == problem.is_varlen, "segments", head_dim);
       check::that(other.grid * other.block_m >= problem.heads * problem.seqlen_q, "all rows", head_dim, other.grid);
     }

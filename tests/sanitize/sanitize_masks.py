@@ -72,5 +72,6 @@ def steps(device):
         dim, mask, bias, reach, features = call
         told = f"{family}, mask {mask or 'none'}, bias {bias or reach or 'none'}, d{dim}"
         yield told, family, functools.partial(check_step, *call, next(dtypes), device)
-    for dim, features in TANGENTS:
-        yield f"tangents, d{dim}", "", functools.partial(check_tangents, dim, features, next(dtypes), device)
+    for family, (dim, features) in itertools.product(("wgmma", "mma_sync"), TANGENTS):
+        told = f"{family}, tangents, d{dim}"
+        yield told, family, functools.partial(check_tangents, dim, features, next(dtypes), device)

@@ -106,6 +106,7 @@ struct FwdPlan {
   bool exact_row_max = false;  // the row max follows every score, at the price of more rescaling
   bool row_max_falls = false;  // and the maximum of each block, down too
   int page_box_rows = 0;       // rows of a TMA box within a page; 0: rows are copied one by one
+  bool small_tile = false;     // with tangents: kSmallJvpFwdTile
   MaskPlan mask;               // of variants that visit by list
   int64_t workspace_bytes = 0;
 

@@ -12,9 +12,14 @@ namespace plan {
 
 // mma.sync family. The registers of a warp hold O and its tangent, S and its tangent, and P and H in 16 bits.
 constexpr FwdTile kJvpFwdTiles[] = {{64, 128, 32, 4, 2}, {128, 64, 32, 4, 2}};
+// Where a multiprocessor has shared memory for one thread block of the row above alone: as many warps in one.
+constexpr FwdTile kSmallJvpFwdTile = {128, 128, 32, 8, 1};
+
+constexpr bool has_small_jvp_fwd_tile(int head_dim) { return head_dim == kSmallJvpFwdTile.head_dim; }
 
 // Of the smallest head dim that holds `head_dim`; head_dim 0: there is none.
-constexpr FwdTile jvp_fwd_tile(int head_dim) {
+constexpr FwdTile jvp_fwd_tile(int head_dim, bool is_small = false) {
+  if (is_small && has_small_jvp_fwd_tile(head_dim)) return kSmallJvpFwdTile;
   for (const FwdTile& tile : kJvpFwdTiles) {
     if (head_dim <= tile.head_dim) return tile;
   }
@@ -28,7 +33,7 @@ constexpr int jvp_fwd_smem_bytes(const FwdTile& tile, Dtype dtype) { return 2 * 
 // Q, K and V have tangents of the same size next to them in shared memory. O has a separate buffer: the next Q may land
 // before it left.
 constexpr Sm90FwdTile kSm90JvpFwdTiles[] = {
-    {64, 128, 128, 2, 1, false, 1, 0, 128},
+    {64, 128, 128, 2, 2, false, 1, 0, 128},
     {128, 128, 64, 2, 1, false, 1, 0, 128},
 };
 
@@ -84,9 +89,13 @@ inline FwdPlan plan_jvp_fwd_wgmma(const FwdProblem& problem, const Device& devic
   return plan;
 }
 
-inline FwdPlan plan_jvp_fwd_mma_sync(const FwdProblem& problem) {
-  const FwdTile tile = jvp_fwd_tile(problem.max_head_dim());
+inline FwdPlan plan_jvp_fwd_mma_sync(const FwdProblem& problem, const Device& device) {
+  constexpr int kReserved = 1024;  // of a thread block's shared memory, by the driver
+  const FwdTile wanted = jvp_fwd_tile(problem.max_head_dim());
+  const int bytes = wanted.blocks_per_sm * (jvp_fwd_smem_bytes(wanted, problem.dtype) + kReserved);
   FwdPlan plan;
+  plan.small_tile = has_small_jvp_fwd_tile(wanted.head_dim) && bytes > device.smem_per_multiprocessor;
+  const FwdTile tile = jvp_fwd_tile(wanted.head_dim, plan.small_tile);
   plan.family = Family::kMmaSync;
   plan.dtype = problem.dtype;
   plan.head_dim = plan.head_dim_v = tile.head_dim;
@@ -108,7 +117,7 @@ inline std::optional<FwdPlan> plan_jvp_fwd(const FwdProblem& problem, const Devi
   if (jvp_fwd_tile(problem.max_head_dim()).head_dim == 0 || problem.head_dim_v % 8 != 0) return std::nullopt;
   if (!problem.has_queries() || !problem.has_keys() || problem.has_score_mod()) return std::nullopt;
   if (jvp_fwd_takes_wgmma(problem, device, forced)) return plan_jvp_fwd_wgmma(problem, device);
-  const FwdPlan plan = plan_jvp_fwd_mma_sync(problem);
+  const FwdPlan plan = plan_jvp_fwd_mma_sync(problem, device);
   const bool fits = plan.smem_bytes <= device.smem_per_block && plan.grid <= kMaxGridBlocks;
   return fits ? std::optional<FwdPlan>(plan) : std::nullopt;
 }

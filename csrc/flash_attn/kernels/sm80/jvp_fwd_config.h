@@ -2,18 +2,17 @@
 #pragma once
 
 #include "kernels/common/element.h"
-#include "kernels/tma/swizzle.h"
 #include "params/jvp.h"
 #include "plan/jvp_fwd_plan.h"
 
 namespace flash {
 namespace sm80 {
 
-template <Dtype kDtype_, int kHeadDim_>
+template <Dtype kDtype_, int kHeadDim_, bool kSmallTile>
 struct JvpFwdConfig {
   static constexpr Dtype kDtype = kDtype_;
   using Element = ElementOf<kDtype>;
-  static constexpr plan::FwdTile kTile = plan::jvp_fwd_tile(kHeadDim_);
+  static constexpr plan::FwdTile kTile = plan::jvp_fwd_tile(kHeadDim_, kSmallTile);
   static constexpr int kHeadDim = kTile.head_dim, kBlockM = kTile.block_m, kBlockN = kTile.block_n;
   static constexpr int kWarps = kTile.warps, kThreads = 32 * kWarps;
   static_assert(kHeadDim == kHeadDim_ && kTile.col_warps == 1, "a tile for this head dim");
@@ -22,11 +21,11 @@ struct JvpFwdConfig {
   static constexpr int kAtomCols = 64, kAtoms = kHeadDim / kAtomCols;
   static_assert(plan::swizzle_atom_cols(kHeadDim) == kAtomCols, "of rows of 128 bytes");
 
-  // Element offset of a 16-byte vector in a tile of kRows rows: atoms one after the other.
+  // Element offset of a 16-byte vector in a tile of kRows rows: atoms one after the other, swizzled as SwizzledTile is.
+  static constexpr int kVectorCols = 8;
   template <int kRows>
   __device__ __forceinline__ static constexpr int offset(int row, int vector) {
-    constexpr int kVectors = kAtomCols / tma::kVectorCols;
-    return vector / kVectors * kRows * kAtomCols + tma::swizzle_offset(kAtomCols, row, vector % kVectors);
+    return (vector / 8 * kRows + row) * kAtomCols + (vector ^ row) % 8 * kVectorCols;
   }
 };
 

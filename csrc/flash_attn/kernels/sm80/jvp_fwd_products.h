@@ -24,15 +24,24 @@ struct JvpFwdProducts {
 
   __device__ __forceinline__ explicit JvpFwdProducts(const JvpFwdStorage<Config>& storage_) : storage(storage_) {}
 
-  // The vector that this lane passes to ldmatrix for a square of 16 x 16, as the A operand or the transposed B operand
-  // take it, and as the B operand does.
-  template <int kRows>
-  __device__ __forceinline__ const Element* rows_first(const Element* tile, int row, int vector) const {
-    return tile + Config::template offset<kRows>(row + lane % 16, vector + lane / 16);
+  // Element offset of the vector that this lane passes to ldmatrix for the first square of 16 x 16 of a tile: as the A
+  // operand or the transposed B operand take it, and as the B operand does. Opaque, or the compiler
+  // computes the offsets of all squares before the loop over blocks, and spills.
+  __device__ __forceinline__ int rows_first() const {
+    return opaque(Config::template offset<16>(lane % 16, lane / 16));
   }
+  __device__ __forceinline__ int cols_first() const {
+    return opaque(Config::template offset<16>(lane / 16 * 8 + lane % 8, lane / 8 % 2));
+  }
+  __device__ __forceinline__ static int opaque(int offset) {
+    asm volatile("" : "+r"(offset));
+    return offset;
+  }
+
+  // The same for the square at `row`, a multiple of 16, and `vector`, one of 2.
   template <int kRows>
-  __device__ __forceinline__ const Element* cols_first(const Element* tile, int row, int vector) const {
-    return tile + Config::template offset<kRows>(row + lane / 16 * 8 + lane % 8, vector + lane / 8 % 2);
+  __device__ __forceinline__ static const Element* square(const Element* tile, int first, int row, int vector) {
+    return tile + (vector / 8 * kRows + row) * Config::kAtomCols + (first ^ vector % 8 * Config::kVectorCols);
   }
 
   __device__ __forceinline__ static void add(float (&acc)[4], const uint32_t (&a)[4], const Tiles& b, int tile) {
@@ -41,6 +50,7 @@ struct JvpFwdProducts {
 
   // S += Q K^T and S' += Q' K^T + Q K'^T.
   __device__ __forceinline__ void add_scores(Scores& acc_s, Scores& acc_ts) const {
+    const int first_q = rows_first() + warp * 16 * Config::kAtomCols, first_k = cols_first();
 #pragma unroll
     for (int slice = 0; slice < Config::kHeadDim / 16; ++slice) {
       uint32_t q[2][kRowTiles][4];
@@ -48,8 +58,8 @@ struct JvpFwdProducts {
       for (int of = 0; of < 2; ++of) {
 #pragma unroll
         for (int m = 0; m < kRowTiles; ++m) {
-          const int row = 16 * (m * Config::kWarps + warp);
-          load_matrices(q[of][m], rows_first<Config::kBlockM>(storage.q[of], row, 2 * slice));
+          const int row = m * Config::kWarps * 16;
+          load_matrices(q[of][m], square<Config::kBlockM>(storage.q[of], first_q, row, 2 * slice));
         }
       }
 #pragma unroll
@@ -60,7 +70,7 @@ struct JvpFwdProducts {
 #pragma unroll
           for (int pair = 0; pair < kPairs; ++pair) {
             const int row = 8 * first + 16 * pair;
-            load_matrices(k[of][pair], cols_first<Config::kBlockN>(storage.k[of], row, 2 * slice));
+            load_matrices(k[of][pair], square<Config::kBlockN>(storage.k[of], first_k, row, 2 * slice));
           }
         }
 #pragma unroll
@@ -82,6 +92,7 @@ struct JvpFwdProducts {
 
   // O += P V and O' += H V + P V'.
   __device__ __forceinline__ void add_values(Out& acc_o, Out& acc_to, const Probs& p, const Probs& h) const {
+    const int first_v = rows_first();
 #pragma unroll
     for (int slice = 0; slice < Config::kBlockN / 16; ++slice) {
 #pragma unroll
@@ -91,8 +102,8 @@ struct JvpFwdProducts {
         for (int of = 0; of < 2; ++of) {
 #pragma unroll
           for (int pair = 0; pair < kPairs; ++pair) {
-            const auto* const from = rows_first<Config::kBlockN>(storage.v[of], 16 * slice, first + 2 * pair);
-            load_matrices_transposed(v[of][pair], from);
+            const int vector = first + 2 * pair;
+            load_matrices_transposed(v[of][pair], square<Config::kBlockN>(storage.v[of], first_v, 16 * slice, vector));
           }
         }
 #pragma unroll

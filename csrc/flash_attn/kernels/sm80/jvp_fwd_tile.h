@@ -32,7 +32,7 @@ struct JvpFwdRows {
 #pragma unroll
       for (int atom = 0; atom < Config::kAtoms; ++atom) {
         const int of_row = atom * kRowThreads + vector;
-        visit(row + i, of_row * tma::kVectorCols, Config::template offset<kRows>(row + i, of_row));
+        visit(row + i, of_row * Config::kVectorCols, Config::template offset<kRows>(row + i, of_row));
       }
     }
   }
