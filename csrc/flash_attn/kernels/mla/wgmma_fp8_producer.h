@@ -73,7 +73,7 @@ struct MlaFp8Producer {
     return static_cast<const char*>(params.latent_ptr) + __shfl_sync(0xffffffffu, rows.at, key);
   }
 
-  // A key that does not exist keeps the values of one before, or 0: NaN there would pass its probability of 0.
+  // Keys that do not exist become 0: NaN there would pass a probability of 0.
   __device__ __forceinline__ void load(const Rows& rows, int half) {
     const int first_col = half * Config::kHalf + vector * kVectorBytes;
     const int scale_byte = kMlaLatentDim + first_col / kMlaScaleCols * static_cast<int>(sizeof(float));
@@ -81,6 +81,8 @@ struct MlaFp8Producer {
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
       const char* const row = row_of(rows, i * kKeysAtATime + key_of_lane);
+      values[i] = uint4{};
+      scales[i] = 0.0f;
       if (exists & 1u << i * kKeysAtATime) {
         values[i] = *reinterpret_cast<const uint4*>(row + first_col);
         scales[i] = *reinterpret_cast<const float*>(row + scale_byte);
@@ -130,8 +132,6 @@ struct MlaFp8Producer {
     Rows next = rows_of(work.from + 1, find_page(work.from + 1));
     int page = find_page(work.from + 2);  // read a step before the row is asked for
     prefetch(next);
-#pragma unroll
-    for (int i = 0; i < kVectors; ++i) values[i] = uint4{}, scales[i] = 0.0f;
     load(rows, 0);
 #pragma unroll 1
     for (int i = 0; i < count; ++i) {
