@@ -69,7 +69,7 @@ def largest_stored(descale: Tensor, dtype: torch.dtype, x_dtype: torch.dtype) ->
 
 
 def encode(x: Tensor, descale: Tensor, dtype: torch.dtype, most: Tensor | None = None) -> Tensor:
-    """x quantised by a descale that broadcasts to it; nothing beyond `most`, which is like descale."""
+    """x quantised by a descale that broadcasts to it, and clamped to `most`, which is like descale."""
     scaled = x.detach().to(torch.float32) * descale.reciprocal()
     scaled = scaled.clamp(-LARGEST[dtype], LARGEST[dtype]) if most is None else scaled.clamp(-most, most)
     if dtype is INT8:
@@ -89,7 +89,7 @@ def decode(stored: Tensor, descale: Tensor | None, dtype: torch.dtype) -> Tensor
 
 
 class Descales(NamedTuple):
-    """Of one call; None is 1. v_per_channel: v's is (nheads_k, head_dim_v) or (batch, nheads_k, head_dim_v)."""
+    """Those of a call; None is 1. v_per_channel: v's is (nheads_k, head_dim_v) or (batch, nheads_k, head_dim_v)."""
 
     q: Tensor | None = None
     k: Tensor | None = None
@@ -98,7 +98,7 @@ class Descales(NamedTuple):
 
 
 def result_dtype(q: Tensor, v: Tensor, out_dtype: torch.dtype | None) -> torch.dtype:
-    """Of out: as asked for, else q's; where q has 8 bits, that of a wider v, else bfloat16."""
+    """The dtype of out: out_dtype, or else q's; of 8-bit q that of a wider v, or else bfloat16."""
     if out_dtype is not None or q.dtype not in EIGHT_BIT:
         return out_dtype or q.dtype
     return torch.bfloat16 if v.dtype in EIGHT_BIT else v.dtype
@@ -110,7 +110,7 @@ def is_by_row(descale: Tensor | None) -> bool:
 
 
 def by_row(descale: Tensor, x: Tensor) -> Tensor:
-    """A descale by page or row in the shape of x, K or V, but for a last axis of 1: a view."""
+    """A descale by page or row as a view of the shape of x (K or V), whose last axis has size 1."""
     if x.dim() == 3:
         return descale.expand(x.shape[0], 1, x.shape[1]).transpose(1, 2)
     return descale.expand(x.shape[:3]).unsqueeze(-1)
@@ -128,9 +128,9 @@ def by_head(descale: Tensor, heads: int) -> Tensor:
 
 
 class Scaling(NamedTuple):
-    """What the descales of a call do to its operands, so that attention itself computes with 8-bit values.
+    """How the descales of a call are applied around attention, which itself computes with 8-bit values.
 
-    Those of heads multiply queries, before, and the output, after; those of rows and pages multiply K and V.
+    Those of heads multiply the queries before it and the output after it; those of rows and pages multiply K and V.
     """
 
     dtype: torch.dtype  # of the operands
@@ -141,7 +141,7 @@ class Scaling(NamedTuple):
 
     @staticmethod
     def of(q: Tensor, k: Tensor, v: Tensor, descales: Descales, dtype: torch.dtype) -> Scaling:
-        """Of a call whose arguments `check` has passed."""
+        """Of a call whose arguments are checked."""
         heads = q.shape[-2]
         k_by_row, v_by_row = is_by_row(descales.k), is_by_row(descales.v) and not descales.v_per_channel
         given = [descales.q, None if k_by_row else descales.k]
@@ -165,24 +165,24 @@ class Scaling(NamedTuple):
     def queries(self, q: Tensor, sequence: int | Tensor | None = None) -> Tensor:
         """q scaled, in the operands' dtype.
 
-        sequence: None for a batch (b, sq, h, d), the index of the one that all rows of q belong to, or for packed
-        rows (total_q, h, d) a tensor of the index of each.
+        sequence: None for a batch (b, sq, h, d). Of packed rows (total_q, h, d) the index of their sequence: an int if
+        all belong to one, else a tensor.
         """
         return decode(q, _of_sequences(self.query_factor, sequence, 1), self.dtype)
 
     def scaled(self, stored: Tensor, rows: Tensor | None) -> Tensor:
-        """8-bit K or V times k_rows or v_rows, indexed as they are; as it is if that is None."""
+        """8-bit K or V times `rows`, the part of k_rows or v_rows for it; unchanged if that is None."""
         return stored if rows is None else decode(stored, rows, self.dtype)
 
     def store(self, out: Tensor, result: Tensor, sequence: int | Tensor | None = None) -> None:
-        """result, of the operands, into out. sequence: as in `queries`."""
+        """Scale the result of the operands and store it in out. sequence: as in `queries`."""
         factor = _of_sequences(self.out_factor, sequence, 0)
         wide = torch.float64 if result.dtype == torch.float64 else torch.float32
         out.copy_(result if factor is None else result.to(wide) * factor)
 
 
 def _of_sequences(factor: Tensor | None, sequence: int | Tensor | None, new_axes: int) -> Tensor | None:
-    """A factor (1 or batch, heads, ...), with new_axes at its end, as it broadcasts to rows of heads."""
+    """The factor (1 or batch, heads, ...) of each row's sequence. new_axes: appended, so that it broadcasts."""
     if factor is None:
         return None
     for _ in range(new_axes):
@@ -220,7 +220,7 @@ def check_dtypes(
     dropout_p: float = 0.0,
     names: tuple[str, str] = ("k", "v"),
 ) -> None:
-    """The dtypes of a call of which something has 8 bits, or that names a descale or out_dtype."""
+    """Check the dtypes of a call that has an 8-bit tensor, a descale or an out_dtype."""
     k_name, v_name = names
     _require(q.dtype in (*_WIDE, *OF_QUERIES), "q", f"dtype {one_of(*_HALF, *OF_QUERIES)}", named(q.dtype))
     if q.dtype in OF_QUERIES:
@@ -238,7 +238,7 @@ def check_dtypes(
 
 
 def check_descales(q: Tensor, k: Tensor, v: Tensor, descales: Descales, batch: int) -> None:
-    """The descales of q (.., heads, head_dim) and k, v (.., heads_k, head_dim), of a batch or packed, or of a cache."""
+    """Check the descales of q (.., heads, head_dim) and k, v (.., heads_k, head_dim): a batch, packed, or a cache."""
     heads, heads_k = q.shape[-2], k.shape[-2]
     rows = [k.shape[0], k.shape[1] if k.dim() == 4 else 1, heads_k]
     by_rows = [rows, [rows[0], 1, heads_k]]

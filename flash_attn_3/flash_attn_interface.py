@@ -8,8 +8,6 @@ sinks, also named s_aux and learnable_sink, and out are keyword only.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -368,7 +366,7 @@ def flash_attn_with_kvcache(
     quant = _checks.quant_args(q, k_cache, v_cache, q_descale, k_descale, v_descale, out)
     sinks = arguments.named_sinks(sinks, s_aux, learnable_sink)
     score = (softmax_scale, causal, window_size, softcap)
-    options: dict[str, Any] = {"quant": quant, "sm_margin": sm_margin, "out": out, "sinks": sinks, "qv": qv}
+    options = Options(quant=quant, sm_margin=sm_margin, out=out, qv=qv)
     where = (cache_seqlens, cache_batch_idx, cache_leftpad, page_table)
     new = (k, v, rotary_cos, rotary_sin)
     appends = any(x is not None for x in new)
@@ -377,11 +375,21 @@ def flash_attn_with_kvcache(
     has_one_dim = qv is not None or v_cache.shape[-1:] == q.shape[-1:]
     if appends or (cu_seqlens_q is None and has_one_dim):
         result, lse = over_cache(
-            q, k_cache, v_cache, *new, *where, *score, rotary_interleaved, num_splits, names=_CACHE_NAMES, **options
+            q,
+            k_cache,
+            v_cache,
+            *new,
+            *where,
+            *score,
+            rotary_interleaved,
+            num_splits,
+            options,
+            sinks,
+            names=_CACHE_NAMES,
         )
     else:
         result, lse = packed_over_cache(
-            q, k_cache, v_cache, *where, cu_seqlens_q, None, *score, names=_PACKED_NAMES, **options
+            q, k_cache, v_cache, *where, cu_seqlens_q, None, score, options, sinks, names=_PACKED_NAMES
         )
     if not return_softmax_lse:
         return result

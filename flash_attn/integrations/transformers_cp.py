@@ -195,7 +195,7 @@ def _check_tokens_of_plan(
 ) -> None:
     for name in _OF_ONE_RANK:
         if options.get(name) is not None:
-            raise NotImplementedError(f"{name}: expected None with context parallelism, got a value: the plan says it")
+            raise NotImplementedError(f"{name}: expected None with context parallelism, got a value: the plan has it")
     if attention_mask is not None:
         raise NotImplementedError(
             f"attention_mask: expected None with context parallelism, got shape {list(attention_mask.shape)}"
@@ -214,7 +214,7 @@ def _checked_positions(position_ids: Tensor, plan: CpPlan) -> CpPlan:
     """plan, if the positions are its own."""
     if position_ids.shape[-1:] != (plan.num_tokens,) or not (position_ids == plan.positions(position_ids.device)).all():
         raise RuntimeError(
-            "position_ids: expected plan.positions() of this rank in each row, got others; documents that are packed "
-            "in a row are a plan's, CpPlan.varlen"
+            "position_ids: expected plan.positions() of this rank in each row, got others (CpPlan.varlen makes a "
+            "plan of documents packed in a row)"
         )
     return plan

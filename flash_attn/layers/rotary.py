@@ -78,10 +78,10 @@ class _RotateParts(torch.autograd.Function):
 
 
 def _may_be_dirty(x: Tensor) -> bool:
-    """Whether later uses of x, and of what it is a view of, can carry the rotation's history.
+    """Whether autograd can record the rotation in place, for later uses of x and of what it is a view of.
 
-    Autograd forbids it on leaves that require a gradient, on their views, and on views that a function returned
-    together (unbind, split): these are rotated all the same, as FlashAttention-2 does, and the result alone has it.
+    It cannot on leaves that require a gradient, on their views, and on views that a function returned together (unbind,
+    split): these are rotated all the same, as FlashAttention-2 does, and only the result has the history.
     """
     base = x if x._base is None else x._base
     if x.requires_grad and base.is_leaf:
@@ -352,7 +352,7 @@ class RotaryEmbedding(DerivedBuffers):
         return cos, sin, self._cos_k_cached, self._sin_k_cached
 
     def _tables(self, positions: Tensor, seqlen: int, dtype: torch.dtype) -> _Tables:
-        """(cos, sin, cos_k, sin_k) in `dtype` at positions (n,), the last two None but for xPos, centred in seqlen."""
+        """(cos, sin, cos_k, sin_k) in `dtype` at positions (n,); the last two None without xPos."""
         device, positions = positions.device, positions.to(torch.float32)
         self._ensure_filled(device)
         # A module cast to half precision has rounded inv_freq too far for large positions.

@@ -41,7 +41,7 @@ def get_alibi_slopes(nheads: int) -> list[float]:
 class _FlashAttention(DerivedBuffers):
     """The options that both modules by `flash_attn` have."""
 
-    _stays_float32 = True  # far keys would notice that slopes are rounded
+    _stays_float32 = True  # rounded slopes would change the scores of far keys
     alibi_slopes: Tensor | None
     _slopes: list[float] | None = None  # that the buffer was made from
 

@@ -374,7 +374,7 @@ class MHA(nn.Module):
         _require(x.shape[-1] == self.embed_dim, "x", f"embed_dim {self.embed_dim}", list(x.shape))
 
     def _tell_ranks(self, plan: CpPlan | None, error: Exception) -> None:
-        """Raise the error of this rank's arguments on those that wait for it."""
+        """Raise this rank's error on all ranks that wait for this one."""
         if isinstance(plan, CpPlan):
             plan.compare("MHA", "", error)
         elif self._cp_communicator is not None:

@@ -20,7 +20,7 @@ from flash_attn.ops.rows import sequence_of_rows
 def check_unpacked(args: AttentionArgs) -> None:
     for name, x in (("k", args.k), ("v", args.v)):
         if x is None:
-            raise RuntimeError(f"{name}: expected a Tensor with 8-bit tensors and descales, got None: one is packed")
+            raise RuntimeError(f"{name}: expected a separate Tensor with 8 bits or descales, got packed inputs")
 
 
 def check(args: AttentionArgs) -> None:

@@ -1,4 +1,4 @@
-"""Imports that wait for another module's: this package does not import that module itself."""
+"""Imports that follow the import of another module, which this package does not import itself."""
 
 from __future__ import annotations
 

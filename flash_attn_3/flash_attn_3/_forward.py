@@ -17,9 +17,8 @@ from flash_attn._types import Descale, WindowSize
 from flash_attn.flash_attn_interface import attend, attend_rows_in_use
 from flash_attn.inference import attend_over_cache
 from flash_attn.ops import arguments, context, outputs
-from flash_attn.ops.attention_args import DENSE, Options, Sequences
+from flash_attn.ops.attention_args import DENSE, Options, Sequences, replaced
 from flash_attn.ops.lse import mark_masked_rows
-from flash_attn.ops.quant_args import QuantArgs
 from flash_attn.ops.rows import equal_steps, pack, sequence_of_rows, unpack
 from flash_attn_3 import _checks
 
@@ -106,20 +105,20 @@ def forward(
     if appends:
         _checks.reject_beside("with new keys or rotary embedding", **own_rows)
     of_cache = not _all_none(seqused_k, page_table, kv_batch_idx, leftpad_k)
-    options: dict[str, Any] = {"quant": quant, "sm_margin": sm_margin, "out": out}
+    options = Options(quant=quant, sm_margin=sm_margin, out=out)
     if appends or (of_cache and _all_none(*own_rows.values()) and v.shape[-1:] == q.shape[-1:]):
         new = (k_new, v_new, rotary_cos, rotary_sin)
         where = (seqused_k, kv_batch_idx, leftpad_k, page_table)
-        result, lse = over_cache(q, k, v, *new, *where, *score, rotary_interleaved, num_splits, names=_NAMES, **options)
+        result, lse = over_cache(q, k, v, *new, *where, *score, rotary_interleaved, num_splits, options, names=_NAMES)
     elif cu_seqlens_k is not None:
         _checks.reject_beside("with cu_seqlens_k", page_table=page_table, kv_batch_idx=kv_batch_idx)
         lengths = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, leftpad_k, max_seqlen_q, max_seqlen_k)
-        result, lse = _packed(q, k, v, *lengths, *score, **options)
+        result, lse = _packed(q, k, v, *lengths, score, options)
     elif of_cache or not _all_none(*own_rows.values()):
         where = (seqused_k, kv_batch_idx, leftpad_k, page_table)
-        result, lse = packed_over_cache(q, k, v, *where, cu_seqlens_q, seqused_q, *score, names={}, **options)
+        result, lse = packed_over_cache(q, k, v, *where, cu_seqlens_q, seqused_q, score, options, names={})
     else:
-        result, lse, _ = attend((q, k, v), DENSE, *_options(score), None, Options(**options))
+        result, lse, _ = attend((q, k, v), DENSE, *_options(score), None, options)
         if not _some_row_is_masked(q.shape[1], k.shape[1], causal, window_size_right):
             return result, lse
     return result, mark_masked_rows(lse)
@@ -151,13 +150,8 @@ def _packed(
     leftpad_k: Tensor | None,
     max_seqlen_q: int | None,
     max_seqlen_k: int | None,
-    softmax_scale: float | None,
-    causal: bool,
-    window_size: WindowSize,
-    softcap: float,
-    quant: QuantArgs,
-    sm_margin: int,
-    out: Tensor | None,
+    score: _Score,
+    options: Options,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of queries, packed or in a batch, over packed keys."""
     _checks.packed(q, k, v, cu_seqlens_q, cu_seqlens_k)
@@ -170,8 +164,7 @@ def _packed(
         seqused_k,
         leftpad_k,
     )
-    score = (softmax_scale, causal, window_size, softcap)
-    return _of_rows(q, k, v, rows, cu_seqlens_q, seqused_q, sequences, score, quant, sm_margin, out)
+    return _of_rows(q, k, v, rows, cu_seqlens_q, seqused_q, sequences, score, options)
 
 
 def _of_rows(
@@ -183,19 +176,17 @@ def _of_rows(
     seqused_q: Tensor | None,
     sequences: Sequences,
     score: _Score,
-    quant: QuantArgs,
-    sm_margin: int,
-    out: Tensor | None,
+    options: Options,
     sinks: Tensor | None = None,
-    qv: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) in the form of q, packed or a batch. rows, qv: packed."""
+    """(out, lse) in the form of q, packed or a batch. rows, and qv of the options: packed."""
+    out = options.out
     packed_out = out if cu_seqlens_q is not None else None
     if out is not None and packed_out is None:
         outputs.reject_gradients(out, q, k, v, sinks)
         read = {"q": q, "k": k, "v": v, "seqused_q": seqused_q, "sinks": sinks, **sequences._asdict()}
-        outputs.check_result(out, q, v, quant.out_dtype, read)
-    options = Options(quant=quant, sm_margin=sm_margin, out=packed_out, qv=qv)
+        outputs.check_result(out, q, v, options.quant.out_dtype, read)
+    options = replaced(options, out=packed_out)
     result, lse, _ = attend_rows_in_use(seqused_q, (rows, k, v), sequences, *_options(score), sinks, options)
     result, lse = unpack(q, cu_seqlens_q, result, lse)
     return (result if out is None or packed_out is not None else out.copy_(result)), lse
@@ -219,13 +210,10 @@ def over_cache(
     softcap: float,
     rotary_interleaved: bool,
     num_splits: int,
-    *,
-    quant: QuantArgs,
-    sm_margin: int,
-    out: Tensor | None,
-    names: dict[str, str],
+    options: Options,
     sinks: Tensor | None = None,
-    qv: Tensor | None = None,
+    *,
+    names: dict[str, str],
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of `flash_attn.flash_attn_with_kvcache`. names: the caller's, see `_checks.renamed`."""
     try:
@@ -248,25 +236,25 @@ def over_cache(
             rotary_interleaved=rotary_interleaved,
             num_splits=max(num_splits, 0),
             return_softmax_lse=True,
-            out=out,
+            out=options.out,
             sinks=sinks,
-            quant=quant,
-            sm_margin=sm_margin,
-            qv=qv,
+            quant=options.quant,
+            sm_margin=options.sm_margin,
+            qv=options.qv,
         )
     except _checks.ERRORS as error:
         raise _checks.renamed(error, names) from None
     return out, lse
 
 
-def packed_over_cache(*args: Any, names: dict[str, str], **named: Any) -> tuple[Tensor, Tensor]:
+def packed_over_cache(*args: Any, names: dict[str, str]) -> tuple[Tensor, Tensor]:
     """(out, lse) of packed queries, or of those of a batch, over a cache of pages or of rows, of any V head dim.
 
     Inactive requests are those of `flash_attn.flash_attn_with_kvcache`: the length is -1 or does not fit, or the row of
     the cache does not exist. names: the caller's, see `_checks.renamed`.
     """
     try:
-        return _packed_over_cache(*args, **named)
+        return _packed_over_cache(*args)
     except _checks.ERRORS as error:
         raise _checks.renamed(error, {"block_table": "page_table", **names}) from None
 
@@ -281,16 +269,9 @@ def _packed_over_cache(
     page_table: Tensor | None,
     cu_seqlens_q: Tensor | None,
     seqused_q: Tensor | None,
-    softmax_scale: float | None,
-    causal: bool,
-    window_size: WindowSize,
-    softcap: float,
-    *,
-    quant: QuantArgs,
-    sm_margin: int,
-    out: Tensor | None,
+    score: _Score,
+    options: Options,
     sinks: Tensor | None = None,
-    qv: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     _check_cache(q, k, v, kv_batch_idx, page_table, cu_seqlens_q)
     rows, cu_rows = pack(q, cu_seqlens_q)
@@ -304,14 +285,13 @@ def _packed_over_cache(
         lengths = torch.full_like(cu_rows[1:], capacity) if lengths is None else lengths
     if absent is not None and lengths is not None:
         lengths = lengths.masked_fill(absent, 0)
-        if out is not None:  # which may be memory of the lengths that are copied here
-            arguments.check_tensors(("out",), (out,))
-            outputs.check_apart({"out": out}, {"seqused_k": seqused_k})
+        if options.out is not None:  # which may be memory of the lengths that are copied here
+            arguments.check_tensors(("out",), (options.out,))
+            outputs.check_apart({"out": options.out}, {"seqused_k": seqused_k})
     sequences = Sequences(
         cu_rows, equal_steps(batch, capacity, q.device), rows.shape[0], capacity, lengths, leftpad_k, page_table
     )
-    score = (softmax_scale, causal, window_size, softcap)
-    result, lse = _of_rows(q, k, v, rows, cu_seqlens_q, seqused_q, sequences, score, quant, sm_margin, out, sinks, qv)
+    result, lse = _of_rows(q, k, v, rows, cu_seqlens_q, seqused_q, sequences, score, options, sinks)
     if sinks is not None and absent is not None and batch > 0:  # an inactive request has no sink
         rows_absent = absent[sequence_of_rows(cu_rows, rows.shape[0])]
         rows_absent = rows_absent if cu_seqlens_q is not None else rows_absent.view(batch, 1, -1)

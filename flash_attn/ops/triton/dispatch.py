@@ -1,4 +1,4 @@
-"""Common to the operators here: when a Triton kernel supports a call, where it starts, how its backward ends."""
+"""Common to the operators here: whether a Triton kernel takes a call, on which device, and the end of its backward."""
 
 from __future__ import annotations
 
