@@ -115,7 +115,7 @@ def test_lengths_and_masks(device, lengths, mask, exp, d, size):
 @pytest.mark.parametrize("d", HEAD_DIMS)
 @pytest.mark.parametrize("exp", ("exact", "fast"))
 @pytest.mark.parametrize("causal", (False, True))
-@pytest.mark.parametrize("heads, heads_k", ((6, 6), (6, 2), (6, 1)))
+@pytest.mark.parametrize("heads, heads_k", ((6, 6), (6, 2), (8, 1)))
 def test_heads_and_many_work_tiles(device, heads, heads_k, causal, exp, d):
     """On a GPU more work tiles than multiprocessors: the next one is fetched, its S issued, while O is stored."""
     batch = 1 if device == "cpu" else 16

@@ -347,12 +347,19 @@ void check_e4m3() {
                   multiplies(fp8(dense(1, 128, 2, 256)), "unknown"),
               "forced");
   check::that(multiplies(changed(decoded, [](FwdProblem& p) { p.batch_invariant = true; })), "batch-invariant");
-  const FwdProblem wide = fp8(dense(1, 16384, 8, 256));
-  check::that(stages(prefill) == "prepare,attention", "a semaphore", stages(prefill));
-  check::that(stages(wide) == "transpose_v,attention", "no room for V beside V^T", stages(wide));
-  check::that(stages(fp8(dense(1, 128, 2, 128))) == "attention", "few tiles");
-  check::that(stages(fp8(packed(8, 2048, 16, 64, kCausal))) == "prepare,attention", "packed");
-  check::that(stages(fp8(packed(8, 2048, 8, 256, kCausal))) == "prepare,transpose_v,attention", "packed, wide");
+  const auto transposed = [&](const FwdProblem& problem, const char* expected, const char* what) {
+    check::that(stages(problem) == expected, what, stages(problem));
+  };
+  transposed(prefill, "transpose_v,attention", "many queries see a key: once for all tiles");
+  transposed(fp8(dense(8, 2048, 16, 128, kCausal)), "prepare,attention", "by the kernel, which needs a semaphore");
+  transposed(changed(fp8(dense(8, 2048, 16, 128, kCausal)), [](FwdProblem& p) { p.heads_k = 2; }),
+             "transpose_v,attention", "query heads share a key");
+  transposed(fp8(dense(32, 512, 16, 128)), "transpose_v,attention", "few blocks a tile");
+  transposed(fp8(dense(32, 512, 16, 64)), "attention", "few blocks a tile of head dim 64");
+  transposed(fp8(dense(1, 128, 2, 128)), "attention", "few tiles");
+  transposed(fp8(packed(8, 2048, 16, 64, kCausal)), "prepare,attention", "packed");
+  transposed(fp8(dense(1, 128, 2, 256)), "transpose_v,attention", "no room for V beside V^T");
+  transposed(fp8(packed(8, 2048, 8, 256, kCausal)), "prepare,transpose_v,attention", "packed, head dim 256");
   check::that(stages(decoded) == "widen_query,attention", "decoded", stages(decoded));
   check::that(stages(prefill, "mma_sync") == "widen_query,dequantize,convert_query,attention,rescale", "dequantised",
               stages(prefill, "mma_sync"));

@@ -110,7 +110,6 @@ struct FwdLaunch {
   Flash_fwd_split_params params;           // of the prefill kernels
   std::optional<Flash_kvcache_params> kv;  // of the decode kernels, and of the stages before and after a cached call
   KernelScales scales;
-  std::optional<Flash_fwd_fp8_params> fp8;
 
   at::Tensor workspace, decode_workspace, key_ranges, dequantized, rotated, converted, vt, partials, block_lists;
 

@@ -22,7 +22,7 @@ struct Flash_fwd_fp8_params : Flash_fwd_params {
   Descale q_descale, k_descale, v_descale;
   // V^T with the keys of a P V operand (core/e4m3.h): (b or 1, h_k, d_v, vt_keys). Keys of packed sequences begin at
   // slots of kVtKeys keys (varlen_first_slot()). Zero where no query sees a key.
-  uint8_t* __restrict__ vt_ptr = nullptr;
+  uint8_t* __restrict__ vt_ptr = nullptr;  // null: the kernel transposes V
   int64_t vt_keys = 0;
   bool exp_bits = false;  // P as e4m3 straight from the scores, without exp2
 };

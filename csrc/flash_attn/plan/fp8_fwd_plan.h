@@ -13,23 +13,29 @@ namespace plan {
 // Consumers of 64 rows: three if a third has enough registers. O has a separate buffer: it takes twice the bytes of Q.
 constexpr Sm90FwdTile kSm90Fp8FwdTiles[] = {
     {64, 192, 128, 4, 2, false, 1, 0, 64},
-    {128, 192, 128, 3, 2, false, 1, 0, 64},
+    {128, 192, 128, 4, 2, false, 1, 0, 64},
     {256, 128, 128, 2, 2, false, 1, 0, 64},
 };
+// Of kernels that transpose V, beside kFp8RawVStages stages of it.
+constexpr Sm90FwdTile kSm90Fp8TransposingTiles[] = {
+    {64, 192, 128, 4, 2, false, 1, 0, 64},
+    {128, 192, 128, 3, 2, false, 1, 0, 64},
+};
+constexpr int kFp8RawVStages = 2;
 
 // head_dim 0: there is none.
-constexpr Sm90FwdTile sm90_fp8_fwd_tile(int head_dim) {
+constexpr Sm90FwdTile sm90_fp8_fwd_tile(int head_dim, bool transposes_v = false) {
+  for (const Sm90FwdTile& tile : kSm90Fp8TransposingTiles) {
+    if (transposes_v && tile.head_dim == head_dim) return tile;
+  }
   for (const Sm90FwdTile& tile : kSm90Fp8FwdTiles) {
-    if (tile.head_dim == head_dim) return tile;
+    if (!transposes_v && tile.head_dim == head_dim) return tile;
   }
   return Sm90FwdTile{};
 }
 
 // Rows of V^T in shared memory; the last ones are ones, of which P V makes the row sums.
 constexpr int fp8_vt_rows(const Sm90FwdTile& tile) { return tile.value_dim() + 8; }
-
-// Stages of V before it is transposed, where shared memory has room for them.
-constexpr int fp8_raw_v_stages(const Sm90FwdTile& tile) { return tile.head_dim <= 128 ? 2 : 0; }
 
 // Columns of a swizzle atom of Q and K, and of the TMA box that writes it.
 constexpr int fp8_atom_cols(int head_dim) { return head_dim < 128 ? head_dim : 128; }
@@ -38,10 +44,10 @@ constexpr int fp8_atom_cols(int head_dim) { return head_dim < 128 ? head_dim : 1
 constexpr bool fp8_has_exp_bits(int head_dim) { return head_dim <= 128; }
 
 // sizeof(sm90::FwdStorage) of e4m3 operands and a 16-bit O.
-constexpr int sm90_fp8_fwd_smem_bytes(const Sm90FwdTile& tile) {
+constexpr int sm90_fp8_fwd_smem_bytes(const Sm90FwdTile& tile, bool transposes_v) {
   const int groups = tile.block_m / 64;
   const int barriers = 4 * tile.kv_stages + 1 + 3 * tile.q_stages * groups + 2 * 3;
-  const int raw_v_stages = fp8_raw_v_stages(tile);
+  const int raw_v_stages = transposes_v ? kFp8RawVStages : 0;
   SmemLayout storage;
   storage.add(raw_v_stages * tile.block_n * tile.value_dim(), kSwizzleBytes)
       .add(2 * kBarrierBytes * raw_v_stages, kBarrierBytes)
@@ -78,27 +84,38 @@ inline bool fp8_fwd_declines(const FwdProblem& problem, const Device& device, co
   return forces_mma_sync || choose_family(query, forced).family == Family::kDecode;
 }
 
+// Whether the kernel transposes V, at the cost of issue slots for each tile, or a pass does, at that of memory traffic
+// for each key. With few blocks a tile the kernel is slower at head dim 128.
+constexpr bool fp8_kernel_transposes_v(const FwdProblem& problem, const Device& device, int64_t work_tiles) {
+  constexpr int64_t kMostRows = 4096, kLeastRowsOf128 = 1024;  // that see a key
+  if (sm90_fp8_fwd_tile(problem.head_dim, true).head_dim == 0) return false;
+  if (work_tiles <= device.multiprocessors) return true;
+  const Window& window = problem.window;
+  const bool is_half = window.may_mask_left() != window.may_mask_right();
+  const int64_t rows = window.max_keys(problem.rows()) * (problem.heads / problem.heads_k) / (is_half ? 2 : 1);
+  return rows <= kMostRows && (problem.head_dim < 128 || rows >= kLeastRowsOf128);
+}
+
 // Keys of a row of V^T in global memory, and their blocks.
 constexpr int64_t fp8_vt_blocks(const FwdProblem& problem) {
-  if (fp8_raw_v_stages(sm90_fp8_fwd_tile(problem.head_dim)) > 0) return 0;
   return problem.is_varlen
              ? varlen_slot_count(static_cast<int>(problem.seqlen_k), static_cast<int>(problem.batch), e4m3::kVtKeys)
              : (problem.seqlen_k + e4m3::kVtKeys - 1) / e4m3::kVtKeys;
 }
 
-constexpr int64_t fp8_vt_bytes(const FwdProblem& problem) {
-  return product(problem.is_varlen ? 1 : problem.batch, problem.heads_k, problem.head_dim_v, fp8_vt_blocks(problem),
-                 e4m3::kVtKeys);
-}
-
 inline FwdPlan plan_fp8_fwd(const FwdProblem& problem, const Device& device) {
-  const Sm90FwdTile tile = sm90_fp8_fwd_tile(problem.head_dim);
   FwdPlan plan;
+  plan.num_work_tiles =
+      product(m_blocks(problem.is_varlen, problem.is_varlen ? static_cast<int>(problem.batch) : 1,
+                       static_cast<int>(problem.seqlen_q), sm90_fp8_fwd_tile(problem.head_dim).block_m),
+              problem.heads, problem.is_varlen ? 1 : problem.batch);
+  const bool transposes_v = fp8_kernel_transposes_v(problem, device, plan.num_work_tiles);
+  const Sm90FwdTile tile = sm90_fp8_fwd_tile(problem.head_dim, transposes_v);
   plan.family = Family::kWgmma;
   plan.variant = problem.window.may_mask() ? FwdVariant::kMasked : FwdVariant::kPlain;
   plan.is_fp8 = true;
   plan.fast_exp = problem.fast_exp && fp8_has_exp_bits(problem.head_dim);
-  plan.vt_keys = fp8_vt_blocks(problem) * e4m3::kVtKeys;
+  plan.vt_keys = transposes_v ? 0 : fp8_vt_blocks(problem) * e4m3::kVtKeys;
   plan.dtype = problem.out_dtype;
   plan.head_dim = plan.head_dim_v = tile.head_dim;
   plan.block_m = tile.block_m;
@@ -106,10 +123,7 @@ inline FwdPlan plan_fp8_fwd(const FwdProblem& problem, const Device& device) {
   plan.kv_stages = tile.kv_stages;
   plan.q_stages = tile.q_stages;
   plan.threads = sm90_fwd_threads(tile, plan.variant);
-  plan.smem_bytes = sm90_fp8_fwd_smem_bytes(tile);
-  plan.num_work_tiles = product(m_blocks(problem.is_varlen, problem.is_varlen ? static_cast<int>(problem.batch) : 1,
-                                         static_cast<int>(problem.seqlen_q), tile.block_m),
-                                problem.heads, problem.is_varlen ? 1 : problem.batch);
+  plan.smem_bytes = sm90_fp8_fwd_smem_bytes(tile, transposes_v);
   if (plan.num_work_tiles > kMaxWorkTiles) return plan;  // too many
   plan.grid = plan.num_work_tiles < device.multiprocessors ? plan.num_work_tiles : device.multiprocessors;
   FwdProblem bytes = problem;  // heads of half the 16-bit columns take as much of L2
@@ -117,7 +131,9 @@ inline FwdPlan plan_fp8_fwd(const FwdProblem& problem, const Device& device) {
   bytes.head_dim_v /= 2;
   set_tile_order(plan, bytes, device);
   plan.pdl = true;
-  plan.workspace_bytes = 4 * (varlen_words(problem.is_varlen, problem.batch) + plan.is_dynamic) + fp8_vt_bytes(problem);
+  const int64_t vt_bytes =
+      product(problem.is_varlen ? 1 : problem.batch, problem.heads_k, problem.head_dim_v, plan.vt_keys);
+  plan.workspace_bytes = 4 * (varlen_words(problem.is_varlen, problem.batch) + plan.is_dynamic) + vt_bytes;
   return plan;
 }
 

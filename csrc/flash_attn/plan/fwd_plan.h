@@ -114,7 +114,7 @@ struct FwdPlan {
   Stages stages;
   bool is_fp8 = false;               // kWgmma: e4m3 Q K^T and P V
   bool fast_exp = false;             // is_fp8: P as e4m3 straight from the scores
-  int64_t vt_keys = 0;               // is_fp8: keys of a row of V^T
+  int64_t vt_keys = 0;               // is_fp8: keys of a row of V^T in global memory; 0: the kernel transposes V
   int64_t dequantized_bytes = 0;     // of the fp16 K and V
   int dequantized_rows = 0;          // of a sequence; 0: packed rows keep their places
   std::optional<DecodePlan> decode;  // kDecode, kRecompute, and every call over a cache, whose schedule it is

@@ -35,14 +35,15 @@ struct Fp8PvOf<72> {
 template <int kCols>
 using Fp8PvAtom = typename Fp8PvOf<kCols>::Atom;
 
-// kExpBits_: P as e4m3 bit patterns straight from the scores (core/e4m3.h) instead of exp2.
-template <Dtype kOut, int kHeadDim_, bool kExpBits_>
+// kExpBits_: P as e4m3 bit patterns straight from the scores (core/e4m3.h) instead of exp2. kTransposesV: V^T is made
+// of V in shared memory, not loaded.
+template <Dtype kOut, int kHeadDim_, bool kExpBits_, bool kTransposesV>
 struct Fp8FwdConfig {
   using Element = cutlass::float_e4m3_t;
   using OutElement = ElementOf<kOut>;
   static constexpr bool kExpBits = kExpBits_;
   static constexpr FwdVariant kVariant = FwdVariant::kPlain;
-  static constexpr plan::Sm90FwdTile kTile = plan::sm90_fp8_fwd_tile(kHeadDim_);
+  static constexpr plan::Sm90FwdTile kTile = plan::sm90_fp8_fwd_tile(kHeadDim_, kTransposesV);
   static constexpr int kHeadDim = kTile.head_dim, kHeadDimV = kTile.value_dim();
   static constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n;
   static constexpr int kKvStages = kTile.kv_stages, kQStages = kTile.q_stages;
@@ -66,10 +67,8 @@ struct Fp8FwdConfig {
   // Descending, so that an attention sink at the first keys meets a settled row max; in ascending order it would take
   // up the few bits of P.
   static constexpr bool kDescending = true;
-  // V^T is made of V in shared memory; without room for both it comes from global memory.
-  static constexpr int kRawVStages = plan::fp8_raw_v_stages(kTile);
-  static constexpr bool kTransposedV = kRawVStages == 0;
-  static constexpr int kTransposeWarps = kTransposedV ? 0 : 2;
+  static constexpr bool kTransposedV = !kTransposesV;
+  static constexpr int kRawVStages = kTransposesV ? plan::kFp8RawVStages : 0, kTransposeWarps = kTransposesV ? 2 : 0;
   static constexpr bool kListed = false;
   using Order = KvBlockOrder;
   using TripCount = DescendingTripCount<typename MaskOf<Fp8FwdConfig>::Bounds>;

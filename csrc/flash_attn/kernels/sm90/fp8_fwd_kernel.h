@@ -161,7 +161,7 @@ __device__ __forceinline__ void fill_ones(FwdStorage<Config>& storage) {
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, 1)
     flash_fwd_fp8_kernel(const __grid_constant__ Fp8FwdLaunch launch) {
-  static_assert(sizeof(FwdStorage<Config>) == plan::sm90_fp8_fwd_smem_bytes(Config::kTile),
+  static_assert(sizeof(FwdStorage<Config>) == plan::sm90_fp8_fwd_smem_bytes(Config::kTile, Config::kTransposeWarps > 0),
                 "plan and kernel agree on the shared memory");
   extern __shared__ __align__(1024) char smem[];
   FwdStorage<Config>& storage = *reinterpret_cast<FwdStorage<Config>*>(smem);

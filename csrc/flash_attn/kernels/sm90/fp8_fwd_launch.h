@@ -16,7 +16,7 @@ namespace flash {
 namespace sm90 {
 
 #ifndef __CUDA_ARCH__  // kernels/common/host_pass.h
-template <Dtype kOut, int kHeadDim, bool kExpBits>
+template <Dtype kOut, int kHeadDim, bool kExpBits, bool kTransposesV>
 struct Fp8FwdConfig;
 template <class Config>
 __global__ void flash_fwd_fp8_kernel(const __grid_constant__ Fp8FwdLaunch launch) {}
@@ -81,12 +81,22 @@ cudaError_t run_flash_fwd_fp8(const Flash_fwd_fp8_params& params, const plan::Fw
                           stream, configured_devices);
 }
 
+template <Dtype kOut, int kHeadDim, bool kTransposesV>
+cudaError_t run_mha_fwd_fp8_exp(const Flash_fwd_fp8_params& params, const plan::FwdPlan& plan, cudaStream_t stream) {
+  if constexpr (plan::fp8_has_exp_bits(kHeadDim)) {
+    if (params.exp_bits) {
+      return run_flash_fwd_fp8<Fp8FwdConfig<kOut, kHeadDim, true, kTransposesV>>(params, plan, stream);
+    }
+  }
+  return run_flash_fwd_fp8<Fp8FwdConfig<kOut, kHeadDim, false, kTransposesV>>(params, plan, stream);
+}
+
 template <Dtype kOut, int kHeadDim>
 cudaError_t run_mha_fwd_fp8(const Flash_fwd_fp8_params& params, const plan::FwdPlan& plan, cudaStream_t stream) {
-  if constexpr (plan::fp8_has_exp_bits(kHeadDim)) {
-    if (params.exp_bits) return run_flash_fwd_fp8<Fp8FwdConfig<kOut, kHeadDim, true>>(params, plan, stream);
+  if constexpr (plan::sm90_fp8_fwd_tile(kHeadDim, true).head_dim > 0) {
+    if (plan.vt_keys == 0) return run_mha_fwd_fp8_exp<kOut, kHeadDim, true>(params, plan, stream);
   }
-  return run_flash_fwd_fp8<Fp8FwdConfig<kOut, kHeadDim, false>>(params, plan, stream);
+  return run_mha_fwd_fp8_exp<kOut, kHeadDim, false>(params, plan, stream);
 }
 
 }  // namespace sm90
