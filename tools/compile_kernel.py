@@ -71,31 +71,31 @@ def run(command: list[str], log_file: Path) -> str:
     return result.stdout
 
 
-def run_with_small_ptx(command: list[str], object_file: str, log_file: Path) -> str:
-    """run(), then puts PTX with few names into the object, by nvcc's own last step for the GPU."""
+def run_with_small_ptx(command: list[str], object_file: str, log_file: Path) -> None:
+    """run(), then nvcc's step that packs code for the GPU once more, with renamed PTX, into the object."""
     with tempfile.TemporaryDirectory() as folder:
         said = run([*command, "--keep", "--keep-dir", folder, "--verbose"], log_file).splitlines()
         (step,) = (line.removeprefix("#$ ") for line in said if line.startswith("#$ fatbinary "))
-        image = Path(re.search(r"--create=\"([^\"]+)\"", step)[1])
         for name in re.findall(r"kind=ptx,sm=\d+,file=([^\"]+)\"", step):
-            text = Path(name).read_text(encoding="utf-8")
-            Path(name).write_text(renamed(text), encoding="utf-8")
-        path = os.pathsep.join([str(Path(shutil.which(command[0])).resolve().parent), os.environ["PATH"]])
+            Path(name).write_text(renamed(Path(name).read_text(encoding="utf-8")), encoding="utf-8")
+        packed = f"{folder}/packed"
+        step = re.sub(r'--(create|embedded-fatbin)="[^"]*"', "", step) + f' --create="{packed}"'
+        path = os.pathsep.join([str(Path(command[0]).resolve().parent), os.environ.get("PATH", os.defpath)])
         subprocess.run(step, shell=True, check=True, env={**os.environ, "PATH": path})
-        subprocess.run(["objcopy", "--update-section", f".nv_fatbin={image}", object_file], check=True)
-    log = "".join(f"{line}\n" for line in said if not line.startswith("#$ "))
-    log_file.write_text(log, encoding="utf-8")
-    return log
+        subprocess.run(["objcopy", "--update-section", f".nv_fatbin={packed}", object_file], check=True)
+    log_file.write_text("".join(f"{line}\n" for line in said if not line.startswith("#$ ")), encoding="utf-8")
 
 
 def compile_source(command: list[str], object_file: str, log_file: Path) -> dict:
     """Compiles. Returns seconds, CPU seconds and kernels."""
     start = time.monotonic()
-    has_ptx = any(",compute_" in word for word in command)
-    log = run_with_small_ptx(command, object_file, log_file) if has_ptx else run(command, log_file)
+    if any(",compute_" in word for word in command):
+        run_with_small_ptx(command, object_file, log_file)
+    else:
+        run(command, log_file)
     seconds = time.monotonic() - start
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-    kernels = parse_ptxas_log(log)
+    kernels = parse_ptxas_log(log_file.read_text(encoding="utf-8"))
     for kernel, name in zip(kernels, demangled([k["name"] for k in kernels])):
         kernel["name"] = name
     cpu_seconds = usage.ru_utime + usage.ru_stime
