@@ -1,7 +1,7 @@
 """Gives the registers of PTX few names, so that like code of kernels is equal text, which compresses.
 
-nvcc numbers all values of a kernel: these numbers are four fifths of compressed PTX. Values that no label separates from
-their uses share a few names here; the others are numbered as they appear. ptxas finds the live ranges again.
+nvcc numbers all values of a kernel: these numbers are four fifths of compressed PTX. Values that no label separates
+from their uses share a few names here; the others are numbered as they appear. ptxas finds the live ranges again.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ def random_program(seed):
         lambda: f"{{ add.s32 {r()}, {r()}, 2; mov.u32 {r()}, {r()}; }}",
         lambda: f"@{p()} bra \t$L{choose.randrange(BLOCKS)};",
         lambda: SCOPE.replace("%r", r()),
-        lambda: "add.s32 \t%T, {}, 3;\n\tadd.s32 \t{}, %T, %T;".format(r(), r()).replace("%T", f"%r{next(fresh)}"),
+        lambda: f"add.s32 \t%T, {r()}, 3;\n\tadd.s32 \t{r()}, %T, %T;".replace("%T", f"%r{next(fresh)}"),
     )
     blocks = ("".join(f"\n\t{choose.choice(makers)()}" for _ in range(7)) for _ in range(BLOCKS))
     start = "".join(f"\n\tmov.u32 \t%r{i}, {i};" for i in range(REGISTERS))
@@ -42,6 +42,9 @@ def random_program(seed):
     body = "".join(f"\n\n$L{i}:{block}" for i, block in enumerate(blocks))
     declared = f"\t.reg .pred \t%p<{PREDICATES}>;\n\t.reg .b32 \t%r<99>;\n\t.reg .b64 \t%rd<1>;\n"
     return f".version 9.0\n\n.visible .entry f()\n{{\n{declared}\n\tmov.u64 \t%rd0, 0;{start}{body}\n\tret;\n\n}}\n"
+
+
+RESULTS = {"mov": lambda a: a, "add": int.__add__, "setp": int.__lt__}
 
 
 def stored(ptx):
@@ -62,19 +65,15 @@ def stored(ptx):
         if words[0].startswith("@") and not values[words[0][1:]]:
             continue
         words = words[1:] if words[0].startswith("@") else words
-        match words[0].split(".")[0]:
-            case "mov":
-                values[words[1]] = number(words[2])
-            case "add":
-                values[words[1]] = number(words[2]) + number(words[3])
-            case "setp":
-                values[words[1]] = number(words[2]) < number(words[3])
-            case "st":
-                found.append(number(words[2]))
-            case "bra":
-                i = at[words[1]]
-            case "ret":
-                break
+        operation = words[0].split(".")[0]
+        if operation == "ret":
+            break
+        if operation == "bra":
+            i = at[words[1]]
+        elif operation == "st":
+            found.append(number(words[2]))
+        elif operation in RESULTS:
+            values[words[1]] = RESULTS[operation](*map(number, words[2:]))
     return found
 
 
@@ -91,10 +90,11 @@ def test_a_program_stores_the_same(first):
 
 def test_values_between_two_labels_share_names():
     values = "".join(f"\tadd.s32 \t%r{i + 1}, %r{i}, 1;\n" for i in range(50))
-    program = f"{{\n\t.reg .b32 \t%r<51>;\n\n\tmov.u32 \t%r0, %tid.x;\n{values}\tst.global.u32 \t[%rd0], %r50;\n\tret;\n\n}}\n"
-    with_address = program.replace("%r<51>;\n", "%r<51>;\n\t.reg .b64 \t%rd<1>;\n")
-    assert {register for register in REGISTER.findall(renamed(with_address)) if register[0] == "r"} == {("r", "0"), ("r", "1")}
-    assert ".reg .b32 %r<2>;" in renamed(with_address)
+    declared = "\t.reg .b32 \t%r<51>;\n\t.reg .b64 \t%rd<1>;\n"
+    code = f"\tmov.u32 \t%r0, %tid.x;\n{values}\tst.global.u32 \t[%rd0], %r50;\n\tret;\n"
+    short = renamed(f"{{\n{declared}\n{code}\n}}\n")
+    assert set(REGISTER.findall(short)) == {("r", "0"), ("r", "1")}
+    assert ".reg .b32 %r<2>;" in short and ".reg .b64 %RD<1>;" in short
 
 
 KERNEL = """
