@@ -16,11 +16,13 @@ import resource
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+from ptx_registers import renamed
 from resources import (
     fatal_diagnostics,
     load_budget,
@@ -60,16 +62,40 @@ def demangled(names: list[str]) -> list[str]:
     return lines if result.returncode == 0 and len(lines) == len(names) else names
 
 
-def compile_source(command: list[str], log_file: Path) -> dict:
-    """Run nvcc; exits with its output if it fails. Returns seconds, CPU seconds and kernels, and keeps the log."""
-    start = time.monotonic()
+def run(command: list[str], log_file: Path) -> str:
+    """What nvcc said, which also goes to the log; exits with it if nvcc fails."""
     result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
-    seconds = time.monotonic() - start
-    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     log_file.write_text(result.stdout, encoding="utf-8")
     if result.returncode != 0:
         sys.exit(f"{' '.join(command)}\n{result.stdout}nvcc exited with status {result.returncode}")
-    kernels = parse_ptxas_log(result.stdout)
+    return result.stdout
+
+
+def run_with_small_ptx(command: list[str], object_file: str, log_file: Path) -> None:
+    """run(), then nvcc's step that packs code for the GPU once more, with renamed PTX, into the object."""
+    with tempfile.TemporaryDirectory() as folder:
+        said = run([*command, "--keep", "--keep-dir", folder, "--verbose"], log_file).splitlines()
+        (step,) = (line.removeprefix("#$ ") for line in said if line.startswith("#$ fatbinary "))
+        for name in re.findall(r"kind=ptx,sm=\d+,file=([^\"]+)\"", step):
+            Path(name).write_text(renamed(Path(name).read_text(encoding="utf-8")), encoding="utf-8")
+        packed = f"{folder}/packed"
+        step = re.sub(r'--(create|embedded-fatbin)="[^"]*"', "", step) + f' --create="{packed}"'
+        path = os.pathsep.join([str(Path(command[0]).resolve().parent), os.environ.get("PATH", os.defpath)])
+        subprocess.run(step, shell=True, check=True, env={**os.environ, "PATH": path})
+        subprocess.run(["objcopy", "--update-section", f".nv_fatbin={packed}", object_file], check=True)
+    log_file.write_text("".join(f"{line}\n" for line in said if not line.startswith("#$ ")), encoding="utf-8")
+
+
+def compile_source(command: list[str], object_file: str, log_file: Path) -> dict:
+    """Compiles. Returns seconds, CPU seconds and kernels."""
+    start = time.monotonic()
+    if any(",compute_" in word for word in command):
+        run_with_small_ptx(command, object_file, log_file)
+    else:
+        run(command, log_file)
+    seconds = time.monotonic() - start
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    kernels = parse_ptxas_log(log_file.read_text(encoding="utf-8"))
     for kernel, name in zip(kernels, demangled([k["name"] for k in kernels])):
         kernel["name"] = name
     cpu_seconds = usage.ru_utime + usage.ru_stime
@@ -118,7 +144,7 @@ def main() -> None:
         os.utime(arguments.object)
     else:
         record_file.unlink(missing_ok=True)
-        record = {"file": arguments.source.name, **compile_source(command, log_file)}
+        record = {"file": arguments.source.name, **compile_source(command, str(arguments.object), log_file)}
         shutil.copyfile(arguments.depfile, kept_depfile)
         record["key"] = inputs_key(command, arguments.toolkit, kept_depfile)
     variants = variants_of(dependencies(kept_depfile))
