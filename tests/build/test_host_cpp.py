@@ -36,7 +36,14 @@ def test_host_program(source, tmp_path):
     assert " 0 failures" in result.stdout
 
 
-EMULATED = ["emulated_mask_bits", "emulated_mla", "emulated_softmax", "emulated_wide_bwd", "emulated_wide_fwd"]
+EMULATED = [
+    "hopper_attention",
+    "emulated_mask_bits",
+    "emulated_mla",
+    "emulated_softmax",
+    "emulated_wide_bwd",
+    "emulated_wide_fwd",
+]
 
 
 @pytest.mark.parametrize("name", EMULATED)
