@@ -200,6 +200,13 @@ struct Consumer {
     }
   }
 
+  // The compiler would sink the exponentials behind the wait for P V. `row_sum < 0` is never true, but it cannot know
+  // that: so this wait, for what came long ago, depends on each of them.
+  __device__ void finish_softmax(const Shared& shared) const {
+    const bool never = row_sum[0] + row_sum[1] < 0.0f;
+    shared.q_full.wait((T::kTma ? 0 : 1) ^ never);
+  }
+
   __device__ void rescale() {
     for (auto& tile : out) {
       for (int i = 0; i < 4; ++i) tile[i] *= correction[i / 2];
@@ -231,6 +238,7 @@ struct Consumer {
     copies.release(shared.k_empty[n % 2]);
     mask(n * T::kBlockN);
     softmax();
+    if (!kFirst && T::kOverlap) finish_softmax(shared);
     if (!kFirst) finish_values(copies, n - 1);
     rescale();
     pack_probabilities();
