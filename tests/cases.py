@@ -116,7 +116,10 @@ def bench_groups(dtype: str = "bfloat16") -> dict[str, list[Case]]:
         "dims": bench_cells((96, 192), dtype),
         # The cells at one batch size and one number of heads: short sequences are little work, long ones much.
         "b4h8": [
-            Case(4, s, s, 8, 8, d, dtype, causal) for d in (64, 128) for causal in (False, True) for s in CELL_SEQLENS
+            Case(4, s, s, 8, 8, d, dtype, causal)
+            for d in (64, 128)
+            for causal in (False, True)
+            for s in (*CELL_SEQLENS, 32768)  # the last: 69 GB of scores, more than plain operations have memory for
         ],
         "gqa": [Case(b, s, s, 32, 8, 128, dtype, causal=True) for b, s in ((8, 2048), (2, 8192))],
         "window": [

@@ -19,6 +19,7 @@ import sm80_designs
 import sm90_designs
 import study
 import study_report
+from gpu import gpu
 from kernel_library import BuildError
 
 FAMILIES = {"mma_sync": sm80_designs.entries, "wgmma": sm90_designs.entries}
@@ -37,7 +38,8 @@ def store(result, title, found):
 
 def main(argv=None):
     parser = study.parser(__doc__, "ablate", min_ms=25.0)
-    parser.add_argument("--family", nargs="+", choices=tuple(FAMILIES), default=list(FAMILIES), help="default: all")
+    here = [family for family in FAMILIES if family != "wgmma" or gpu().arch == "90"]
+    parser.add_argument("--family", nargs="+", choices=tuple(FAMILIES), default=here, help="default: what the GPU runs")
     parser.add_argument("--head-dims", nargs="+", type=int, choices=sm80_designs.HEAD_DIMS, default=[64, 128])
     options = parser.parse_args(argv)
     try:

@@ -28,15 +28,15 @@ sys.path.insert(0, str(ROOT / "tools"))
 
 import sass
 from errors import BuildError
+from gpu import gpu
 from kernel_build import COMPILE_FLAGS
 from machine import parallel_jobs
 from resources import fatal_diagnostics, parse_ptxas_log, spill_bytes
-from sm80_designs import SOURCES, ctas_per_sm
+from sm80_designs import SOURCES
 from toolchain import find_cutlass, find_toolkit
 
 CSRC = ROOT / "csrc" / "flash_attn"
 KERNELS = ROOT / "build" / "lab" / "kernels"
-ARCH = "90"
 COUNTED = ("HMMA", "HGMMA", "LDSM", "MUFU", "LDGSTS", "LDG", "STS", "SHFL")  # instructions of a loop
 DTYPE_NAMES = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}
 
@@ -112,13 +112,13 @@ def run_compiler(command):
 class Compiler:
     """nvcc and the headers; BuildError if they are missing."""
 
-    def __init__(self, arch=ARCH, folder=KERNELS):
+    def __init__(self, arch=None, folder=KERNELS):
         self.toolkit = find_toolkit(sys.path)
         if self.toolkit is None:
             raise BuildError("nvcc: not found; set CUDA_HOME or put it on PATH")
         self.cutlass = find_cutlass(ROOT, sys.path, ROOT / "build" / "cutlass")
         self.versions = {"nvcc": self.toolkit.full_version, "CUTLASS": self.cutlass.version}
-        self.arch, self.folder = arch, folder
+        self.arch, self.folder = arch or gpu().arch, folder
 
     def library(self, design):
         key = cache_key(design, self.arch, ", ".join(self.versions.values()), sources_digest(design.launcher))
@@ -166,7 +166,7 @@ class Compiler:
             "registers": kernel["registers"],
             "spills": spill_bytes(kernel),
             "smem_bytes": design.smem_bytes,
-            "ctas_per_sm": ctas_per_sm(design.threads, kernel["registers"], design.smem_bytes),
+            "ctas_per_sm": gpu().ctas_per_sm(design.threads, kernel["registers"], design.smem_bytes),
             "threads": design.threads,
             "loop": loop,
             "serialized": bool(fatal_diagnostics(log)),

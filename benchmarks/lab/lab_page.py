@@ -1,4 +1,4 @@
-"""The generated tables of the laboratory's page (README.md) and of examples/minimal/README.md."""
+"""The generated tables of the laboratory's page (README.md) and of examples/minimal and examples/hopper."""
 
 from __future__ import annotations
 
@@ -30,10 +30,18 @@ def triton_ladder():
 
 
 def minimal():
-    sys.path.append(str(ROOT / "examples" / "minimal"))
-    from table import table
+    return tables().table(stored("minimal")).splitlines()
 
-    return table(stored("minimal")).splitlines()
+
+def hopper():
+    return tables().hopper_table(stored("minimal")).splitlines()
+
+
+def tables():
+    sys.path.append(str(ROOT / "examples" / "minimal"))
+    import table
+
+    return table
 
 
 BLOCKS = {
@@ -44,4 +52,5 @@ BLOCKS = {
         "triton_ladder": triton_ladder,
     },
     "examples/minimal/README.md": {"minimal": minimal},
+    "examples/hopper/README.md": {"hopper": hopper},
 }

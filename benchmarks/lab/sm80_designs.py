@@ -2,9 +2,6 @@
 
 A design is what the kernel takes as a value; the default of a head dim is the shipped kernel's. `entries()` lists what
 an ablation measures: the ladder from plain loads to today, and today's design with one switch at another value.
-
-How fragments are read (`fragments`, `double_buffered`) is an order of the source: ptxas schedules these loads anew, as
-far as registers allow. What it makes of it is in the loop's instructions, the registers and the spills.
 """
 
 from __future__ import annotations
@@ -12,33 +9,25 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from gpu import gpu
+
 SOURCES = Path(__file__).resolve().parent / "kernels"
 HEAD_DIMS = (64, 128)
 DTYPES = {"bf16": "Dtype::kBf16", "fp16": "Dtype::kFp16"}
 LAYOUTS = {"none": "Layout::kNone", "padded": "Layout::kPadded", "swizzled": "Layout::kSwizzled"}
+SOFTMAX_RULES = {
+    "textbook": "SoftmaxRule::kTextbook", "first_apart": "SoftmaxRule::kFirstApart", "lagging": "SoftmaxRule::kLagging",
+}  # fmt: skip
 CHOICES = {
     "dtype": tuple(DTYPES),
     "copies": ("plain", "async"),
     "kv_loads": ("late", "eager"),
     "layout": tuple(LAYOUTS),
     "q": ("shared", "registers"),
-    "fragments": ("slices", "whole"),
-    "softmax": ("textbook", "lagging"),
+    "softmax": tuple(SOFTMAX_RULES),
 }
 PADDING = 8  # elements of a row
-# Of one SM, sm_90; a CTA takes 1 KB of shared memory more than it asks for.
-SMEM_BYTES_PER_SM = 228 * 1024
-SMEM_BYTES_PER_BLOCK = 227 * 1024
-REGISTERS_PER_SM = 65536
-THREADS_PER_SM = 2048
 MOST_REGISTERS = 255
-
-
-def ctas_per_sm(threads, registers, smem_bytes):
-    """How many CTAs an sm_90 multiprocessor holds at a time; registers are handed out to warps, in units of 256."""
-    warps = threads // 32
-    by_registers = REGISTERS_PER_SM // (warps * -(-32 * registers // 256) * 256)
-    return min(by_registers, SMEM_BYTES_PER_SM // (smem_bytes + 1024), THREADS_PER_SM // threads)
 
 
 @dataclass(frozen=True)
@@ -55,7 +44,7 @@ class FwdDesign:
     kv_loads: str = "eager"
     layout: str = "swizzled"
     q: str = "shared"
-    fragments: str = "slices"
+    slices: tuple[int, int, int] = (1, 1, 1)  # of Q, K and V, read together; 0: all before the first MMA
     double_buffered: bool = True
     softmax: str = "lagging"
 
@@ -69,7 +58,7 @@ class FwdDesign:
     @property
     def name(self):
         tile = f"m{self.block_m}_n{self.block_n}_w{self.warps}_b{self.blocks_per_sm}"
-        words = [self.copies, self.kv_loads, self.layout, f"q_{self.q}", self.fragments, self.softmax]
+        words = [self.copies, self.kv_loads, self.layout, f"q_{self.q}", *map(str, self.slices), self.softmax]
         return "_".join([f"d{self.head_dim}", tile, self.dtype, *words, *["double"] * self.double_buffered])
 
     @property
@@ -91,9 +80,9 @@ class FwdDesign:
         """What is included before the launcher."""
         flags = (
             self.copies == "async", self.kv_loads == "eager", LAYOUTS[self.layout], self.q == "registers",
-            self.fragments == "whole", self.double_buffered, self.softmax == "lagging",
+            *self.slices, self.double_buffered, SOFTMAX_RULES[self.softmax],
         )  # fmt: skip
-        words = [str(flag).lower() if isinstance(flag, bool) else flag for flag in flags]
+        words = [str(flag).lower() if isinstance(flag, bool) else str(flag) for flag in flags]
         sizes = [self.head_dim, self.block_m, self.block_n, self.warps, self.blocks_per_sm]
         return f"#define LAB_DESIGN {{{', '.join([*map(str, sizes), DTYPES[self.dtype], *words])}}}\n"
 
@@ -121,16 +110,15 @@ class FwdDesign:
             found.append("block_m: expected whole 16-row bands for each warp")
         if self.block_n < 1 or self.block_n % 16 or self.block_n % rows or self.block_m % rows:
             found.append(f"block_m and block_n: expected multiples of 16 and of {rows}, the rows of one copy pass")
-        if self.fragments == "whole" and self.double_buffered:
+        if any(count not in (0, 1, 2) for count in self.slices):
+            found.append(f"slices: expected 0, 1 or 2 of each of Q, K and V, got {self.slices}")
+        if self.double_buffered and 0 in self.slices:
             found.append("double_buffered: expected False, whole fragments have no next slice")
         return found
 
     def resource_problems(self):
-        found = []
-        smem = self.smem_bytes
-        if smem > SMEM_BYTES_PER_BLOCK or self.blocks_per_sm * (smem + 1024) > SMEM_BYTES_PER_SM:
-            found.append(f"shared memory: {self.blocks_per_sm} blocks of {smem} bytes do not fit an SM")
-        registers = min(MOST_REGISTERS, REGISTERS_PER_SM // (self.blocks_per_sm * self.threads))
+        found = gpu().smem_problems(self.blocks_per_sm, self.smem_bytes)
+        registers = min(MOST_REGISTERS, gpu().registers_per_sm // (self.blocks_per_sm * self.threads))
         accumulators = self.block_m * (self.head_dim + self.block_n) // self.threads
         if accumulators >= registers:
             found.append(f"registers: S and O alone take {accumulators} of {registers}")
@@ -161,6 +149,7 @@ STEPS = (
     ("cp.async", {"copies": "async"}),
     ("K and V loaded early", {"kv_loads": "eager"}),
     ("fragments double-buffered", {"double_buffered": True}),
+    ("first block not rescaled", {"softmax": "first_apart"}),
     ("lagging row max", {"softmax": "lagging"}),
 )
 SWITCHES = (
@@ -169,9 +158,13 @@ SWITCHES = (
     ("rows not swizzled", {"layout": "none"}),
     ("rows padded", {"layout": "padded"}),
     ("Q in registers", {"q": "registers"}),
-    ("fragments whole", {"fragments": "whole", "double_buffered": False}),
+    ("fragments whole", {"slices": (0, 0, 0), "double_buffered": False}),
+    ("two slices of Q at a time", {"slices": (2, 1, 1)}),
+    ("two slices of K at a time", {"slices": (1, 2, 1)}),
+    ("two slices of V at a time", {"slices": (1, 1, 2)}),
     ("fragments not double-buffered", {"double_buffered": False}),
     ("textbook softmax", {"softmax": "textbook"}),
+    ("textbook softmax, first block apart", {"softmax": "first_apart"}),
     ("fp16", {"dtype": "fp16"}),
 )
 

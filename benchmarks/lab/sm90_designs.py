@@ -2,16 +2,16 @@
 
 The sources are the shipped ones. Two headers are replaced by copies of themselves in which the functions that look up
 the tile and the policy row return this design's first (`overlay()`); the scheduler and the rescale threshold are chosen
-at the launch. Not to be had this way, because the mainloop is written around it: loads without TMA, kernels without a
-producer warpgroup, S = Q K^T after P V of the previous block.
+at the launch. What the mainloop is written around is a ladder of its own, examples/hopper.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from gpu import gpu
 from plan_headers import POLICY, TILES, fits, names, shipped_row, with_first_return
-from sm80_designs import DTYPES, SMEM_BYTES_PER_BLOCK, SOURCES, Entry
+from sm80_designs import DTYPES, SOURCES, Entry
 
 TILE_FUNCTION = "constexpr Sm90FwdTile sm90_fwd_tile(int head_dim, FwdVariant variant) {\n"
 POLICY_FUNCTION = "constexpr FwdPolicy sm90_fwd_policy(int head_dim, int head_dim_v, FwdVariant variant) {\n"
@@ -111,10 +111,7 @@ class Sm90Design:
             expected = f"features: expected those of {POLICY}; scheduler: expected one of {', '.join(SCHEDULERS)}"
             return [f"{expected}; got {', '.join([*unknown, self.scheduler])}"]
         memory, problem = self.checked()
-        found = [problem] if problem else []
-        if memory > SMEM_BYTES_PER_BLOCK:
-            found.append(f"shared memory: {memory} bytes, at most {SMEM_BYTES_PER_BLOCK}")
-        return found
+        return [*([problem] if problem else []), *gpu().smem_problems(1, memory)]
 
 
 def shipped(head_dim, variant, masks):

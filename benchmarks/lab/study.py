@@ -1,7 +1,7 @@
 """What ablate.py and sweep.py have in common: compile designs, check them against float64, time them in turns.
 
-A group of designs is timed on the benchmark's cells of its head dim. Its result is {"flops": {cell: ...}, "entries":
-[{kind, label, line, facts, ms: {cell: ...}, failed}]}, with a cell like "causal 4096".
+A group of designs is timed on the benchmark's cells of its head dim. Its result is {"flops": {cell: ...}, "peer_ms":
+{cell: ...}, "entries": [{kind, label, line, facts, ms: {cell: ...}, failed}]}, with a cell like "causal 4096".
 """
 
 from __future__ import annotations
@@ -68,15 +68,22 @@ def failures(designs, compiled):
 # ---- times -----------------------------------------------------------------------------------------------------------
 
 
+PEER = "FlashAttention-2"  # as PyTorch has it
+
+
 def time_cell(timer, designs, case, budget):
-    """{design: median ms} on one problem, in turns."""
+    """{design, or PEER: median ms} on one problem, in turns."""
     import torch
     from timing import interleave, summarize
+    from torch.nn.attention import SDPBackend, sdpa_kernel
 
     shape, tensors = (case.batch, case.seqlen_q, case.nheads, case.head_dim), {}
     for dtype in dict.fromkeys(design.dtype for design in designs):
         tensors[dtype] = [torch.randn(shape, device=DEVICE).to(getattr(torch, TORCH_DTYPES[dtype])) for _ in "qkvo"]
     calls = {d: (contextlib.nullcontext, partial(forward, d, *tensors[d.dtype], causal=case.causal)) for d in designs}
+    attention, q_k_v = torch.nn.functional.scaled_dot_product_attention, tensors[designs[0].dtype][:3]
+    call = partial(attention, *(x.transpose(1, 2) for x in q_k_v), is_causal=case.causal)
+    calls[PEER] = (partial(sdpa_kernel, SDPBackend.FLASH_ATTENTION), call)
     samples, _ = interleave(timer, calls, budget)
     return {design: summarize(values)["median"] for design, values in samples.items()}
 
@@ -101,7 +108,7 @@ def measure(entries, compiled, seqlens, timer, budget):
          "ms": times.get(e.design, {}), "failed": failed.get(e.design)}
         for e in entries
     ]  # fmt: skip
-    return {"flops": flops, "entries": rows}
+    return {"flops": flops, "peer_ms": times.get(PEER, {}), "entries": rows}
 
 
 # ---- the programs ----------------------------------------------------------------------------------------------------

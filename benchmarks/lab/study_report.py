@@ -97,6 +97,10 @@ def ladder_table(result):
         for entry, before in ladder(found):
             rate = geometric_mean(found["flops"][cell] / ms / 1e9 for cell, ms in entry["ms"].items())
             cells[entry["label"]] = f"{rate:.0f}" + (f" ({percent(entry, before)})" if before else "")
+            shares = ratios(entry, {"ms": found.get("peer_ms", {})})
+            if shares:
+                of_peer = columns.setdefault(f"d {head_dim}, % of FlashAttention-2", {})
+                of_peer[entry["label"]] = f"{100 * geometric_mean(shares):.0f}"
     return side_by_side("each row adds", columns)
 
 

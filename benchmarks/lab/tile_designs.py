@@ -9,8 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import sm90_designs
+from gpu import gpu
 from plan_headers import TILES, fits, shipped_row, with_first_return
-from sm80_designs import DTYPES, REGISTERS_PER_SM, SMEM_BYTES_PER_BLOCK, SMEM_BYTES_PER_SM, SOURCES, Entry
+from sm80_designs import DTYPES, SOURCES, Entry
 
 BOTH = ("full", "causal")
 LOOKUP = "constexpr FwdTile fwd_tile(int head_dim, FwdVariant variant) {\n"  # of a row of plan/tiles.h
@@ -55,10 +56,8 @@ class TileDesign:
     def problems(self):
         """Why there is no such kernel at full occupancy, a line for each reason; empty if there is one."""
         memory, problem = fits(self.kernel, *self.row)
-        found, ctas = [problem] if problem else [], self.blocks_per_sm
-        if memory > SMEM_BYTES_PER_BLOCK or ctas * (memory + 1024) > SMEM_BYTES_PER_SM:
-            found.append(f"shared memory: {ctas} CTAs of {memory} bytes do not fit an SM")
-        if ctas * self.threads * 64 > REGISTERS_PER_SM:
+        found = [*([problem] if problem else []), *gpu().smem_problems(self.blocks_per_sm, memory)]
+        if self.blocks_per_sm * self.threads * 64 > gpu().registers_per_sm:
             found.append("registers: fewer than 64 per thread")
         # Whole rows are copied in passes of 16-byte vectors, and a warp has whole bands of 16.
         m, n, pass_rows = self.block_m, self.block_n, self.threads * 8 // (64 if self.dim % 64 == 0 else 32)

@@ -1,6 +1,6 @@
 """The Triton ladder: the comparator step by step from its textbook form, each step in turns with SDPA and ours.
 
-python benchmarks/lab/triton_ladder.py --out RESULT.json [--budget 60]
+python benchmarks/lab/triton_ladder.py --out RESULT.json [--budget 60] [--b4h8]
 
 The steps are RUNGS of triton_variants.py, which add up. All run the kernels of triton_forward.py and
 triton_backward.py. First every kernel is compiled, in as many processes as --jobs says; a tile
@@ -35,13 +35,15 @@ KERNELS = ("forward", "dkdv", "dq")
 MAX_MS = 1200.0  # of one row, all implementations together
 
 
-def make_rows(head_dims, seqlens, device, dtype):
+def make_rows(head_dims, seqlens, device, dtype, b4h8=False):
     """The rows of one mode; tiny ones on the CPU."""
     from rows import Row
     from shared import Case
 
     def shape(s, d):
-        return (16384 // s, s, s, 2048 // d, 2048 // d, d) if device.type == "cuda" else (1, s // 32, s // 32, 1, 1, d)
+        if device.type != "cuda":
+            return (1, s // 32, s // 32, 1, 1, d)
+        return (4, s, s, 8, 8, d) if b4h8 else (max(1, 16384 // s), s, s, 2048 // d, 2048 // d, d)
 
     cells = itertools.product(head_dims, MASKS, seqlens)
     return [Row("cells", Case(*shape(s, d), dtype, causal=causal)) for d, causal, s in cells]
@@ -136,7 +138,7 @@ def measure_all(options, device, result):
     from timing import Allowance, Budget, make_timers
 
     cuda = device.type == "cuda"
-    rows = make_rows(options.head_dims, options.seqlens, device, result["dtype"])
+    rows = make_rows(options.head_dims, options.seqlens, device, result["dtype"], options.b4h8)
     peers = choose(PEERS if cuda else PEERS[:1])
     everyone = [implementation(rung, device.type) for rung in RUNGS] + peers
     result["implementations"] = {item.name: item.title for item in everyone}
@@ -179,8 +181,9 @@ def parse(arguments):
     parser.add_argument("--budget", type=float, default=60.0, help="seconds of the rows (60)")
     parser.add_argument("--jobs", type=int, default=max(1, min(16, (os.cpu_count() or 2) - 1)), help="processes")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="cpu: Triton's interpreter, tiny")
+    parser.add_argument("--b4h8", action="store_true", help="batch 4 and 8 heads instead of equal work")
     parser.add_argument("--head-dims", nargs="+", type=int, default=list(HEAD_DIMS), choices=HEAD_DIMS)
-    parser.add_argument("--seqlens", nargs="+", type=int, default=list(SEQLENS), choices=SEQLENS)
+    parser.add_argument("--seqlens", nargs="+", type=int, default=list(SEQLENS), choices=(*SEQLENS, 32768))
     return parser.parse_args(arguments)
 
 

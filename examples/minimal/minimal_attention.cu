@@ -91,15 +91,24 @@ struct Band {
   }
 };
 
-// Rows [first, first + kBlockN) of one head into a shared tile; rows beyond the sequence become 0.
+// Keys [first, first + kBlockN) of K and V into shared tiles; beyond the sequence they become 0. A thread copies one
+// column of every kRows-th key, so that its next address is this one and a constant.
 template <class T>
-__device__ void load_tile(bf16* tile, const bf16* head, int64_t row_stride, int first, int seqlen) {
-  constexpr int kVectors = T::kHeadDim / 8;  // of 16 bytes in a row
-  for (int i = threadIdx.x; i < T::kBlockN * kVectors; i += T::kThreads) {
-    const int row = i / kVectors, col = i % kVectors * 8;
-    const bool valid = first + row < seqlen;
-    copy_async(tile + T::Layout::offset(row, col), head + (valid ? first + row : 0) * row_stride + col, valid);
+__device__ void load_tiles(bf16* k_tile, bf16* v_tile, const Problem& p, int64_t head, int64_t row_stride, int first) {
+  constexpr int kVectors = T::kHeadDim / 8, kRows = T::kThreads / kVectors;  // 16 bytes each; keys copied at a time
+  static_assert(T::kThreads % kVectors == 0 && T::kBlockN % kRows == 0, "whole passes of all threads");
+  const int row = threadIdx.x / kVectors, col = threadIdx.x % kVectors * 8;
+  int64_t from = head + (first + row) * row_stride + col;
+#pragma unroll
+  for (int i = 0; i < T::kBlockN; i += kRows, from += kRows * row_stride) {
+    copy_async(k_tile + T::Layout::offset(row + i, col), p.k + from, first + row + i < p.seqlen);
   }
+  from -= T::kBlockN * row_stride;
+#pragma unroll
+  for (int i = 0; i < T::kBlockN; i += kRows, from += kRows * row_stride) {
+    copy_async(v_tile + T::Layout::offset(row + i, col), p.v + from, first + row + i < p.seqlen);
+  }
+  commit_copies();
 }
 
 // The work of one warp on one tile of keys: S = Q K^T, mask, softmax, out += P V. Each fragment of K and V that is read
@@ -122,17 +131,18 @@ __device__ void process_tile(Band<T> (&bands)[T::kBands], const Problem& p, cons
       }
     }
   }
+  if (first_key + T::kBlockN > p.visible_keys(block_row)) {  // the first row of the block sees the fewest keys
 #pragma unroll
-  for (int band = 0; band < T::kBands; ++band) {
-    if (first_key + T::kBlockN > p.visible_keys(block_row)) {  // the first row of the block sees the fewest keys
+    for (int band = 0; band < T::kBands; ++band) {
 #pragma unroll
       for (int i = 0; i < T::kBlockN / 2; ++i) {
         const int key = first_key + i / 4 * 8 + lane % 4 * 2 + i % 2;
         if (key >= p.visible_keys(warp_row + 16 * band + lane / 4 + i / 2 % 2 * 8)) s[band][i / 4][i % 4] = -INFINITY;
       }
     }
-    bands[band].softmax(s[band], p.scale_log2);
   }
+#pragma unroll
+  for (int band = 0; band < T::kBands; ++band) bands[band].softmax(s[band], p.scale_log2);
 #pragma unroll
   for (int k = 0; k < T::kBlockN / 16; ++k) {
 #pragma unroll
@@ -162,23 +172,25 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocksPerSm) attention_kernel
   const int row = warp_row + threadIdx.x % 32 / 4;  // of this lane in the first band
   const int tiles = (p.visible_keys(min(block_row + T::kBlockM, p.seqlen) - 1) + T::kBlockN - 1) / T::kBlockN;
 
-  const auto load = [&](int n) {
-    const int stage = n % T::kStages;
-    load_tile<T>(k_tiles[stage], p.k + head, row_stride, n * T::kBlockN, p.seqlen);
-    load_tile<T>(v_tiles[stage], p.v + head, row_stride, n * T::kBlockN, p.seqlen);
-    commit_copies();
+  const auto load = [&](int n, int stage) {
+    load_tiles<T>(k_tiles[stage], v_tiles[stage], p, head, row_stride, n * T::kBlockN);
   };
   Band<T> bands[T::kBands];
-  load(0);
+  load(0, 0);
   for (int i = 0; i < T::kBands; ++i) bands[i].load_q(p, p.q + head, row_stride, row + 16 * i);
-  for (int n = 0; n < tiles; ++n) {
-    const bool prefetch = T::kStages == 2 && n + 1 < tiles;
-    if (prefetch) load(n + 1);
-    prefetch ? wait_for_copies_but<1>() : wait_for_copies_but<0>();
-    __syncthreads();  // everyone's copies of this tile have landed
-    process_tile<T>(bands, p, k_tiles[n % T::kStages], v_tiles[n % T::kStages], block_row, warp_row, n * T::kBlockN);
-    __syncthreads();  // everyone is done with this tile: its buffer is free
-    if (T::kStages == 1 && n + 1 < tiles) load(n + 1);
+  for (int first = 0; first < tiles; first += T::kStages) {
+#pragma unroll  // so that the address of a buffer is a constant
+    for (int stage = 0; stage < T::kStages; ++stage) {
+      const int n = first + stage;
+      if (n >= tiles) break;
+      const bool prefetch = T::kStages == 2 && n + 1 < tiles;
+      if (prefetch) load(n + 1, 1 - stage);
+      prefetch ? wait_for_copies_but<1>() : wait_for_copies_but<0>();
+      __syncthreads();  // everyone's copies of this tile have landed
+      process_tile<T>(bands, p, k_tiles[stage], v_tiles[stage], block_row, warp_row, n * T::kBlockN);
+      __syncthreads();  // everyone is done with this tile: its buffer is free
+      if (T::kStages == 1 && n + 1 < tiles) load(n + 1, 0);
+    }
   }
   for (int i = 0; i < T::kBands; ++i) bands[i].store(p, p.out + head, row_stride, row + 16 * i);
 }

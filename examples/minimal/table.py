@@ -1,8 +1,9 @@
-"""The tables of the minimal kernels: `python examples/minimal/table.py RESULT.json [--write] [--budget FILE]`.
+"""The tables of the minimal kernels: `python examples/minimal/table.py RESULT.json [--write]`.
 
-RESULT.json comes from run.sh. Where flash_attn and a GPU are found, both families of the library's kernels are timed on
-the same problem and added to it. --write puts the table into the README next to this file, and with it that of shared
-memory, of which FILE holds the text (`main --budget`).
+RESULT.json comes from run.sh; --hopper adds what the Hopper ladder (../hopper) found. Where flash_attn and a GPU are
+found, both families of the library's kernels are timed on the same problems and added to it. --write puts the tables
+into the README next to this file and that of the Hopper ladder, and with them those of which --budget and
+--latency name the text.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pathlib import Path
 from unittest import mock
 
 README = Path(__file__).resolve().parent / "README.md"
+HOPPER_README = README.parents[1] / "hopper" / "README.md"
 LAUNCHES = 30
 SHAPE = {"b": "batch", "s": "seqlen", "h": "heads", "d": "head_dim"}  # of q, k, v
 
@@ -33,6 +35,18 @@ SIDE_STEPS = {
     "two_stages": "rung 3 with two buffers",
     "two_bands": "rung 3 with 32 rows a warp: each fragment of K and V is used for two products",
     "wide_tile": "rung 3 with 128 keys a tile: half the barriers and maxima per key",
+}
+HOPPER_RUNGS = {
+    "wgmma": "1: wgmma, tiles copied by cp.async of all threads",
+    "tma": "2: tiles copied by TMA, which one thread starts",
+    "producer": "3: a warpgroup that only copies: consumers wait for bytes, not for each other",
+    "overlap": "4: P V of a tile runs beside the softmax of the next one",
+    "ping_pong": "5: consumers start products in turns: one multiplies while the other exponentiates",
+}
+HOPPER_SIDE_STEPS = {
+    "no_overlap": "rung 5 without overlap",
+    "no_producer": "rung 4 without a producer",
+    "no_tma": "rung 4 without producer and TMA",
 }
 # families of the library that FLASH_ATTN_FAMILY forces
 FAMILIES = {
@@ -87,28 +101,34 @@ def resources(entry):
     return f"{entry['registers']}, {entry['local_bytes']}, {entry['blocks_per_sm']}"
 
 
-def table(result):
-    """The result as Markdown. Kernels that it has no figures of are left out."""
+def table(result, rungs=RUNGS, side_steps=SIDE_STEPS, family="mma_sync"):
+    """The result as Markdown, compared with a family of the library. Kernels that it has no figures of are left out."""
     entries = {entry["name"]: entry for entry in result["variants"]}
-    library = entries.get("mma_sync")
+    library = entries.get(family)
     problem = ", ".join(f"{letter} {result[key]}" for letter, key in SHAPE.items())
     commit = f", the library of commit {result['commit'][:12]}" if result.get("commit") else ""
     lines = [
         f"{result['device']}, {problem}, bf16{commit}:",
         "",
-        "| kernel | TFLOPS | causal | × the rung before | of the library's mma.sync | registers, spilled, blocks/SM |",
+        f"| kernel | TFLOPS | causal | × the rung before | of the library's {family.replace('_', '.')} "
+        "| registers, spilled, blocks/SM |",
         "|---|---|---|---|---|---|",
     ]
     before = None
-    for name, description in {**RUNGS, **SIDE_STEPS, **FAMILIES}.items():
+    for name, description in {**rungs, **side_steps, **FAMILIES}.items():
         entry = entries.get(name)
         if entry:
-            gain = f"{entry['full'] / before['full']:.2f}" if before and name in RUNGS else "–"
+            gain = f"{entry['full'] / before['full']:.2f}" if before and name in rungs else "–"
             share = f"{entry['full'] / library['full']:.0%}" if library else "–"
             cells = [f"{entry['full']:.0f}", f"{entry['causal']:.0f}", gain, share, resources(entry)]
             lines.append("| " + " | ".join([description, *cells]) + " |")
         before = entry
     return "\n".join(lines)
+
+
+def hopper_table(result):
+    """Of a result that has the Hopper ladder, else nothing."""
+    return "" if "hopper" not in result else table(result["hopper"], HOPPER_RUNGS, HOPPER_SIDE_STEPS, "wgmma")
 
 
 def written(text, content, name="minimal"):
@@ -120,27 +140,38 @@ def written(text, content, name="minimal"):
     return pattern.sub(lambda _: f"{begin}\n{content.strip()}\n{end}", text)
 
 
-def write_block(content, name):
-    README.write_text(written(README.read_text(encoding="utf-8"), content, name), encoding="utf-8")
+def write_block(content, name, page=README):
+    page.write_text(written(page.read_text(encoding="utf-8"), content, name), encoding="utf-8")
+
+
+def with_library(result):
+    """The result with the figures of the library, where they can be measured."""
+    library = None if any(entry["name"] in FAMILIES for entry in result["variants"]) else measure_library(result)
+    return {**result, **library, "variants": result["variants"] + library["variants"]} if library else result
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("result", type=Path)
-    parser.add_argument("--write", action="store_true", help=f"put the table into {README.name}")
+    parser.add_argument("--write", action="store_true", help="put the tables into the pages")
     parser.add_argument("--budget", type=Path, metavar="FILE", help="with --write: what `main --budget` printed")
+    parser.add_argument("--latency", type=Path, metavar="FILE", help="with --write: what `latency` printed")
+    parser.add_argument("--hopper", type=Path, metavar="FILE", help="the result of the Hopper ladder")
     arguments = parser.parse_args()
-    result = json.loads(arguments.result.read_text(encoding="utf-8"))
-    library = None if any(entry["name"] in FAMILIES for entry in result["variants"]) else measure_library(result)
-    if library:
-        result = {**result, **library, "variants": result["variants"] + library["variants"]}
-        arguments.result.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    content = table(result)
-    print(content)
+    result = with_library(json.loads(arguments.result.read_text(encoding="utf-8")))
+    if arguments.hopper:
+        result["hopper"] = with_library(json.loads(arguments.hopper.read_text(encoding="utf-8")))
+    arguments.result.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    tables = {("minimal", README): table(result)}
+    if "hopper" in result:
+        tables["hopper", HOPPER_README] = hopper_table(result)
+    print("\n\n".join(tables.values()))
     if arguments.write:
-        write_block(content, "minimal")
-        if arguments.budget:
-            write_block(arguments.budget.read_text(encoding="utf-8"), "budget")
+        for (name, page), content in tables.items():
+            write_block(content, name, page)
+        for name in ("budget", "latency"):
+            if file := getattr(arguments, name):
+                write_block(file.read_text(encoding="utf-8"), name)
 
 
 if __name__ == "__main__":

@@ -36,7 +36,15 @@ def test_host_program(source, tmp_path):
     assert " 0 failures" in result.stdout
 
 
-EMULATED = ("jvp", "mask_bits", "mla", "softmax", "wide_bwd", "wide_fwd")
+EMULATED = [
+    "hopper_attention",
+    "emulated_jvp",
+    "emulated_mask_bits",
+    "emulated_mla",
+    "emulated_softmax",
+    "emulated_wide_bwd",
+    "emulated_wide_fwd",
+]
 
 
 @pytest.mark.parametrize("name", EMULATED)
@@ -44,7 +52,7 @@ def test_emulated_kernels(name, tmp_path):
     program, cpp = tmp_path / name, ROOT / "tests" / "cpp"
     flags = [*FLAGS, "-O1", "-Wno-unknown-pragmas", f"-I{cpp / 'stand_ins'}", f"-I{cpp}", *INCLUDES]
     built = subprocess.run(
-        ["g++", *flags, str(cpp / f"emulated_{name}.cpp"), "-o", str(program)], capture_output=True, text=True
+        ["g++", *flags, str(cpp / f"{name}.cpp"), "-o", str(program)], capture_output=True, text=True
     )
     assert built.returncode == 0, built.stderr[-4000:]
     result = subprocess.run([str(program)], capture_output=True, text=True)

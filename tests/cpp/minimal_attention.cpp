@@ -8,6 +8,7 @@
 
 #include "../../examples/minimal/reference.h"
 #include "../../examples/minimal/rungs.h"
+#include "check.h"
 
 constexpr int kBatch = 2, kHeads = 2;
 
@@ -20,6 +21,12 @@ struct Tensor {
   bf16* data() { return reinterpret_cast<bf16*>(bits.data() + guard); }
   uint16_t* begin() { return bits.data() + guard; }
 };
+
+template <class T>
+constexpr bool has_lagging_max() {
+  if constexpr (T::kTensorCores) return T::kLaggingMax;
+  return false;
+}
 
 // growth: how much larger the last keys are than the first, so that the row maxima grow with every tile.
 template <class T>
@@ -50,17 +57,29 @@ double worst_error(int seqlen, bool causal, float growth = 0.0f) {
   return error_in_bounds(reference_attention(shape, causal, q.begin(), k.begin(), v.begin()), out.begin());
 }
 
+// A maximum that lags is asked for in every tile and moves where scores grow by more than the threshold.
 template <class T>
-void report(const char* name) {
+void check_votes(const char* name, double least_share) {
+  const double moved = static_cast<double>(emulation::yes_votes), votes = static_cast<double>(emulation::votes);
+  const bool lags = votes > moved && moved > votes * least_share;
+  check::that(has_lagging_max<T>() ? lags : votes == 0, name, "votes", moved, votes);
+}
+
+template <class T>
+void report(const char* name, bool conflicts) {
   double worst = 0.0;
   emulation::bank_conflicts = emulation::votes = emulation::yes_votes = 0;
   for (const int seqlen : {1, 63, 64, 150}) {
     for (const bool causal : {false, true}) worst = std::max(worst, worst_error<T>(seqlen, causal));
   }
   std::printf("%s %.4f %ld %ld %ld", name, worst, emulation::bank_conflicts, emulation::votes, emulation::yes_votes);
+  check::that((emulation::bank_conflicts > 0) == conflicts, name, "bank conflicts", emulation::bank_conflicts);
+  check_votes<T>(name, 0.0);
   emulation::votes = emulation::yes_votes = 0;
   const double growing = worst_error<T>(200, false, 40.0f);
   std::printf(" %.4f %ld %ld\n", growing, emulation::votes, emulation::yes_votes);
+  check_votes<T>(name, 0.25);  // of four tiles the first one always moves it
+  for (const double error : {worst, growing}) check::that(error > 0.0 && error <= 1.0, name, "error", error);
 }
 
 int main(int argc, char** argv) {
@@ -68,9 +87,12 @@ int main(int argc, char** argv) {
     print_budget();
     return 0;
   }
-  for_each_rung([](const char* name, auto tile) { report<decltype(tile)>(name); });
+  for_each_rung(
+      [](const char* name, auto tile) { report<decltype(tile)>(name, std::strcmp(name, "tensor_cores") == 0); });
   if constexpr (RUNG == 0) {
-    report<Tile<128>>("head_dim_128");
-    report<Tile<128, 64, 1, 1, Swizzled, true>>("swizzle_head_dim_128");
+    report<Tile<128>>("head_dim_128", false);
+    report<Tile<128, 64, 1, 1, Swizzled, true>>("swizzle_head_dim_128", false);
   }
+  std::fflush(stdout);
+  return check::report();
 }

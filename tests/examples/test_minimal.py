@@ -8,7 +8,6 @@ import re
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -30,20 +29,6 @@ def block_of(name):
     return text.split(f"<!-- {name}:begin -->\n")[1].split(f"\n<!-- {name}:end -->")[0]
 
 
-@dataclass(frozen=True)
-class Emulated:
-    """What one kernel did on the CPU: errors in units of their bound, of random scores and of scores that grow from
-    tile to tile; bank conflicts of ldmatrix; how many votes of its warps, of how many, moved the row maximum."""
-
-    error: float
-    conflicts: int
-    votes: int
-    moved: int
-    growing_error: float
-    growing_votes: int
-    growing_moved: int
-
-
 @pytest.fixture(scope="module")
 def program(tmp_path_factory):
     if shutil.which("g++") is None:
@@ -56,32 +41,11 @@ def program(tmp_path_factory):
     return program
 
 
-@pytest.fixture(scope="module")
-def emulated(program):
-    """{kernel: Emulated}"""
+def test_kernels_are_exact_up_to_rounding_on_an_emulated_gpu(program):
+    """And have the bank conflicts and the votes that they should: the program checks it."""
     ran = subprocess.run([str(program)], capture_output=True, text=True)
-    assert ran.returncode == 0, ran.stderr
-    lines = [line.split() for line in ran.stdout.splitlines()]
-    return {name: Emulated(*map(float, figures)) for name, *figures in lines}
-
-
-def test_every_kernel_is_exact_up_to_rounding(emulated):
-    assert set(emulated) >= {*table.RUNGS, *table.SIDE_STEPS}
-    for name, entry in emulated.items():
-        assert 0 < entry.error <= 1 and 0 < entry.growing_error <= 1, (name, entry)
-
-
-def test_padding_and_swizzle_remove_every_bank_conflict(emulated):
-    assert all(entry.conflicts == 0 for name, entry in emulated.items() if name != "tensor_cores")
-    assert emulated["tensor_cores"].conflicts > 0
-
-
-def test_the_row_maximum_lags(emulated):
-    """It is asked for every tile, moves at the first one only, and where scores grow by more than the threshold."""
-    lagging, textbook = emulated["lagging_max"], emulated["double_buffer"]
-    assert textbook.votes == textbook.growing_votes == 0
-    assert lagging.votes > lagging.moved > 0
-    assert lagging.growing_votes > lagging.growing_moved > lagging.growing_votes / 4  # 4 tiles, the first one always
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert {line.split()[0] for line in ran.stdout.splitlines()} >= {*table.RUNGS, *table.SIDE_STEPS}
 
 
 def test_the_table_of_shared_memory_is_what_the_kernels_have(program):
@@ -118,8 +82,8 @@ def test_it_builds(tmp_path, arch, knobs):
     toolkit = find_toolkit(sys.path)
     if toolkit is None:
         pytest.skip("nvcc is not installed")
-    environment = {**os.environ, "ARCH": arch, "BUILD_ONLY": "1", "CUDA_HOME": str(toolkit.nvcc.parent.parent)}
-    environment["KNOBS"] = f"-Xptxas -v {knobs}"
+    environment = {**os.environ, "ARCH": arch, "BUILD_ONLY": "1", "KNOBS": f"-Xptxas -v {knobs}"}
+    environment["CUDA_HOME"] = str(toolkit.nvcc.parent.parent)
     command = ["bash", str(MINIMAL / "run.sh"), str(tmp_path)]
     result = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr[-4000:]

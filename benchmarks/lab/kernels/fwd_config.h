@@ -26,17 +26,6 @@ struct FwdConfig {
   static constexpr int kBlockN = kDesign.block_n;
   static constexpr int kWarps = kDesign.warps;
   static constexpr int kThreads = 32 * kWarps;
-  static_assert(kHeadDim % kAtomCols == 0, "whole swizzle atoms");
-  static_assert(kBlockM % (16 * kWarps) == 0, "a warp owns whole 16-row MMA tiles");
-  static_assert(kBlockN % 16 == 0, "P V multiplies 16 keys at a time");
-  static_assert(!(kDesign.whole_fragments && kDesign.double_buffered), "there is no next slice");
-
-  static constexpr bool kAsyncCopies = kDesign.async_copies;
-  static constexpr bool kEagerKv = kDesign.eager_kv;
-  static constexpr bool kQInRegisters = kDesign.q_in_registers;
-  static constexpr bool kWholeFragments = kDesign.whole_fragments;
-  static constexpr bool kDoubleBuffered = kDesign.double_buffered;
-  static constexpr bool kLaggingMax = kDesign.lagging_max;
 
   using TiledMma = WarpGridMma<sm80::MmaAtomOf<kDesign.dtype>, kWarps, 1>;
   using SmemLayoutQ = SmemTile<kDesign.layout, kBlockM, kHeadDim>;

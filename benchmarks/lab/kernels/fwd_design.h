@@ -12,6 +12,10 @@ namespace lab {
 // kSwizzled: the 16-byte vectors of a 128-byte row are permuted by its index (kernels/sm80/operand_layouts.h).
 enum class Layout { kNone, kPadded, kSwizzled };
 
+// kTextbook: O is rescaled in every step. kFirstApart: in every step but the first. kLagging: only when the row max has
+// grown by a factor of 2^8.
+enum class SoftmaxRule { kTextbook, kFirstApart, kLagging };
+
 struct FwdDesign {
   int head_dim;
   int block_m;        // query rows per CTA
@@ -19,13 +23,13 @@ struct FwdDesign {
   int warps;          // each owns block_m / warps rows
   int blocks_per_sm;  // what the register budget is compiled for
   Dtype dtype;
-  bool async_copies;     // cp.async; else loads into registers and stores to shared memory
-  bool eager_kv;         // V is loaded after Q K^T, the next K after P V; else each when it is needed
-  Layout layout;         // of Q, K and V in shared memory
-  bool q_in_registers;   // Q is read from shared memory once, not in every step
-  bool whole_fragments;  // all fragments of a GEMM are read before its first MMA; else slice by slice
-  bool double_buffered;  // the next slice is read before the MMAs of this one
-  bool lagging_max;      // O is rescaled only when the row max has grown by a factor of 2^8; else in every step
+  bool async_copies;                 // cp.async; else loads into registers and stores to shared memory
+  bool eager_kv;                     // V is loaded after Q K^T, the next K after P V; else each when it is needed
+  Layout layout;                     // of Q, K and V in shared memory
+  bool q_in_registers;               // Q is read from shared memory once, not in every step
+  int q_slices, k_slices, v_slices;  // of 16 columns or keys that are read together; 0: all before the first MMA
+  bool double_buffered;              // the next slices are read before the MMAs of these
+  SoftmaxRule softmax;
 };
 
 constexpr int kPadding = 8;    // elements, 16 bytes

@@ -86,8 +86,8 @@ struct FwdMainloop {
     auto q_tile = smem_q();
     copy_rows<true, Config>(static_cast<const Element*>(params.q) + q_offset, row_stride, row_end - row_begin, q_tile);
     cute::cp_async_fence();
-    if constexpr (Config::kEagerKv) load<true>(params.k, range.block_at(0), smem_k());
-    if constexpr (Config::kQInRegisters) {
+    if constexpr (kDesign.eager_kv) load<true>(params.k, range.block_at(0), smem_k());
+    if constexpr (kDesign.q_in_registers) {
       wait_for_copies();
       auto load_q = sm80::operand_loader<sm80::Side::kA, sm80::Operand::kPlain>(TiledMma{}, tSrQ, smem_q());
       for (int k = 0; k < decltype(cute::size<2>(tSrQ))::value; ++k) load_q(k);
@@ -95,11 +95,16 @@ struct FwdMainloop {
   }
 
   __device__ __forceinline__ void run() {
-    const int masked_blocks = range.masked_count();
-    for (int i = 0; i < masked_blocks; ++i)
-      step<true>(range.block_at(i), i + 1 < range.count() ? range.block_at(i + 1) : -1);
-    for (int n_block = range.unmasked_end - 1; n_block >= range.unmasked_begin; --n_block) {
-      step<false>(n_block, n_block > range.unmasked_begin ? n_block - 1 : -1);
+    const int masked = range.masked_count();
+    const auto next = [&](int i) { return i + 1 < range.count() ? range.block_at(i + 1) : -1; };
+    int i = 0;
+    if constexpr (kDesign.softmax == SoftmaxRule::kFirstApart) {
+      masked > 0 ? step<true, true>(range.block_at(0), next(0)) : step<false, true>(range.block_at(0), next(0));
+      i = 1;
+    }
+    for (; i < masked; ++i) step<true, false>(range.block_at(i), next(i));
+    for (int n_block = range.unmasked_end - 1 - (i - masked); n_block >= range.unmasked_begin; --n_block) {
+      step<false, false>(n_block, n_block > range.unmasked_begin ? n_block - 1 : -1);
     }
   }
 
@@ -109,11 +114,11 @@ struct FwdMainloop {
     FragmentK tSrK;  // (MMA, MMA_N, MMA_D)
     auto load_q = sm80::operand_loader<sm80::Side::kA, sm80::Operand::kPlain>(TiledMma{}, tSrQ, smem_q());
     auto load_k = sm80::operand_loader<sm80::Side::kB, sm80::Operand::kPlain>(TiledMma{}, tSrK, smem_k());
-    const auto load_slice = [&](int k) {
-      if constexpr (!Config::kQInRegisters) load_q(k);
-      load_k(k);
+    const auto load_shared_q = [&](int k) {
+      if constexpr (!kDesign.q_in_registers) load_q(k);
     };
-    gemm_slices<Config>(load_slice, acc_s, tSrQ, tSrK);
+    gemm_slices<Config, kDesign.q_slices, kDesign.k_slices>(
+        load_shared_q, [&](int k) { load_k(k); }, acc_s, tSrQ, tSrK);
   }
 
   template <class AccS>
@@ -123,24 +128,24 @@ struct FwdMainloop {
     auto tOrP = make_tensor(probabilities.data(), a_operand_layout(probabilities.layout()));  // (MMA, MMA_M, MMA_N)
     FragmentV tOrV;                                                                           // (MMA, MMA_D, MMA_N)
     auto load_v = sm80::operand_loader<sm80::Side::kB, sm80::Operand::kTransposed>(TiledMma{}, tOrV, smem_v());
-    gemm_slices<Config>([&](int k) { load_v(k); }, acc_o, tOrP, tOrV);
+    gemm_slices<Config, 0, kDesign.v_slices>([](int) {}, [&](int k) { load_v(k); }, acc_o, tOrP, tOrV);
   }
 
-  template <class Scores>
+  template <bool kFirst, class Scores>
   __device__ __forceinline__ void update_softmax(Scores& scores) {
     auto out = row_col_view(acc_o);  // ((2, MMA_M), (2, MMA_D))
-    if constexpr (Config::kLaggingMax) {
+    if constexpr (kDesign.softmax == SoftmaxRule::kLagging) {
       softmax.update(scores, out, params.scale_log2);
     } else {
-      textbook_update(softmax, scores, out, params.scale_log2);
+      textbook_update<kFirst>(softmax, scores, out, params.scale_log2);
     }
   }
 
   // One n_block. Eager: on entry the copy of its K is in flight, on exit that of K of next_block (none if < 0).
-  template <bool kMasked>
+  template <bool kMasked, bool kFirst>
   __device__ __forceinline__ void step(int n_block, int next_block) {
     using namespace cute;
-    if constexpr (Config::kEagerKv) {
+    if constexpr (kDesign.eager_kv) {
       wait_for_copies();  // K has landed; every warp is done with V of the previous step
       load<kMasked>(params.v, n_block, smem_v());
     } else {
@@ -156,12 +161,12 @@ struct FwdMainloop {
     if constexpr (kMasked) {
       apply_mask(scores, coords, visibility, row_begin, row_end, key, key + Config::kBlockN);
     }
-    if constexpr (Config::kEagerKv) {
+    if constexpr (kDesign.eager_kv) {
       wait_for_copies();  // V has landed; every warp is done with K
       if (next_block >= 0) load<kMasked>(params.k, next_block, smem_k());
-      update_softmax(scores);
+      update_softmax<kFirst>(scores);
     } else {
-      update_softmax(scores);
+      update_softmax<kFirst>(scores);
       load<kMasked>(params.v, n_block, smem_v());
       wait_for_copies();
     }

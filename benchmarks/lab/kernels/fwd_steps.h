@@ -16,7 +16,7 @@ template <bool kBounded, class Config, class Smem>
 __device__ __forceinline__ void copy_rows(const typename Config::Element* base, int64_t stride, int rows, Smem& tile) {
   using Copy = typename Config::RowCopyT;
   const Copy copy(Config::kHeadDim);
-  if constexpr (Config::kAsyncCopies) {
+  if constexpr (kDesign.async_copies) {
     copy.template run_strided<kBounded>(base, stride, rows, tile);
   } else {
 #pragma unroll
@@ -39,30 +39,33 @@ __device__ __forceinline__ void wait_for_copies() {
   __syncthreads();
 }
 
-// acc += a b^T, fragments (MMA, MMA_M or MMA_N, MMA_K). load(k) reads those of a k-slice from shared memory.
-template <class Config, class Load, class Acc, class A, class B>
-__device__ __forceinline__ void gemm_slices(const Load& load, Acc& acc, const A& a, const B& b) {
+// Reads an operand before the MMAs of slice k, kTogether slices at a time (0: all), with kAhead those that follow.
+template <int kTogether, int kSlices, bool kAhead, class Load>
+__device__ __forceinline__ void read_slices(const Load& load, int k) {
+  constexpr int kStep = kTogether == 0 ? kSlices : kTogether;
+  if (k % kStep != 0) return;
+  const int first = kAhead ? k + kStep : k;
+#pragma unroll
+  for (int i = kAhead && k == 0 ? 0 : first; i < first + kStep && i < kSlices; ++i) load(i);
+}
+
+// acc += a b^T, fragments (MMA, MMA_M or MMA_N, MMA_K). load_a(k), load_b(k) read those of a k-slice from shared
+// memory.
+template <class Config, int kTogetherA, int kTogetherB, class LoadA, class LoadB, class Acc, class A, class B>
+__device__ __forceinline__ void gemm_slices(const LoadA& load_a, const LoadB& load_b, Acc& acc, const A& a,
+                                            const B& b) {
   using namespace cute;
   constexpr int kSlices = decltype(size<2>(a))::value;
-  if constexpr (Config::kWholeFragments) {
-#pragma unroll
-    for (int k = 0; k < kSlices; ++k) load(k);
-  } else if constexpr (Config::kDoubleBuffered) {
-    load(0);
-  }
 #pragma unroll
   for (int k = 0; k < kSlices; ++k) {
-    if constexpr (Config::kDoubleBuffered) {
-      if (k + 1 < kSlices) load(k + 1);
-    } else if constexpr (!Config::kWholeFragments) {
-      load(k);
-    }
+    read_slices<kTogetherA, kSlices, kDesign.double_buffered>(load_a, k);
+    read_slices<kTogetherB, kSlices, kDesign.double_buffered>(load_b, k);
     gemm(typename Config::TiledMma{}, a(_, _, k), b(_, _, k), acc);
   }
 }
 
-// Online softmax as in the papers: the exact row max of every step, O multiplied in every step.
-template <int kRows, class Scores, class Out>
+// Online softmax as in the papers: the exact row max of every step, O multiplied in all but the kFirst one.
+template <bool kFirst, int kRows, class Scores, class Out>
 __device__ __forceinline__ void textbook_update(Softmax<kRows>& softmax, Scores& scores, Out& out, float scale) {
   float maxima[kRows];
   Softmax<kRows>::set_maxima(scores, maxima);
@@ -72,9 +75,9 @@ __device__ __forceinline__ void textbook_update(Softmax<kRows>& softmax, Scores&
     const float row_max = fmaxf(softmax.row_max[mi], maxima[mi]);
     correction[mi] = exp2f((softmax.row_max[mi] - row_max) * scale);
     softmax.row_max[mi] = row_max;
-    softmax.row_sum[mi][0] *= correction[mi];
+    if constexpr (!kFirst) softmax.row_sum[mi][0] *= correction[mi];
   }
-  softmax.rescale(out, correction);
+  if constexpr (!kFirst) softmax.rescale(out, correction);
   softmax.exponentiate(scores, scale);
 }
 

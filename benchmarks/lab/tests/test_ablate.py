@@ -24,7 +24,6 @@ import study
 from errors import BuildError
 from sm80_designs import default_design, ladder
 from tile_designs import TileDesign
-from toolchain import find_cutlass, find_toolkit
 
 HEAD_DIMS = sm80_designs.HEAD_DIMS
 needs_gxx = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
@@ -83,8 +82,8 @@ def test_the_ladder_goes_from_plain_loads_to_the_default_one_technique_a_rung(he
         ({"head_dim": 96}, "head_dim: expected 64 or 128, got 96"),
         ({"copies": "tma"}, "copies: expected plain or async, got 'tma'"),
         ({"block_m": 96}, "block_m: expected whole 16-row bands for each warp"),
-        ({"fragments": "whole"}, "double_buffered: expected False"),
-        ({"block_m": 64, "warps": 4, "block_n": 512, "blocks_per_sm": 2}, "shared memory: 2 blocks of"),
+        ({"slices": (0, 1, 1)}, "double_buffered: expected False"),
+        ({"block_m": 64, "warps": 4, "block_n": 512, "blocks_per_sm": 2}, "shared memory: 2 CTAs of"),
         ({"block_n": 256, "blocks_per_sm": 1}, "registers: S and O alone take 320 of 255"),
     ],
 )
@@ -109,13 +108,11 @@ def test_hopper_designs_are_refused_by_the_rules_of_the_shipped_plan():
 def test_forward_is_exact():
     import torch
 
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
-        pytest.skip("the laboratory's kernels are compiled for sm_90")
-    if find_toolkit(sys.path) is None:
-        pytest.skip("nvcc is not installed")
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU")
     try:
-        find_cutlass(ROOT, sys.path, ROOT / "build" / "cutlass")
-    except BuildError:
-        pytest.skip("no CUTLASS headers")
-    for entry in (ladder(64)[0], ladder(64)[-1]):
+        kernel_library.Compiler()
+    except BuildError as error:
+        pytest.skip(str(error))
+    for entry in (ladder(64)[0], ladder(64)[-3], ladder(64)[-1]):
         assert study.refusal(entry.design) is None, entry.label
