@@ -1,7 +1,7 @@
 // Mainloop of the e4m3 forward: consumers of 64 rows share the tensor cores. A KV block is two steps of S, the upper
 // keys, then the lower ones; P V of the whole block follows, in slices of columns, each of which goes to T and is added
-// to O in fp32. S, P and T of a consumer take turns in the same registers. If there are enough of them (head dim 64), S
-// of the lower keys overlaps P of the upper ones, and S of the next block overlaps P V.
+// to O in fp32. S, P and T of a consumer take turns in the same registers. If there are enough of them (not at head dim
+// 128), S of the lower keys overlaps P of the upper ones, and S of the next block the last slice.
 #pragma once
 
 #include "kernels/sm90/fp8_fwd_mainloop_base.h"
@@ -33,8 +33,8 @@ struct Fp8FwdMainloop : Fp8FwdMainloopBase<Config> {
   enum Half { kLower, kUpper };  // keys of a block
 
   AccS acc_s[Config::kScoreBuffers];
-  // One accumulator for all slices; that of the last slice includes the sums of P. With several, ptxas would keep all
-  // at once.
+  // One accumulator for all slices, or for the sums of P alone; that of the last slice includes them. With several,
+  // ptxas would keep all at once.
   typename Base::template Accumulator<kOverlapsSlices ? kOnes : kCols + kOnes> acc_t;
   typename Base::template FragmentP<Config::kBlockN> tOrP;
 
@@ -54,34 +54,28 @@ struct Fp8FwdMainloop : Fp8FwdMainloopBase<Config> {
   __device__ __forceinline__ void wait_for_scores() { wait_for<0>(scores<kUpper>()); }
 
   // Issues P V of kRows columns from kFirst on of the block at v_state; does not wait.
-  template <int kFirst, int kRows, class AccT>
-  __device__ __forceinline__ void issue_pv(AccT& acc_t) {
+  template <int kFirst, int kRows, class Acc>
+  __device__ __forceinline__ void issue_pv(Acc& target) {
     using namespace cute;
     using Mma = decltype(make_tiled_mma(Fp8PvAtom<kRows>{}));
     Mma mma;
-    auto acc = make_tensor(acc_t.data(), typename Base::template Accumulator<kRows>::layout_type{});
+    auto acc = make_tensor(target.data(), typename Base::template Accumulator<kRows>::layout_type{});
     const auto* const rows = storage.v[v_state.stage] + kFirst * Config::kBlockN;
     auto vt = make_tensor(make_smem_ptr(rows), typename Config::template SmemLayoutVt<kRows>{});
     start_gemm(mma, tOrP, mma.get_slice(threadIdx.x % 128).partition_fragment_B(vt)(_, _, _, _0{}), acc, true);
   }
   // O += T, the columns of a slice.
-  template <class AccT>
-  __device__ __forceinline__ void add_slice(int slice, const AccT& acc_t) {
+  template <class Acc>
+  __device__ __forceinline__ void add_slice(int slice, const Acc& acc) {
 #pragma unroll
-    for (int i = 0; i < kCols / 2; ++i) acc_o(slice * kCols / 2 + i) += acc_t(i);
+    for (int i = 0; i < kCols / 2; ++i) acc_o(slice * kCols / 2 + i) += acc(i);
   }
 
   // O += P V of the block at v_state. The last slice is issued only.
   __device__ __forceinline__ void start_pv() {
     this->wait_for_v();
     if constexpr (kOverlapsSlices) {
-      issue_pv<Config::kHeadDimV, kOnes>(acc_t);
-      issue_pv<0, kCols>(acc_s[0]);
-      cute::for_each(cute::make_seq<kSlices - 1>{}, [&](auto slice) {
-        issue_pv<(slice + 1) * kCols, kCols>(acc_s[(slice + 1) % 2]);
-        wait_for<1>(acc_s[slice % 2]);
-        add_slice(slice, acc_s[slice % 2]);
-      });
+      start_overlapping_slices();
     } else {
       cute::for_each(cute::make_seq<kSlices - 1>{}, [&](auto slice) {
         issue_pv<slice * kCols, kCols>(acc_t);
@@ -90,6 +84,15 @@ struct Fp8FwdMainloop : Fp8FwdMainloopBase<Config> {
       });
       issue_pv<(kSlices - 1) * kCols, kCols + kOnes>(acc_t);
     }
+  }
+  __device__ __forceinline__ void start_overlapping_slices() {
+    issue_pv<Config::kHeadDimV, kOnes>(acc_t);
+    issue_pv<0, kCols>(acc_s[0]);
+    cute::for_each(cute::make_seq<kSlices - 1>{}, [&](auto slice) {
+      issue_pv<(slice + 1) * kCols, kCols>(acc_s[(slice + 1) % 2]);
+      wait_for<1>(acc_s[slice % 2]);
+      add_slice(slice, acc_s[slice % 2]);
+    });
   }
   // Finishes the last slice; kPending later groups stay in flight.
   template <int kPending>
