@@ -18,7 +18,6 @@ T __ldg(const T* value) {
   return *value;
 }
 inline float __fdividef(float a, float b) { return a / b; }
-inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 
 #include <cuda.h>
 

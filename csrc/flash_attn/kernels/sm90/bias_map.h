@@ -22,7 +22,8 @@ inline cudaError_t make_bias_map(CUtensorMap& map, const Flash_fwd_params& param
                                     length(bias.head_stride, params.h),
                                     halves * bias.cols};
   constexpr Dtype kHalves = Dtype::kFp16;  // copies convert nothing
-  return tma::make_tensor_map(map, source, kHalves, {plan::kBiasBoxBytes / 2, length(bias.row_stride, rows), by_columns});
+  return tma::make_tensor_map(map, source, kHalves,
+                              {plan::kBiasBoxBytes / 2, length(bias.row_stride, rows), by_columns});
 }
 
 }  // namespace sm90

@@ -93,11 +93,12 @@ inline cudaError_t make_tensor_map(CUtensorMap& map, const TensorMapSource& sour
   const cuuint32_t box_lengths[kTensorMapAxes] = {static_cast<cuuint32_t>(box.cols), static_cast<cuuint32_t>(box.rows),
                                                   1, 1, 1};
   const cuuint32_t steps[kTensorMapAxes] = {1, 1, 1, 1, 1};
-  const CUresult status = encode(&map, tensor_map_type(dtype), kTensorMapAxes, const_cast<void*>(source.data), lengths,
-                                 strides, box_lengths, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                                 box.cols * bytes == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
-                                 box.fetches_pairs ? CU_TENSOR_MAP_L2_PROMOTION_L2_256B : CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
-                                 CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult status =
+      encode(&map, tensor_map_type(dtype), kTensorMapAxes, const_cast<void*>(source.data), lengths, strides,
+             box_lengths, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+             box.cols * bytes == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
+             box.fetches_pairs ? CU_TENSOR_MAP_L2_PROMOTION_L2_256B : CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+             CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return status == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;  // plan::tensor_map_holds() checked it
 }
 
