@@ -16,7 +16,8 @@ NAMED_ARCHS = {"default": DEFAULT_ARCHS, "requested": REQUESTED_ARCHS}
 DTYPES = {"fp16": "kFp16", "bf16": "kBf16"}
 CACHE_DTYPES = {"e4m3": "kE4m3", "int8": "kInt8"}  # of a KV cache alone
 ALL_DTYPES = {**DTYPES, **CACHE_DTYPES}
-INSTANTIATION = re.compile(r"^FLASH_INSTANTIATE(_8BIT)?\((run_mha_\w+_), ((\d+)(?:, \d+)?)\)$", re.MULTILINE)
+INSTANTIATION = re.compile(r"^FLASH_INSTANTIATE(?:_(\w+))?\((run_mha_\w+_), ((\d+)(?:, \d+)?)\)$", re.MULTILINE)
+INSTANTIATED = {None: tuple(DTYPES), "8BIT": tuple(CACHE_DTYPES), "FP16": ("fp16",), "BF16": ("bf16",)}
 DECLARATION = re.compile(r"^cudaError_t (run_mha_\w+_)\(([^;]*),\s+cudaStream_t stream\);", re.MULTILINE)
 INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*["<]([^">]+)[">]', re.MULTILINE)
 ONLY_ARCH = {"sm80": None, "sm90": "90"}  # the one architecture that a family is compiled for; None: all that are asked
@@ -71,9 +72,9 @@ def kernel_files(source_dir: Path) -> list[KernelFile]:
     files = []
     for path in sorted((source_dir / "instantiations").glob("*.cu")):
         line = INSTANTIATION.search(path.read_text(encoding="utf-8"))
-        if line is None or path.stem.rsplit("_", 1)[-1] not in ONLY_ARCH:
+        if line is None or line[1] not in INSTANTIATED or path.stem.rsplit("_", 1)[-1] not in ONLY_ARCH:
             raise BuildError(f"{path}: expected FLASH_INSTANTIATE(run_mha_..., ...) and a name that ends in _sm80.cu")
-        files.append(KernelFile(path, *line.group(2, 3), int(line[4]), tuple(CACHE_DTYPES if line[1] else DTYPES)))
+        files.append(KernelFile(path, *line.group(2, 3), int(line[4]), INSTANTIATED[line[1]]))
     if not files:
         raise BuildError(f"{source_dir}: expected .cu files in instantiations, found none")
     return sorted(files, key=lambda f: (f.head_dim, f.path))

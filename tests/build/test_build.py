@@ -217,7 +217,7 @@ def test_the_tree_has_every_instantiation():
 def test_every_file_is_named_after_its_instantiation():
     for file in kernel_manifest.kernel_files(ROOT / "csrc" / "flash_attn"):
         name = file.function.removeprefix("run_mha_").removesuffix("_").removesuffix("_wgmma")
-        name += "_8bit" if "e4m3" in file.dtypes else ""
+        name += "_8bit" if "e4m3" in file.dtypes else f"_{file.dtypes[0]}" if len(file.dtypes) == 1 else ""
         family = "sm90" if file.function.endswith("_wgmma_") else "sm80"
         assert file.path.stem == f"flash_{name}_hdim{file.head_dims.replace(', ', '_')}_{family}"
 
@@ -230,6 +230,7 @@ def test_the_wgmma_family_is_compiled_for_its_architecture_only():
         for direction, head_dims in (
             ("fwd", (*kernel_tables.WGMMA, 512)),
             ("fwd_modified", kernel_tables.WGMMA),
+            ("fwd_listed", (64, 128, 256)),
             ("fwd_fp8", kernel_tables.head_dims("kSm90Fp8FwdTiles", "fp8_fwd_plan.h")),
             ("fwd_jvp", kernel_tables.head_dims("kSm90JvpFwdTiles", "jvp_fwd_plan.h")),
             ("bwd", (*kernel_tables.head_dims("kSm90BwdTiles"), 512)),
@@ -265,7 +266,7 @@ def test_a_subset_of_dtypes_leaves_out_halves_of_files():
     missing = {(f.head_dim, dtype) for f in kernel_manifest.left_out(files, selected) for dtype in f.dtypes}
     assert {d for d, _ in missing} == {f.head_dim for f in files}
     assert {dtype for d, dtype in missing if d == 64} == set.union(*others.values())
-    assert not any(f.defines for f in kernel_manifest.select(files, None, None))
+    assert not any(f.defines for f in kernel_manifest.select(files, None, None) if len(f.dtypes) > 1)
 
 
 @pytest.mark.parametrize("archs", [["80"], ["90"], ["80", "90"]])
@@ -319,7 +320,7 @@ def stand_in(tmp_path, monkeypatch):
     toolkit = toolchain.describe_toolkit(nvcc)
     budget = tmp_path / "budget.json"
     budget.write_text('{"default_spill_bytes": 0, "rules": []}')
-    build = kernel_build.KernelBuild(source, tmp_path / "out", ["80", "90"], dtypes=["fp16"], budget=budget)
+    build = kernel_build.KernelBuild(source, tmp_path / "out", ["90"], dtypes=["fp16"], budget=budget)
     return lambda: kernel_build.build_kernels(build, toolkit, [])
 
 
@@ -339,7 +340,7 @@ def kernel_compilations(tmp_path):
 def test_archive_of_a_subset_links_and_tells_what_it_holds(stand_in, tmp_path, capfd):
     info = stand_in()
     archive = tmp_path / "out" / kernel_build.ARCHIVE
-    assert info["archs"] == ["80", "90"]
+    assert info["archs"] == ["90"]
     assert (info["head_dims"], info["dtypes"], info["cuda"]) == ([64], ["fp16"], "13.0")
     assert kernel_manifest.archive_info(archive, tmp_path / "source with space") == info
 

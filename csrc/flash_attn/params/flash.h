@@ -206,10 +206,13 @@ cudaError_t run_mha_fwd_(const Flash_fwd_split_params& params, const plan::FwdPl
 template <Dtype kDtype, int kHeadDim, int kHeadDimV = kHeadDim>
 cudaError_t run_mha_fwd_wgmma_(const Flash_fwd_split_params& params, const plan::FwdPlan& plan, cudaStream_t stream);
 
-// What run_mha_fwd_wgmma_ leaves to another file: variants with modified scores or a mask as data.
+// What run_mha_fwd_wgmma_ leaves to other files: variants with modified scores, and with a mask or biases as data.
 template <Dtype kDtype, int kHeadDim>
 cudaError_t run_mha_fwd_modified_wgmma_(const Flash_fwd_split_params& params, const plan::FwdPlan& plan,
                                         cudaStream_t stream);
+template <Dtype kDtype, int kHeadDim>
+cudaError_t run_mha_fwd_listed_wgmma_(const Flash_fwd_split_params& params, const plan::FwdPlan& plan,
+                                      cudaStream_t stream);
 
 template <Dtype kDtype, int kHeadDim>
 cudaError_t run_mha_bwd_(const Flash_bwd_mask_params& params, const plan::BwdPlan& plan, cudaStream_t stream);

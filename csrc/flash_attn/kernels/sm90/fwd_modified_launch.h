@@ -1,5 +1,5 @@
-// Launches of the wgmma forward with modified scores or a mask as data: apart from fwd_launch.h, so that neither file
-// of instantiations compiles the kernels of the other.
+// Launches of the wgmma forward with modified scores: apart from fwd_launch.h, so that neither file of instantiations
+// compiles the kernels of the other.
 #pragma once
 
 #include "kernels/sm90/fwd_launch.h"
@@ -14,8 +14,6 @@ cudaError_t run_mha_fwd_modified_wgmma_(const Flash_fwd_split_params& params, co
     case FwdVariant::kScoreMod: return sm90::run_variant<kDtype, kHeadDim, FwdVariant::kScoreMod>(params, plan, stream);
     case FwdVariant::kSoftcap: return sm90::run_variant<kDtype, kHeadDim, FwdVariant::kSoftcap>(params, plan, stream);
     case FwdVariant::kAlibi: return sm90::run_variant<kDtype, kHeadDim, FwdVariant::kAlibi>(params, plan, stream);
-    case FwdVariant::kListed: return sm90::run_variant<kDtype, kHeadDim, FwdVariant::kListed>(params, plan, stream);
-    case FwdVariant::kBiased: return sm90::run_variant<kDtype, kHeadDim, FwdVariant::kBiased>(params, plan, stream);
     default: return cudaErrorInvalidValue;
   }
 }
