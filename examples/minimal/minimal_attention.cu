@@ -34,7 +34,7 @@ struct Tile {
   static constexpr int kWarps = 4, kThreads = 32 * kWarps, kBlockM = 16 * kBands * kWarps;
   static constexpr int kTileElements = kBlockN * Layout::kStride;
   static constexpr int kKvBytes = 2 * kStages * kTileElements * 2, kScoreBytes = 0;
-  static constexpr int kBlocksPerSm = kBands > 1 ? 2 : kHeadDim + kBlockN > 128 ? 3 : 4;  // what registers allow
+  static constexpr int kBlocksPerSm = kBands > 1 || kHeadDim > 64 ? 2 : kBlockN > 64 ? 3 : 4;  // what registers allow
   static constexpr float kThresholdLog2 = 8.0f;
   static_assert(kHeadDim % 16 == 0 && kBlockN % 16 == 0 && (kStages == 1 || kStages == 2));
   static_assert(kKvBytes <= 48 * 1024, "static shared memory ends at 48 KB");
