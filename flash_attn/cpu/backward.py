@@ -54,7 +54,8 @@ def row_deltas(
     if first_row is None:
         delta.masked_fill_(lse.isinf(), 0.0)
     else:
-        delta[:, :, :first_row] = 0.0
+        if first_row:
+            delta[:, :, :first_row] = 0.0
         if unused is not None:
             delta.masked_fill_(unused.rows, 0.0)
     return delta if dlse is None else delta - dlse.masked_fill(lse.isinf(), 0.0)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import math
 
 import torch
 
 from .scores import ScoreRule, compute_dtype
 
 _CACHE_LINE_BYTES = 64
+_FEW_QUERIES = 32  # rows that the forward multiplies at once
 _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
@@ -19,8 +21,7 @@ def attend(
     """out (b, sq, h, d) and lse (b, h, sq), new and contiguous, of calls without dropout, sinks and max_logit; None
     where the tiles must do it.
 
-    K and V are not repeated for the query heads of a group: without a mask these are stacked as rows of one call, under
-    a causal mask each is a call.
+    The few queries of a group are stacked as rows of one head: the operator reads K and V anew for each head.
     """
     if not _fits(q, k, v, rule) or not keeps_scores(q.dtype):
         return None
@@ -28,12 +29,16 @@ def attend(
     if not _scores_are_finite(q, k, rule):
         return None
     sq, kv_heads, group, is_causal = q.shape[1], k.shape[2], q.shape[2] // k.shape[2], _is_causal(q, k, rule)
-    q, keys, values = q.unflatten(2, (kv_heads, group)).permute(0, 2, 3, 1, 4), k.transpose(1, 2), v.transpose(1, 2)
-    calls = q.unbind(2) if is_causal else [q.flatten(2, 3)]
-    results = [_FORWARD(rows, keys, values, 0.0, is_causal, scale=rule.scale) for rows in calls]
-    out, lse = results[0] if len(results) == 1 else (torch.cat(parts, 2) for parts in zip(*results))
-    out = out.unflatten(2, (group, sq)).permute(0, 3, 1, 2, 4).flatten(2, 3)
-    return out.contiguous(), lse.unflatten(2, (group, sq)).flatten(1, 2).contiguous()
+    is_stacked = group > 1 and sq < _FEW_QUERIES and not is_causal
+    if is_stacked:
+        q = q.unflatten(2, (kv_heads, group)).transpose(2, 3).flatten(1, 2)
+    k, v = _for_operator(k, q), _for_operator(v, q)
+    out, lse = _FORWARD(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), 0.0, is_causal, scale=rule.scale)
+    out = out.transpose(1, 2)
+    if is_stacked:
+        out = out.unflatten(1, (sq, group)).transpose(2, 3).flatten(2, 3)
+        lse = lse.unflatten(2, (sq, group)).transpose(2, 3).flatten(1, 2)
+    return out.contiguous(), lse.contiguous()
 
 
 def gradients(
@@ -47,22 +52,21 @@ def gradients(
 ) -> list[torch.Tensor] | None:
     """dq, dk, dv of calls without dropout and dlse, new tensors in the compute dtype; None where the tiles must do it.
 
-    The operator adds up the gradients in the dtype of its operands, so they are given in the compute dtype. An infinite
-    LSE, which another call's keys may bring, has no meaning for it.
+    The operator adds up the gradients in the dtype of its operands, so they are given in the compute dtype: sums of
+    16 bits are up to four times as far off as plain attention. An infinite LSE, which another call's keys may bring,
+    has no meaning for it. Scores that are not finite need no look: NaN goes through this operator.
     """
-    if not _fits(q, k, v, rule) or not lse.isfinite().all():
+    if not _fits(q, k, v, rule) or not math.isfinite(lse.sum()):
         return None
     kv_heads, group, dtype = k.shape[2], q.shape[2] // k.shape[2], compute_dtype(q.dtype)
-    q, k, v, dout, out = (_aligned(x.to(dtype)) for x in (q, k, v, dout, out))
-    if not _scores_are_finite(q, k, rule):
-        return None
-    is_causal = _is_causal(q, k, rule)
-    if group > 1:
-        k, v = k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)
-    operands = (x.transpose(1, 2) for x in (dout, q, k, v, out))
-    grads = _BACKWARD(*operands, lse.to(dtype), 0.0, is_causal, scale=rule.scale)
-    dq, *dkv = (grad.transpose(1, 2) for grad in grads)
-    return [dq, *(dkv if group == 1 else (grad.unflatten(2, (kv_heads, group)).sum(3) for grad in dkv))]
+    q, k, v = (_aligned(x) if x.dtype == dtype else _by_head(x, dtype) for x in (q, k, v))
+    dout, out = (_aligned(x.to(dtype)) for x in (dout, out))
+    operands = (x.transpose(1, 2) for x in (dout, q, _for_operator(k, q), _for_operator(v, q), out))
+    grads = _BACKWARD(*operands, lse, 0.0, _is_causal(q, k, rule), scale=rule.scale)
+    dq, dk, dv = (grad.transpose(1, 2) for grad in grads)
+    if dk.shape != k.shape:
+        dk, dv = (grad.unflatten(2, (kv_heads, group)).sum(3) for grad in (dk, dv))
+    return [dq, dk, dv]
 
 
 @functools.cache
@@ -71,6 +75,23 @@ def keeps_scores(dtype: torch.dtype) -> bool:
     float16."""
     x = torch.full((1, 1, 1, 8), 200.0, dtype=dtype, device="cpu")  # a score beyond float16
     return bool(_FORWARD(x, x, x)[1].isfinite().all())
+
+
+@functools.cache
+def _takes_groups() -> bool:
+    """Whether the operators take fewer heads of K and V than of Q; those of old releases read beyond K and V."""
+    kv = torch.arange(2.0, device="cpu").view(1, 2, 1, 1).repeat(1, 1, 1, 8)
+    first = kv[:, :1]  # what they read beyond it is there
+    try:
+        return not _FORWARD(kv, first, first)[0].any()
+    except RuntimeError:
+        return False
+
+
+def _for_operator(x: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """K or V with as many heads as q, where the operators need them."""
+    group = q.shape[2] // x.shape[2]
+    return x if group == 1 or _takes_groups() else x.repeat_interleave(group, 2)
 
 
 def _fits(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: ScoreRule) -> bool:
@@ -85,11 +106,16 @@ def _is_causal(q: torch.Tensor, k: torch.Tensor, rule: ScoreRule) -> bool:
 
 def _scores_are_finite(q: torch.Tensor, k: torch.Tensor, rule: ScoreRule) -> bool:
     """Whether no score of q and k can be NaN or infinite: torch's kernel gives out 0 for some of those."""
-    bound = q.shape[-1] * max(rule.scale, 1.0)
-    for x in (q, k):
-        low, high = torch.aminmax(x)  # NaN if there is one
-        bound *= max(abs(low.item()), abs(high.item()))
+    bound = q.shape[-1] * max(rule.scale, 1.0) * _magnitude(q) * _magnitude(k)
     return bound < torch.finfo(compute_dtype(q.dtype)).max  # not if it is NaN
+
+
+def _magnitude(x: torch.Tensor) -> float:
+    """At least that of every element; NaN if there is one."""
+    if x.dtype.itemsize > 2:  # there aminmax takes longer
+        return float(torch.linalg.vector_norm(x))
+    low, high = torch.aminmax(x)
+    return max(abs(low.item()), abs(high.item()))
 
 
 def _aligned(x: torch.Tensor) -> torch.Tensor:
@@ -97,3 +123,8 @@ def _aligned(x: torch.Tensor) -> torch.Tensor:
     if x.is_contiguous() and x.data_ptr() % _CACHE_LINE_BYTES == 0:
         return x
     return x.clone(memory_format=torch.contiguous_format)
+
+
+def _by_head(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """x in another dtype, the rows of a head adjacent: products are faster so, by less than a copy takes otherwise."""
+    return x.transpose(1, 2).to(dtype, memory_format=torch.contiguous_format).transpose(1, 2)

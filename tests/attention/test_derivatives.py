@@ -218,6 +218,7 @@ def test_second_backward(device, feature, packed, small_blocks):
     check(second(problem.ours, DTYPE[device]), expected, plain)
 
 
+@pytest.mark.each  # pairs are those of the tests above
 @pytest.mark.devices("cpu")
 @pytest.mark.parametrize("packed", (False, True), ids=("dense", "packed"))
 @pytest.mark.parametrize("feature", FEATURES)

@@ -340,6 +340,22 @@ def test_the_cpu_does_as_its_plan_says(monkeypatch, name):
         assert plans[direction].get("num_work_tiles", 0) == tiles.count
 
 
+@pytest.mark.parametrize("sq, sk, causal", [(1, 70, False), (9, 70, False), (70, 50, False), (60, 60, True)])
+def test_groups_where_torch_takes_none(monkeypatch, sq, sk, causal):
+    """Few queries of a group are rows of one head; the operators of old releases need K and V for each head."""
+    q, k, v = random(2, sq, 6, 8, grad=True), random(2, sk, 2, 8, grad=True), random(2, sk, 2, 8, grad=True)
+    results = []
+    for heads in ((q, k, v), (q, k.repeat_interleave(3, 2), v.repeat_interleave(3, 2))):
+        out = flash_attn.flash_attn_func(*heads, causal=causal)
+        results.append((out, *torch.autograd.grad(out.square().sum(), (q, k, v))))
+    monkeypatch.setattr(torch_flash, "_takes_groups", lambda: False)
+    out = flash_attn.flash_attn_func(q, k, v, causal=causal)
+    results.append((out, *torch.autograd.grad(out.square().sum(), (q, k, v))))
+    for ours, expected, without in zip(*results):
+        torch.testing.assert_close(ours, expected)
+        torch.testing.assert_close(without, expected)
+
+
 def test_packed_sequences_on_the_cpu(monkeypatch):
     q, k = random(1000, 4, 8), random(1000, 2, 8)
     cu_seqlens = torch.tensor([0, 0, 300, 1000], dtype=torch.int32)

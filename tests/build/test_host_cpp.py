@@ -14,7 +14,8 @@ SOURCES = sorted((ROOT / "tests" / "cpp").glob("test_*.cpp"))
 FLAGS = ["-std=c++17", "-Wall", "-Wextra", "-Werror", "-fsanitize=undefined", "-fno-sanitize-recover=all"]
 # Programs that run longer than the optimiser does: they compare with brute force, or run every thread of a block.
 LONG = {"test_arithmetic", "test_block_lists", "test_block_range", "test_bwd_schedule", "test_equal_choice",
-        "test_mask_factors", "test_mask_types", "test_plan_limits", "test_row_order", "test_varlen_slots"}  # fmt: skip
+        "test_mask_factors", "test_mask_types", "test_plan_limits", "test_row_order", "test_score_bias",
+        "test_varlen_slots"}  # fmt: skip
 INCLUDES = [f"-I{ROOT / 'csrc' / 'flash_attn'}"]
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")

@@ -2,6 +2,8 @@
 // it waits for it.
 #pragma once
 
+#include <array>
+
 #include "kernels/tma/swizzle.h"
 
 namespace emulation {
@@ -32,6 +34,18 @@ struct Wgmma {
     return atoms + col / 64 * 64 * 64 + flash::tma::swizzle_offset(64, row, col % 64 / 8) + col % 8;
   }
   static float element(const bf16* atoms, int row, int col) { return to_float(*at(atoms, row, col)); }
+  // 64 columns from a multiple of 64 on
+  static std::array<float, 64> row_of(const bf16* atoms, int row, int first_col = 0) {
+    std::array<float, 64> values;
+    for (int vector = 0; vector < 8; ++vector) {
+      const bf16* const from = at(atoms, row, first_col + vector * 8);
+      for (int i = 0; i < 8; ++i) values[vector * 8 + i] = to_float(from[i]);
+    }
+    return values;
+  }
+  static void add_products(float& sum, const float* left, const std::array<float, 64>& right) {
+    for (int k = 0; k < 64; ++k) sum += left[k] * right[k];
+  }
   static int row(int i) { return threadIdx.x % 128 / 32 * 16 + i * 8 + threadIdx.x % 32 / 4; }
 
   // Of an A operand: the two columns of a register.
@@ -72,7 +86,7 @@ struct HeldRows {
     finish_loads();
     if (rows.empty()) rows = Wgmma::rows_of(registers, kSlices);
   }
-  float operator()(int i, int col) const { return rows[i * 16 * kSlices + col]; }
+  const float* row(int i, int col) const { return rows.data() + i * 16 * kSlices + col; }
 };
 
 }  // namespace emulation

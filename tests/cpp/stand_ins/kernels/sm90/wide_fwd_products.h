@@ -47,15 +47,13 @@ struct WideFwdProducts : emulation::Wgmma {
     held.read();
     issue([=] {
       if (kChunk == 0) std::fill(acc_s, acc_s + 32, 0.0f);
-      for (int i = 0; i < 2; ++i) {
-        for (int at = 0; at < 16; ++at) {
-          const int key = at / 2 * 8 + threadIdx.x % 4 * 2 + at % 2;
-          for (int col = 64 * kChunk; col < 64 * (kChunk + 1); ++col) {
-            const int unheld = col - 64 * Config::kHeldChunks;
-            const float query = unheld < 0 ? held(i, col) : element(q, row(i), unheld);
-            scores()(i, at) += query * element(k, key, col);
-          }
-        }
+      const int unheld = 64 * (kChunk - Config::kHeldChunks);
+      std::array<float, 64> query[2];
+      for (int i = 0; i < 2 && unheld >= 0; ++i) query[i] = row_of(q, row(i), unheld);
+      for (int at = 0; at < 16; ++at) {
+        const std::array<float, 64> key = row_of(k, at / 2 * 8 + threadIdx.x % 4 * 2 + at % 2, 64 * kChunk);
+        for (int i = 0; i < 2; ++i)
+          add_products(scores()(i, at), unheld < 0 ? held.row(i, 64 * kChunk) : query[i].data(), key);
       }
     });
   }
@@ -64,10 +62,14 @@ struct WideFwdProducts : emulation::Wgmma {
   template <class Prob>
   void add_values(const Prob& prob, const Element* part) {
     for (int key = 0; key < 16; ++key) {
-      for (int at = 0; at < 64; ++at) {
-        const int col = at / 2 * 8 + threadIdx.x % 4 * 2 + at % 2;
-        const float value = to_float(part[col / 64 * 16 * 64 + tma::swizzle_offset(64, key, col % 64 / 8) + col % 8]);
-        for (int i = 0; i < 2; ++i) out()(i, at) += prob(i, key) * value;
+      const float probs_of_key[2] = {prob(0, key), prob(1, key)};
+      for (int at = 0; at < 64; at += 2) {
+        const int col = at / 2 * 8 + threadIdx.x % 4 * 2;
+        const Element* const value = part + col / 64 * 16 * 64 + tma::swizzle_offset(64, key, col % 64 / 8) + col % 8;
+        for (int i = 0; i < 2; ++i) {
+          out()(i, at) += probs_of_key[i] * to_float(value[0]);
+          out()(i, at + 1) += probs_of_key[i] * to_float(value[1]);
+        }
       }
     }
   }

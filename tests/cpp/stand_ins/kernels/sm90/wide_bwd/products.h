@@ -53,35 +53,39 @@ struct WideBwdProducts : emulation::Wgmma {
     issue([=] {
       if (kChunk == 0) std::fill(acc_s.values, acc_s.values + 32, 0.0f);
       const Element* const right = ring + slot * Config::kChunkElements;
-      for (int i = 0; i < 2; ++i) {
-        for (int at = 0; at < 16; ++at) {
-          for (int k = 0; k < 64; ++k) {
-            const int unheld = 64 * (kChunk - Config::kHeldChunks) + k;
-            const float left = unheld < 0 ? held(i, 64 * kChunk + k) : element(resident, row(i), unheld);
-            row_col_view(acc_s)(i, at) += left * element(right, at / 2 * 8 + threadIdx.x % 4 * 2 + at % 2, k);
-          }
-        }
+      const int unheld = 64 * (kChunk - Config::kHeldChunks);
+      std::array<float, 64> left[2];
+      for (int i = 0; i < 2 && unheld >= 0; ++i) left[i] = row_of(resident, row(i), unheld);
+      for (int at = 0; at < 16; ++at) {
+        const std::array<float, 64> right_row = row_of(right, at / 2 * 8 + threadIdx.x % 4 * 2 + at % 2);
+        for (int i = 0; i < 2; ++i)
+          add_products(row_col_view(acc_s)(i, at), unheld < 0 ? held.row(i, 64 * kChunk) : left[i].data(), right_row);
       }
     });
   }
 
-  // left(i, k): of row(i)
-  template <class Left>
-  void add(const Left& left, const Element* chunks, int first, int count) {
-    for (int at = first; at < first + count; ++at) {
-      for (int k = 0; k < 64; ++k) {
-        const float right = element(chunks, k, at / 2 * 8 + threadIdx.x % 4 * 2 + at % 2);
-        for (int i = 0; i < 2; ++i) row_col_view(gradient)(i, at) += left(i, k) * right;
+  // left: 64 columns of row(0) and row(1)
+  void add(const float* const (&left)[2], const Element* chunks, int first, int count) {
+    for (int k = 0; k < 64; ++k) {
+      for (int col = first; col < first + count; col += 2) {
+        const Element* const right = at(chunks, k, col / 2 * 8 + threadIdx.x % 4 * 2);
+        for (int i = 0; i < 2; ++i) {
+          row_col_view(gradient)(i, col) += left[i][k] * to_float(right[0]);
+          row_col_view(gradient)(i, col + 1) += left[i][k] * to_float(right[1]);
+        }
       }
     }
   }
   void start_half(const Element* chunks) {
     const std::vector<float> rows = rows_of(operand, 4);
-    issue([=] { add([&](int i, int k) { return rows[i * 64 + k]; }, chunks, 0, 64); });
+    issue([=] { add({rows.data(), rows.data() + 64}, chunks, 0, 64); });
   }
   template <int kChunk>
   void start_chunk(const Element* left, const Element* chunks) {
-    issue([=] { add([&](int i, int k) { return element(left, row(i), k); }, chunks, 16 * kChunk, 16); });
+    issue([=] {
+      const std::array<float, 64> rows[2] = {row_of(left, row(0)), row_of(left, row(1))};
+      add({rows[0].data(), rows[1].data()}, chunks, 16 * kChunk, 16);
+    });
   }
 
   template <int kPending>
