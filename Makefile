@@ -3,7 +3,7 @@
 PYTHON ?= python3
 ENV_PYTHON = "$$(cat build/env/python)"
 PYTEST_ARGS ?=
-unexport PYTHONDONTWRITEBYTECODE  # else each process of the tests compiles them again, for 8 s
+unexport PYTHONDONTWRITEBYTECODE  # else each process of the tests compiles them again
 
 .PHONY: demo test env kernels compile_commands style clean
 

@@ -53,7 +53,7 @@ def gradients(
     """dq, dk, dv of calls without dropout and dlse, new tensors in the compute dtype; None where the tiles must do it.
 
     The operator adds up the gradients in the dtype of its operands, so they are given in the compute dtype: sums of
-    16 bits are up to four times as far off as plain attention. An infinite LSE, which another call's keys may bring,
+    16 bits were up to 4.6 times as far off as plain attention. An infinite LSE, which another call's keys may bring,
     has no meaning for it. Scores that are not finite need no look: NaN goes through this operator.
     """
     if not _fits(q, k, v, rule) or not math.isfinite(lse.sum()):
