@@ -25,7 +25,7 @@ MODULE = "flash_attn_2_cuda"
 class Build:
     name: str  # old or new
     module: ModuleType
-    site: Path | None = None  # what holds the module, and the package for its host time
+    site: Path | None = None  # what holds the module
     info: dict | None = None
 
     @property

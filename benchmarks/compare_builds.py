@@ -2,12 +2,10 @@
 
 python benchmarks/compare_builds.py --old SITE_DIR --new SITE_DIR              within about four minutes
 python benchmarks/compare_builds.py --old A --new B --groups cells decode      some groups of the table
-python benchmarks/compare_builds.py --old A --new B --groups host              host time of the public functions alone
 python benchmarks/compare_builds.py --device cpu                               a trial: the CPU backend against itself
 
-A SITE_DIR holds flash_attn_2_cuda*.so, and for the host times the package: `pip install --target SITE_DIR` makes one;
-the module's file does too, without host times. Both builds need this interpreter's torch. Only the calls of the
-extension are compared, on the same tensors, but for `host`, which times the Python code too, in two processes.
+A SITE_DIR holds flash_attn_2_cuda*.so: `pip install --target SITE_DIR` makes one; the module's file does too. Both
+builds need this interpreter's torch. Only the calls of the extension are compared, on the same tensors.
 
 Method: as of run.py; single calls by device events after the L2 cache was overwritten, or graphs of one call or of 20,
 in rounds A B, B A, ... A row's ratio is the median time of the old build over that of the new one: above 1 the new one
@@ -32,17 +30,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))  # absent under PYTHONS
 
 import torch
 from builds import Build, load_build, make_call, modes_of, results_of
-from builds_host import measure_host
 from environment import describe_device
 from implementations import make_inputs
 from rows import CACHE_TIMING, GROUPS, select
 from shared import ROOT, row_bar
 from timing import CALLS_PER_GRAPH, Allowance, Budget, captured, interleave, make_timers, summarize
 
-HOST = "host"
 LEFT_OUT = ("dims", "features", "value_dim", "deterministic", "one_wave", "small_eager", "decode_eager", "decode_mla")
-DEFAULT_GROUPS = (*(group for group in (*GROUPS, *CACHE_TIMING) if group not in LEFT_OUT), HOST)
-SECONDS = 200.0  # of the rows; the host times and the second look come on top
+DEFAULT_GROUPS = [group for group in (*GROUPS, *CACHE_TIMING) if group not in LEFT_OUT]
+SECONDS = 200.0  # of the rows; the second look comes on top
 AGAIN = 3.0  # rows below the limit are measured again for so many times as long
 AGAIN_MAX_MS = 3000.0
 MAX_DIFFERENCE = 2e-2  # of the results, relative; as check.py's bound for a wrong result
@@ -54,13 +50,12 @@ def parse(arguments):
     parser.add_argument("--old", type=Path, metavar="SITE_DIR", help="folder of the build to compare against")
     parser.add_argument("--new", type=Path, metavar="SITE_DIR", help="folder of the build that is judged")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", type=torch.device)
-    parser.add_argument("--groups", nargs="+", default=list(DEFAULT_GROUPS), choices=(*GROUPS, *CACHE_TIMING, HOST))
+    parser.add_argument("--groups", nargs="+", default=DEFAULT_GROUPS, choices=(*GROUPS, *CACHE_TIMING))
     parser.add_argument("--mode", nargs="+", default=["fwd", "bwd"], choices=("fwd", "bwd"))
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
     parser.add_argument("--quick", action="store_true", help="a third of the cells")
     parser.add_argument("--budget", type=float, default=SECONDS, metavar="SECONDS", help=f"of the rows ({SECONDS:g})")
     parser.add_argument("--limit", type=float, default=0.99, help="least ratio of a row (0.99)")
-    parser.add_argument("--host-limit", type=float, default=0.95, help="least ratio of a host time (0.95)")
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "benchmarks" / "builds.json", help="JSON")
     options = parser.parse_args(arguments)
     if options.device.type == "cuda" and not (options.old and options.new):
@@ -157,14 +152,6 @@ def measure_rows(builds, options, device, timers):
     return entries
 
 
-def measure_host_rows(builds, device, limit):
-    """Entries of the host times of the public functions."""
-    samples = measure_host({build.name: build.site for build in builds}, str(device))
-    facts = {"group": HOST, "timing": HOST, "unit": "us"}
-    return [{**facts, "mode": "fwd+bwd" if name.endswith("fwd+bwd") else "fwd", "id": name, "label": name,
-             **judged(found, limit)} for name, found in samples.items()]  # fmt: skip
-
-
 def scores(entries):
     """One record per group and mode: geometric mean, worst row, rows below the limit, rows with equal results."""
     found = {}
@@ -194,12 +181,10 @@ def line_of(entry):
 
 def report_lines(result):
     lines = [f"{name}: {result[name]['commit']} of {result[name]['site']}" for name in (OLD, NEW)]
-    lines += [f"speed of new relative to old, limit {result['limit']:g} (host {result['host_limit']:g})"]
+    lines += [f"speed of new relative to old, limit {result['limit']:g}"]
     for score in result["scores"]:
         line = f"{score['group']} {score['mode']}: geometric mean {score['mean']:.4f}, worst {score['worst']:.4f} "
-        line += f"({score['worst_label']})"
-        if score["group"] != HOST:
-            line += f", {score['equal_bits']} of {score['rows']} bitwise equal"
+        line += f"({score['worst_label']}), {score['equal_bits']} of {score['rows']} bitwise equal"
         lines.append(line + (f", below the limit: {'; '.join(score['below'])}" if score["below"] else ""))
     return lines + [f"wrong: {line_of(entry)}" for entry in result["rows"] if is_wrong(entry)]
 
@@ -213,8 +198,6 @@ def main(arguments=None):
     started = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     builds = load_builds(options)
     entries = measure_rows(builds, options, device, make_timers(device))
-    if HOST in options.groups:
-        entries += measure_host_rows(builds, device, options.host_limit)
     result = {
         "schema": 1,
         "started": started,
@@ -222,7 +205,6 @@ def main(arguments=None):
         "versions": {"torch": torch.__version__, "cuda": torch.version.cuda},
         **{b.name: {"commit": b.commit, "site": b.site and b.site.name, "build": b.info} for b in builds},
         "limit": options.limit,
-        "host_limit": options.host_limit,
         "rows": entries,
         "scores": scores(entries),
     }
