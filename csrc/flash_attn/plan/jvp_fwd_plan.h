@@ -33,7 +33,7 @@ constexpr int jvp_fwd_smem_bytes(const FwdTile& tile, Dtype dtype) { return 2 * 
 // Q, K and V have tangents of the same size next to them in shared memory. O has a separate buffer: the next Q may land
 // before it left.
 constexpr Sm90FwdTile kSm90JvpFwdTiles[] = {
-    {64, 128, 128, 2, 2, false, 1, 0, 128},
+    {64, 128, 128, 2, 1, false, 1, 0, 128},
     {128, 128, 64, 2, 1, false, 1, 0, 128},
 };
 

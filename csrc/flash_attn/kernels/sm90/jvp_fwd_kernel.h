@@ -150,8 +150,8 @@ __device__ __forceinline__ void clear_tangents(Element (&buffers)[kBuffers][kEle
 // Products of a missing tangent are of zeros: branches around them would let ptxas serialise all wgmma.
 template <class Config>
 __device__ __forceinline__ void clear_missing_tangents(const JvpFwdLaunch& launch, FwdStorage<Config>& storage) {
-#pragma unroll 1
-  for (int stage = 0; stage < Config::kQStages && !launch.has_tq; ++stage) clear_tangents<Config>(storage.q[stage]);
+  static_assert(Config::kQStages == 1);
+  if (!launch.has_tq) clear_tangents<Config>(storage.q[0]);
   if (!launch.has_tk) clear_tangents<Config>(storage.k);
   if (!launch.has_tv) clear_tangents<Config>(storage.v);
   fence_buffer();
