@@ -91,19 +91,15 @@ struct Copies {
     }
   }
 
-  // Until the consumers are done with the tile before in the buffer of tile n. A new barrier has completed the round
-  // before.
-  __device__ static void wait_until_empty(const Mbarrier (&empty)[2], int n) { empty[n % 2].wait(n / 2 % 2 ^ 1); }
-
-  // The whole work of a producer: what step n needs, in the order in which the buffers become free.
+  // The whole work of a producer: each buffer once the consumers are done with the tile before.
   __device__ void produce() const {
     load_q();
-    for (int n = 0; n <= work.tiles; ++n) {
-      wait_until_empty(shared.k_empty, n);
+    for (int n = 0; n < work.tiles; ++n) {
+      const int before = n / 2 % 2 ^ 1;  // parity of the round before; a new barrier has completed that
+      shared.k_empty[n % 2].wait(before);
       load_k(n);
-      if (n == 0) continue;
-      wait_until_empty(shared.v_empty, n - 1);
-      load_v(n - 1);
+      shared.v_empty[n % 2].wait(before);
+      load_v(n);
     }
   }
 
@@ -122,8 +118,8 @@ struct Copies {
     load_v(n + 1);
   }
 
-  // K of tile n is there; without TMA also V of tile n - 1.
-  __device__ void wait_for_k(int n) const {
+  // K of tile n and V of tile n - 1 are there.
+  __device__ void wait_for_tile(int n) const {
     if constexpr (!T::kTma) {
       wait_for_copies_but<2>();  // K of the next tile and V of this one
       fence_before_wgmma();
@@ -131,10 +127,8 @@ struct Copies {
     } else {
       if (n == 0) shared.q_full.wait(0);
       if (n < work.tiles) shared.k_full[n % 2].wait(n / 2 % 2);
+      if (n > 0) shared.v_full[(n - 1) % 2].wait((n - 1) / 2 % 2);
     }
-  }
-  __device__ void wait_for_v(int n) const {
-    if (T::kTma) shared.v_full[n % 2].wait(n / 2 % 2);
   }
   __device__ void release(Mbarrier& empty) const {
     if (T::kProducer && threadIdx.x % 32 == 0) empty.arrive();
@@ -146,16 +140,13 @@ template <class T>
 struct Consumer {
   const Problem& p;
   const Work& work;
-  const int group, warp_row;
+  const int warp_row;
   float s[16][4], out[16][4] = {};  // out is not yet divided by the row sum
   uint32_t probabilities[8][4];     // in bf16: the A operand of P V, 16 keys each
   float row_max[2] = {-INFINITY, -INFINITY}, row_sum[2] = {}, correction[2];
 
   __device__ Consumer(const Problem& p_, const Work& work_)
-      : p(p_),
-        work(work_),
-        group(__shfl_sync(~0u, threadIdx.x / 128, 0)),  // known to be the same in all lanes: descriptors are uniform
-        warp_row(work_.block_row + threadIdx.x / 32 * 16) {}
+      : p(p_), work(work_), warp_row(work_.block_row + threadIdx.x / 32 * 16) {}
 
   // S = Q K^T, in eight slices of 16 columns.
   __device__ void start_scores(const bf16* q, const bf16* k) {
@@ -164,20 +155,18 @@ struct Consumer {
 #pragma unroll
     for (int i = 0; i < T::kHeadDim / 16; ++i) {
       const int slice = i / 4 * 128 * kAtomCols + i % 4 * 16;
-      start_product(s, q, k, slice, i > 0);
+      start_product(s, q + slice, k + slice, i > 0);
     }
     commit_products();
   }
 
-  // out += P V of tile n, in eight slices of 16 keys.
-  __device__ void start_values(const Copies<T>& copies, int n) {
-    const bf16* const v = copies.shared.v[n % 2];
-    copies.wait_for_v(n);
+  // out += P V, in eight slices of 16 keys.
+  __device__ void start_values(const bf16* v) {
     hold(out);
     begin_products();
 #pragma unroll
     for (int i = 0; i < T::kBlockN / 16; ++i) {
-      start_product_transposed<128>(out, probabilities[i], v, 16 * i * kAtomCols);
+      start_product_transposed<128>(out, probabilities[i], v + 16 * i * kAtomCols);
     }
     commit_products();
   }
@@ -238,10 +227,11 @@ struct Consumer {
   template <bool kFirst>
   __device__ void step(const Copies<T>& copies, int n) {
     Shared& shared = copies.shared;
-    copies.wait_for_k(n);
+    const int group = threadIdx.x / 128;
+    copies.wait_for_tile(n);
     if (T::kPingPong) wait_at(1 + group, 256);
     start_scores(shared.q + group * 64 * kAtomCols, shared.k[n % 2]);
-    if (!kFirst) start_values(copies, n - 1);
+    if (!kFirst) start_values(shared.v[(n - 1) % 2]);
     if (T::kPingPong && (group == 0 || n + 1 < work.tiles)) arrive_at(2 - group, 256);
     wait_for_products_but<!kFirst && T::kOverlap ? 1 : 0>();
     hold(s);
@@ -263,11 +253,11 @@ struct Consumer {
   }
 
   __device__ void run(const Copies<T>& copies) {
-    if (T::kPingPong && group == 1) arrive_at(1, 256);  // the first turn is that of consumer 0
+    if (T::kPingPong && threadIdx.x / 128 == 1) arrive_at(1, 256);  // the first turn is that of consumer 0
     step<true>(copies, 0);
     for (int n = 1; n < work.tiles; ++n) step<false>(copies, n);
-    copies.wait_for_k(work.tiles);  // without TMA: for V
-    start_values(copies, work.tiles - 1);
+    copies.wait_for_tile(work.tiles);
+    start_values(copies.shared.v[(work.tiles - 1) % 2]);
     finish_values(copies, work.tiles - 1);
   }
 

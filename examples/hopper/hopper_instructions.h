@@ -68,11 +68,9 @@ __device__ inline void take_registers() {
 }
 
 // Where an operand is in shared memory: its address, two distances, the swizzle of 128 bytes; distances in 16 bytes.
-// The offset is an addend of its own, so that the slices of a tile are one addition apart.
-__device__ inline uint64_t descriptor(const bf16* matrix, int offset, uint32_t leading) {
-  constexpr uint32_t kEightRows = 8 * 2 * kAtomCols / 16, kSwizzle = 1u << 30;
-  const uint32_t low = (shared_address(matrix) >> 4) + (offset / 8 + (leading << 16));
-  return uint64_t{kEightRows | kSwizzle} << 32 | low;
+__device__ inline uint64_t descriptor(const bf16* matrix, uint64_t leading) {
+  constexpr uint64_t kEightRows = 8 * 2 * kAtomCols / 16;
+  return (shared_address(matrix) & 0x3ffff) >> 4 | leading << 16 | kEightRows << 32 | uint64_t{1} << 62;
 }
 
 #define ACCUMULATOR_4(d, j) "+f"(d[j][0]), "+f"(d[j][1]), "+f"(d[j][2]), "+f"(d[j][3])
@@ -88,25 +86,24 @@ __device__ inline uint64_t descriptor(const bf16* matrix, int offset, uint32_t l
 __device__ inline void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ inline void commit_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
-// acc (64 x 128) = or += a (64 x 16) b (128 x 16)^T, started: both in shared memory, rows of 16 columns, `offset`
-// elements from a and b.
-__device__ inline void start_product(float (&acc)[16][4], const bf16* a, const bf16* b, int offset, bool adds) {
+// acc (64 x 128) = or += a (64 x 16) b (128 x 16)^T, started: both in shared memory, rows of 16 columns. `rows`: of the
+// tile that b begins in.
+__device__ inline void start_product(float (&acc)[16][4], const bf16* a, const bf16* b, bool adds) {
   asm volatile(
       "{\n.reg .pred adds;\nsetp.ne.b32 adds, %66, "
       "0;\nwgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 " REGISTERS_64 ", %64, %65, adds, 1, 1, 0, 0;\n}"
       : ACCUMULATOR(acc)
-      : "l"(descriptor(a, offset, 1)), "l"(descriptor(b, offset, 1)), "r"(static_cast<int>(adds)));
+      : "l"(descriptor(a, 1)), "l"(descriptor(b, 1)), "r"(static_cast<int>(adds)));
 }
 
-// acc (64 x 128) += a (64 x 16) b (16 x 128), started: a in registers, b in shared memory, `offset` elements from b and
-// kRows rows of its tile apart from its second 64 columns.
+// acc (64 x 128) += a (64 x 16) b (16 x 128), started: a in registers, b in shared memory, `rows` of its tile apart
+// from its second 64 columns.
 template <int kRows>
-__device__ inline void start_product_transposed(float (&acc)[16][4], const uint32_t (&a)[4], const bf16* b,
-                                                int offset) {
+__device__ inline void start_product_transposed(float (&acc)[16][4], const uint32_t (&a)[4], const bf16* b) {
   asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 " REGISTERS_64
                ", {%64, %65, %66, %67}, %68, 1, 1, 1, 1;"
                : ACCUMULATOR(acc)
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(descriptor(b, offset, kRows * 2 * kAtomCols / 16)));
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(descriptor(b, kRows * 2 * kAtomCols / 16)));
 }
 
 // Until all groups but the newest are complete. Registers of products must not be touched before: `hold()` says to

@@ -78,12 +78,11 @@ void hold(Registers&) {}
 
 inline int product_col(int j, int i) { return 8 * j + threadIdx.x % 4 * 2 + i % 2; }
 
-inline void start_product(float (&acc)[16][4], const bf16* a, const bf16* b, int offset, bool adds) {
+inline void start_product(float (&acc)[16][4], const bf16* a, const bf16* b, bool adds) {
   mine().open.push_back([=, &acc] {
     for (int j = 0; j < 16; ++j) {
       for (int i = 0; i < 4; ++i) {
-        const bf16 *const row = a + offset + emulation::Wgmma::row(i / 2) * 64, *const col =
-                                                                                    b + offset + product_col(j, i) * 64;
+        const bf16 *const row = a + emulation::Wgmma::row(i / 2) * 64, *const col = b + product_col(j, i) * 64;
         float sum = adds ? acc[j][i] : 0.0f;
         for (int k = 0; k < 16; ++k) sum += to_float(*swizzled(row + k)) * to_float(*swizzled(col + k));
         acc[j][i] = sum;
@@ -93,12 +92,12 @@ inline void start_product(float (&acc)[16][4], const bf16* a, const bf16* b, int
 }
 
 template <int kRows>
-void start_product_transposed(float (&acc)[16][4], const uint32_t (&a)[4], const bf16* b, int offset) {
+void start_product_transposed(float (&acc)[16][4], const uint32_t (&a)[4], const bf16* b) {
   mine().open.push_back([=, &acc, rows = emulation::Wgmma::rows_of(a, 1)] {
     for (int j = 0; j < 16; ++j) {
       for (int i = 0; i < 4; ++i) {
         const int col = product_col(j, i);
-        const bf16* const first = b + offset + col / 64 * kRows * 64 + col % 64;
+        const bf16* const first = b + col / 64 * kRows * 64 + col % 64;
         for (int k = 0; k < 16; ++k) acc[j][i] += rows[i / 2 * 16 + k] * to_float(*swizzled(first + k * 64));
       }
     }
