@@ -17,7 +17,7 @@ void visit_rung(const char* name, const Visit& visit) {
 // Calls visit(name, T()) with the types that describe the kernels.
 template <class Visit>
 void for_each_rung(const Visit& visit) {
-  visit_rung<1, Rung<false, false, false, false>>("wgmma", visit);
+  visit_rung<1, Rung<false, false, false, false>>("wgmma_alone", visit);
   visit_rung<2, Rung<true, false, false, false>>("tma", visit);
   visit_rung<3, Rung<true, true, false, false>>("producer", visit);
   visit_rung<4, Rung<true, true, true, false>>("overlap", visit);

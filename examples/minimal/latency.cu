@@ -25,12 +25,13 @@ enum class Memory { kShared, kL1, kL2, kDevice };
 constexpr int kSteps = 4096, kLine = 32;          // words of a cache line of 128 bytes
 constexpr int kThreads = 256, kVectors = 8;       // of 16 bytes that a thread has on their way
 constexpr int kChunk = kThreads * kVectors;       // vectors that a block reads at a time, 32 KB
-constexpr size_t kChunkBytes = 16 * kChunk;       // fits shared memory and L1
-constexpr size_t kL2Bytes = 4 << 20;              // fits any L2 cache from Ampere on
+constexpr size_t kChunkBytes = 16 * kChunk;       // two fit shared memory and L1, two for each SM fit L2
+constexpr size_t kL2Bytes = 4 << 20;              // fits any L2 cache from Ampere on, not L1
 constexpr size_t kDeviceBytes = size_t{1} << 29;  // fits none, nor does half of it
 
+// Not two blocks read one chunk: the same line asked for by several SMs at a time leaves L2 once.
 template <Memory kMemory>
-constexpr bool kOwnChunk = kMemory == Memory::kShared || kMemory == Memory::kL1;
+constexpr bool kOwnChunk = kMemory != Memory::kDevice;
 
 template <Memory kMemory>
 __device__ uint32_t load_word(const uint32_t* from) {
@@ -62,8 +63,7 @@ __global__ void chase(const uint32_t* next, int rounds, long long* clocks, uint3
   }
 }
 
-// Reads chunks `repeats` times: of shared memory and L1 each block one of its own, of L2 each block all of them, each
-// beginning with another one, of device memory all blocks together all of them.
+// Reads chunks `repeats` times: each block one of its own, of device memory all blocks together all of them.
 template <Memory kMemory>
 __global__ void __launch_bounds__(kThreads) read_all(const uint4* from, size_t chunks, int repeats, uint32_t* sink) {
   __shared__ uint4 window[kChunk];
@@ -76,9 +76,8 @@ __global__ void __launch_bounds__(kThreads) read_all(const uint4* from, size_t c
   }
   uint32_t sum = 0;
   for (int repeat = 0; repeat < repeats; ++repeat) {
-    const size_t step = kMemory == Memory::kDevice ? gridDim.x : 1;
-    for (size_t i = kMemory == Memory::kDevice ? blockIdx.x : 0; i < chunks; i += step) {
-      const size_t chunk = kMemory == Memory::kL2 ? (i + blockIdx.x) % chunks : i;
+    const size_t first = kOwnChunk<kMemory> ? 0 : blockIdx.x, step = kOwnChunk<kMemory> ? 1 : gridDim.x;
+    for (size_t chunk = first; chunk < chunks; chunk += step) {
       uint4 vectors[kVectors];  // all on their way at once
 #pragma unroll
       for (int j = 0; j < kVectors; ++j) {
@@ -130,8 +129,9 @@ double latency(const Device& device, size_t bytes) {
 
 // GB/s of all SMs together.
 template <Memory kMemory>
-double bandwidth(const Device& device, size_t bytes, int repeats) {
-  const int blocks = device.multiprocessors * (kOwnChunk<kMemory> ? 2 : 4);
+double bandwidth(const Device& device) {
+  const int blocks = device.multiprocessors * (kOwnChunk<kMemory> ? 2 : 4), repeats = kOwnChunk<kMemory> ? 2000 : 1;
+  const size_t bytes = kOwnChunk<kMemory> ? kChunkBytes : kDeviceBytes;
   cudaEvent_t start, stop;
   CHECK(cudaEventCreate(&start));
   CHECK(cudaEventCreate(&stop));
@@ -146,12 +146,12 @@ double bandwidth(const Device& device, size_t bytes, int repeats) {
     CHECK(cudaEventElapsedTime(&milliseconds, start, stop));
     best = std::min(best, milliseconds);
   }
-  return static_cast<double>(bytes) * repeats * (kMemory == Memory::kDevice ? 1 : blocks) / best / 1e6;
+  return static_cast<double>(bytes) * repeats * (kOwnChunk<kMemory> ? blocks : 1) / best / 1e6;
 }
 
 template <Memory kMemory>
-void report(const Device& device, const char* name, size_t bytes, int repeats) {
-  const double clocks = latency<kMemory>(device, bytes), rate = bandwidth<kMemory>(device, bytes, repeats);
+void report(const Device& device, const char* name, size_t bytes) {
+  const double clocks = latency<kMemory>(device, bytes), rate = bandwidth<kMemory>(device);
   const double ns = clocks * 1e6 / device.kilohertz, of_sm = rate / device.multiprocessors * 1e6 / device.kilohertz;
   std::printf("| %s | %.0f | %.0f | %.0f | %.1f | %.1f |\n", name, clocks, ns, rate, of_sm, clocks * of_sm / 1024);
 }
@@ -164,8 +164,8 @@ int main() {
   std::printf(
       "| memory | latency, clocks | ns | GB/s, all SMs | bytes a clock, an SM | KB in flight for that, an SM |\n");
   std::printf("|---|---|---|---|---|---|\n");
-  report<Memory::kShared>(device, "shared memory", kChunkBytes, 2000);
-  report<Memory::kL1>(device, "L1 cache", kChunkBytes, 2000);
-  report<Memory::kL2>(device, "L2 cache", kL2Bytes, 5);
-  report<Memory::kDevice>(device, "device memory", kDeviceBytes, 1);
+  report<Memory::kShared>(device, "shared memory", kChunkBytes);
+  report<Memory::kL1>(device, "L1 cache", kChunkBytes);
+  report<Memory::kL2>(device, "L2 cache", kL2Bytes);
+  report<Memory::kDevice>(device, "device memory", kDeviceBytes);
 }

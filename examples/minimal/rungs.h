@@ -28,7 +28,7 @@ void visit_rung(const char* name, const Visit& visit) {
 }
 
 // Calls visit(name, T()) with the types that describe the kernels: each rung is the one before and one technique more;
-// from 7 on they are side steps from rung 3.
+// 7 to 9 are side steps from rung 3, 10 is one from rung 5.
 template <class Visit>
 void for_each_rung(const Visit& visit) {
   visit_rung<1, PlainLoops<HEAD_DIM, BLOCK_N>>("plain_loops", visit);
@@ -40,6 +40,7 @@ void for_each_rung(const Visit& visit) {
   visit_rung<7, Tile<HEAD_DIM, BLOCK_N, BANDS, 2>>("two_stages", visit);
   visit_rung<8, Tile<HEAD_DIM, BLOCK_N, 2 * BANDS>>("two_bands", visit);
   visit_rung<9, Tile<HEAD_DIM, 2 * BLOCK_N, BANDS>>("wide_tile", visit);
+  visit_rung<10, Tile<HEAD_DIM, BLOCK_N, 2 * BANDS, 2, Swizzled>>("buffered_bands", visit);
 }
 
 template <class T>

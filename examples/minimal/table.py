@@ -35,9 +35,10 @@ SIDE_STEPS = {
     "two_stages": "rung 3 with two buffers",
     "two_bands": "rung 3 with 32 rows a warp: each fragment of K and V is used for two products",
     "wide_tile": "rung 3 with 128 keys a tile: half the barriers and maxima per key",
+    "buffered_bands": "rung 5 with 32 rows a warp",
 }
 HOPPER_RUNGS = {
-    "wgmma": "1: wgmma, tiles copied by cp.async of all threads",
+    "wgmma_alone": "1: wgmma, tiles copied by cp.async of all threads",
     "tma": "2: tiles copied by TMA, which one thread starts",
     "producer": "3: a warpgroup that only copies: consumers wait for bytes, not for each other",
     "overlap": "4: P V of a tile runs beside the softmax of the next one",
@@ -106,9 +107,10 @@ def table(result, rungs=RUNGS, side_steps=SIDE_STEPS, family="mma_sync"):
     entries = {entry["name"]: entry for entry in result["variants"]}
     library = entries.get(family)
     problem = ", ".join(f"{letter} {result[key]}" for letter, key in SHAPE.items())
-    commit = f", the library of commit {result['commit'][:12]}" if result.get("commit") else ""
+    names = {"rungs_commit": "the rungs", "commit": "the library"}
+    commits = [f", {name} of commit {result[key][:12]}" for key, name in names.items() if result.get(key)]
     lines = [
-        f"{result['device']}, {problem}, bf16{commit}:",
+        f"{result['device']}, {problem}, bf16{''.join(commits)}:",
         "",
         f"| kernel | TFLOPS | causal | × the rung before | of the library's {family.replace('_', '.')} "
         "| registers, spilled, blocks/SM |",
