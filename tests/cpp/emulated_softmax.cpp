@@ -99,9 +99,9 @@ void attend_biased(Scores& scores, Scores& bias, Result& result, int& repeated) 
       }
     }
     float correction[2] = {1.0f, 1.0f};
-    const auto bias_of = [&](int mi, int ni) { return added(mi, ni); };
+    const auto offset = [&](int mi, int ni) { return softmax.row_max[mi] - kLog2e * added(mi, ni); };
     bool done = block > 0 && softmax.may_speculate(kThreshold);
-    if (done && !softmax.exp2_speculative_biased(p, kScale, bias_of)) {
+    if (done && !softmax.exp2_speculative(p, kScale, offset)) {
       done = softmax.raise_row_max(p, 1.0f, correction);
       repeated += threadIdx.x == 0 && !done;
     }

@@ -98,6 +98,11 @@ inline BwdGrid n_block_grid(const BwdProblem& problem, int block_n, int64_t resi
                   static_cast<int>(problem.seqlen_k), block_n, resident_blocks, running);
 }
 
+// Whether a tile of keys begins with a strip of a mask.
+constexpr bool may_be_listed(const BwdTile& tile) {
+  return tile.block_n % kMaskStrip == 0 || kMaskStrip % tile.block_n == 0;
+}
+
 inline BwdPlan plan_bwd_mma_sync(const BwdProblem& problem, const Device& device) {
   BwdPlan plan;
   const BwdTile wanted = bwd_tile(problem.head_dim);

@@ -12,6 +12,9 @@
 namespace flash {
 namespace plan {
 
+// Rows or keys of the tiles and blocks that lists are made of, for a kernel's: whole strips.
+constexpr int list_size(int size) { return size < kMaskStrip ? kMaskStrip : size; }
+
 // 4-byte words of one BlockCount, of the bounds of a strip, and of its seen bits.
 constexpr int64_t kBlockCountWords = sizeof(BlockCount) / 4;
 constexpr int64_t kStripBoundsWords = sizeof(IntervalBounds) / 4;

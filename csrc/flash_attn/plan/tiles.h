@@ -4,7 +4,6 @@
 
 #include <cstdint>
 
-#include "core/mask_factors.h"
 #include "params/dtype.h"
 
 namespace flash {
@@ -77,9 +76,6 @@ constexpr bool modifies_scores(FwdVariant variant) {
 constexpr bool visits_by_list(FwdVariant variant) {
   return variant == FwdVariant::kListed || variant == FwdVariant::kBiased;
 }
-
-// Rows or keys of the tiles and blocks that lists are made of, for a kernel's: whole strips.
-constexpr int list_size(int size) { return size < kMaskStrip ? kMaskStrip : size; }
 
 // mma.sync family, sm_80 and up. Each fits the 99 KB of shared memory of sm_86/89/120, at head dim 512 all but kPlain.
 constexpr FwdTile kFwdTiles[3][kNumHeadDims] = {
@@ -330,11 +326,6 @@ constexpr BwdTile kSmallBwdTiles[] = {
     {256, 32, 64, 8, 2, 2, 1, 1, 128},
     {512, 16, 32, 8, 1, 2, 1, 1, 0, 2},
 };
-
-// Whether a tile of keys begins with a strip of a mask.
-constexpr bool may_be_listed(const BwdTile& tile) {
-  return tile.block_n % kMaskStrip == 0 || kMaskStrip % tile.block_n == 0;
-}
 
 // A row of kSmallBwdTiles, or null.
 constexpr const BwdTile* small_bwd_tile(int head_dim) {

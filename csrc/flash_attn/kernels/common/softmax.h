@@ -345,13 +345,6 @@ struct Softmax {
     });
   }
 
-  // The same with a bias of each score in natural units. row_max is of biased scores in units of log2(e).
-  template <class Scores, class BiasOf>
-  __device__ __forceinline__ bool exp2_speculative_biased(Scores& scores, float scale, const BiasOf& bias_of) {
-    return exp2_speculative(scores, scale,
-                            [&](int mi, int ni) { return __fmaf_rn(-kLog2e, bias_of(mi, ni), row_max[mi]); });
-  }
-
   template <class Scores, class OffsetOf>
   __device__ __forceinline__ bool exp2_speculative(Scores& scores, float scale, const OffsetOf& offset_of) {
     using namespace cute;

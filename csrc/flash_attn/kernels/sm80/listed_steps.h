@@ -7,7 +7,7 @@
 #include "kernels/common/sequence.h"
 #include "kernels/sm80/bwd_launch_params.h"
 #include "params/flash.h"
-#include "plan/tiles.h"
+#include "plan/mask_plan.h"
 
 namespace flash {
 namespace sm80 {

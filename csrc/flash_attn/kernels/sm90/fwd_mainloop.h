@@ -11,6 +11,7 @@
 #include "kernels/common/convert.h"
 #include "kernels/common/origin.h"
 #include "kernels/common/score_bias.h"
+#include "kernels/sm90/box_steps.h"
 #include "kernels/sm90/fwd_dropout.h"
 #include "kernels/sm90/fwd_softmax_step.h"
 #include "kernels/sm90/fwd_storage.h"
@@ -227,42 +228,12 @@ struct FwdMainloop {
   template <class Scores>
   __device__ __forceinline__ void add_biases_to(Scores& scores, const Work& work, int key, int diagonal) {
     if (mask.bias.loads_boxes) {
-      mask.bias.is_float ? add_boxes<true>(scores) : add_boxes<false>(scores);
+      mask.bias.is_float ? add_boxes<true>(*this, scores) : add_boxes<false>(*this, scores);
     } else {
       add_data<Element>(scores, coords, bias_of(work.tile), bias_tile(work, key, diagonal));
     }
     if (mask.bias.table != nullptr) add_table(scores, coords, bias_of(work.tile), bias_tile(work, key, diagonal));
   }
-  template <bool kFloat, class Scores>
-  __device__ __forceinline__ void add_boxes(Scores& scores) {
-    constexpr int kBoxes = Config::kBlockN * (kFloat ? 4 : 2) / kBiasBoxBytes;
-#pragma unroll
-    for (int i = 0; i < kBoxes; ++i) {
-      const char* const box = wait_for_box(bias_state);
-      if constexpr (kFloat) {
-        add_float_box(scores, i, box, box_row(), mask.bias.row_stride != 0);
-      } else {
-        uint32_t words[kBoxWords];
-        read_box(words, 0, box, box_lane);
-        add_box<Element>(scores, i, words);
-      }
-      tma::fence_buffer();  // the arrival waits for no load
-      __syncwarp();
-      release_box();
-    }
-  }
-  // The boxes of a block that this warpgroup skips.
-  __device__ __forceinline__ void skip_boxes() {
-    if constexpr (Config::kBiased) {
-      if (!mask.bias.loads_boxes) return;
-      const int boxes = Config::kBlockN * static_cast<int>(mask.bias.element_bytes()) / kBiasBoxBytes;
-      for (int i = 0; i < boxes; ++i) {
-        wait_for_box(bias_state);
-        release_box();
-      }
-    }
-  }
-
   // This warpgroup's slot of a stage of boxes, the box once it has landed, and the first of the warp's rows in it.
   __device__ __forceinline__ int box_slot(const BiasState& at) const { return at.stage * Config::kWarpGroups + group; }
   __device__ __forceinline__ const char* wait_for_box(const BiasState& at) const {
@@ -275,31 +246,11 @@ struct FwdMainloop {
     bias_state.advance();
   }
 
-  // Of whole blocks, which take BoxSoftmax: read during S where there are registers for it, and released once every
-  // lane has used what it read.
-  __device__ __forceinline__ void read_boxes() {
-    BiasState at = bias_state;
-#pragma unroll
-    for (int i = 0; i < kWholeBoxes; ++i) {
-      read_box(bias_words, i, wait_for_box(at), box_lane);
-      at.advance();
-    }
-    if constexpr (kReleasesBoxesEarly) {
-      tma::fence_buffer();
-      __syncwarp();
-      release_boxes();
-    }
-  }
+  // Those of a whole block.
   __device__ __forceinline__ void release_boxes() {
 #pragma unroll
     for (int i = 0; i < kWholeBoxes; ++i) release_box();
   }
-  // Whether boxes of 16-bit elements are all that whole blocks need.
-  __device__ __forceinline__ bool adds_boxes_alone() const {
-    return mask.bias.loads_boxes && !mask.bias.is_float && mask.bias.table == nullptr && !params.has_dropout &&
-           !(params.softcap > 0.0f) && params.alibi_slopes_ptr == nullptr;
-  }
-
   // P of a tile's first block, whose S is complete.
   __device__ __forceinline__ void first_step(const Work& work) {
     softmax = decltype(softmax)();
@@ -353,7 +304,7 @@ struct FwdMainloop {
     } else {
       key = (Config::kMaskBoundsInRegs ? n_block : work.order.block(i)) * Config::kBlockN;
     }
-    if constexpr (Config::kBiased && !kMasked && kReadsBoxesEarly) read_boxes();
+    if constexpr (Config::kBiased && !kMasked && kReadsBoxesEarly) read_boxes(*this);
     wait_for<Config::kExpAfterPvWait && !kMasked ? 0 : 1>(acc_s);
     if constexpr (!Config::kRandomBitsInPv) dropout.read_col_bits(storage, k_state.stage);
     if constexpr (!SoftmaxStep::kMayRecomputeS) release_k();
@@ -427,7 +378,7 @@ struct FwdMainloop {
   // Steps of kListed without mask, dropout and score modifiers, all of which masked steps have as run-time options; of
   // kBiased with boxes alone.
   __device__ __forceinline__ int unmasked_end(const Work& work) const {
-    if constexpr (Config::kBiased) return adds_boxes_alone() ? work.order.whole : 0;
+    if constexpr (Config::kBiased) return adds_boxes_alone(params, mask.bias) ? work.order.whole : 0;
     return params.has_score_mod || params.has_dropout ? 0 : work.order.whole;
   }
 
@@ -445,7 +396,7 @@ struct FwdMainloop {
       entry = entry_at(work, i);
       if (num_skipped < Config::kMostListedSkips && entry.strip(group) == BlockClass::kHidden) {
         skip_k(1);
-        skip_boxes();
+        if constexpr (Config::kBiased) skip_boxes(*this);
         ++num_skipped;
         continue;
       }

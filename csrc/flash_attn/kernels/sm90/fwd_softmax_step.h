@@ -170,14 +170,17 @@ struct BoxSoftmax {
                                                               float (&correction)[Mainloop::kRows]) {
     using Element = typename Config::Element;
     auto scores = row_col_view(m.acc_s);
-    if constexpr (!Mainloop::kReadsBoxesEarly) m.read_boxes();
+    if constexpr (!Mainloop::kReadsBoxesEarly) read_boxes(m);
     auto& words = m.bias_words;
     if (m.softmax.may_speculate(m.params.rescale_threshold_log2)) {
-      const auto bias = [&](int mi, int ni) { return half_of_pair<Element>(words[box_word(mi, ni)], ni % 2); };
-      if (m.softmax.exp2_speculative_biased(scores, m.scale_log2, bias)) return false;
+      // row_max is of biased scores in units of log2(e), biases are in natural units.
+      const auto offset = [&](int mi, int ni) {
+        return __fmaf_rn(-kBiasUnit, half_of_pair<Element>(words[box_word(mi, ni)], ni % 2), m.softmax.row_max[mi]);
+      };
+      if (m.softmax.exp2_speculative(scores, m.scale_log2, offset)) return false;
       if (m.softmax.raise_row_max(scores, m.params.softmax_scale_log2, correction)) return true;
       m.recompute_s(q_stage);
-      if constexpr (!Mainloop::kReleasesBoxesEarly) m.read_boxes();
+      if constexpr (!Mainloop::kReleasesBoxesEarly) read_boxes(m);
     }
 #pragma unroll
     for (int i = 0; i < cute::size(scores); ++i) scores(i) *= m.scale_log2;
