@@ -7,16 +7,8 @@
 #include <memory>
 #include <string>
 
+#include "check.h"
 #include "reference.h"
-
-#define CHECK(call)                                                        \
-  do {                                                                     \
-    const cudaError_t status = (call);                                     \
-    if (status != cudaSuccess) {                                           \
-      std::fprintf(stderr, "%s: %s\n", #call, cudaGetErrorString(status)); \
-      std::exit(2);                                                        \
-    }                                                                      \
-  } while (0)
 
 constexpr int kLaunches = 30;
 

@@ -14,23 +14,12 @@ from reference import assert_accurate, assert_gradient_accurate, visible
 from flash_attn import backends
 from flash_attn.masks import AttentionMask
 
+pytestmark = pytest.mark.usefixtures("family")
 NAN = float("nan")
 INT_MIN = -(2**31)
 BATCH, HEADS = 2, 6
 # Several tiles of rows and of keys, the last ones not full. The CPU backend's own sizes are in test_masks_attention.py.
 SQ, SK = (205, 300) if torch.cuda.is_available() else (75, 130)
-
-
-@pytest.fixture(params=("wgmma", "mma_sync"), autouse=True)
-def family(request, device, monkeypatch):
-    """Both families of CUDA kernels."""
-    if request.param == "mma_sync":
-        if device == "cpu":
-            pytest.skip("the CPU has one backend")
-        monkeypatch.setenv("FLASH_ATTN_FAMILY", "mma_sync")
-    elif device == "cuda" and torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("the wgmma family runs on compute capability 9.0")
-    return request.param
 
 
 def skip_on_cpu(device, call):

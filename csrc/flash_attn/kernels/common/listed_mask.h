@@ -27,6 +27,11 @@ __device__ __forceinline__ BlockList block_list(const BlockLists& lists, int64_t
   return {lists.entries + index * lists.capacity, count.whole, count.whole + count.partial, lists.capacity};
 }
 
+// The list of the tile with number `slot` among those of a mask matrix.
+__device__ __forceinline__ BlockList block_list(const MaskParams& mask, int batch, int head, int slot) {
+  return block_list(mask.lists, static_cast<int64_t>(mask.matrices.index(batch, head)) * mask.lists.tiles + slot);
+}
+
 template <class Tile>
 __device__ __forceinline__ MaskFactors factors_of(const Flash_fwd_params& params, const MaskFactors& factors,
                                                   const Tile& tile, int head) {
@@ -90,9 +95,7 @@ struct ListedQOrder {
     for (int head = first_head; tile.seqlen_q > 0 && head < first_head + heads; ++head) total += list_of(head).count();
   }
 
-  __device__ __forceinline__ BlockList list_of(int head) const {
-    return block_list(mask.lists, static_cast<int64_t>(mask.matrices.index(batch, head)) * mask.lists.tiles + slot);
-  }
+  __device__ __forceinline__ BlockList list_of(int head) const { return block_list(mask, batch, head, slot); }
   __device__ __forceinline__ int count() const { return total; }
 
   __device__ __forceinline__ ListedQStep start() const {

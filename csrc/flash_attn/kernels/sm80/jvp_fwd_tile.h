@@ -10,6 +10,7 @@
 #include "kernels/common/mask.h"
 #include "kernels/common/sequence.h"
 #include "kernels/common/softmax.h"
+#include "kernels/common/tangent_scores.h"
 #include "kernels/sm80/jvp_fwd_products.h"
 #include "kernels/sm80/tile_view.h"
 
@@ -166,46 +167,14 @@ struct JvpFwdTile {
     softmax.template exponentiate<true>(scores, params.softmax_scale_log2);
   }
 
-  // Tangents of hidden keys, which may be NaN, become 0.
-  template <class Probs, class Scores>
-  __device__ __forceinline__ static void clear_hidden(const Probs& probs, Scores& t_scores) {
-    using namespace cute;
-#pragma unroll
-    for (int mi = 0; mi < kRows; ++mi) {
-#pragma unroll
-      for (int ni = 0; ni < size<1>(probs); ++ni) {
-        if (probs(mi, ni) == 0.0f) t_scores(mi, ni) = 0.0f;
-      }
-    }
-  }
-
-  // The center of rows whose first visible keys are those of this block: the mean of their S'.
-  template <class Probs, class Scores>
-  __device__ __forceinline__ void set_centers(const Probs& probs, const Scores& t_scores) {
-    using namespace cute;
-#pragma unroll
-    for (int mi = 0; mi < kRows; ++mi) {
-      float weighted = 0.0f, sum = 0.0f;
-#pragma unroll
-      for (int ni = 0; ni < size<1>(probs); ++ni) {
-        weighted = fmaf(probs(mi, ni), t_scores(mi, ni), weighted);
-        sum += probs(mi, ni);
-      }
-      weighted = quad_sum(weighted);
-      sum = quad_sum(sum);
-      if ((centered >> mi & 1) != 0 || !(sum > 0.0f)) continue;
-      center[mi] = weighted / sum * params.scale_softmax;
-      centered |= 1 << mi;
-    }
-  }
-
   // S' becomes H, given P.
   __device__ __forceinline__ void differentiate(typename Products::Scores& acc_p, typename Products::Scores& acc_ts,
                                                 bool is_masked) {
     using namespace cute;
     auto probs = tile_view(acc_p), t_scores = tile_view(acc_ts);
-    if (is_masked) clear_hidden(probs, t_scores);
-    if (__any_sync(0xffffffffu, centered != kAllRows)) set_centers(probs, t_scores);
+    if (is_masked) clear_hidden_tangents<kRows>(probs, t_scores);
+    if (__any_sync(0xffffffffu, centered != kAllRows))
+      set_centers(probs, t_scores, params.scale_softmax, center, centered);
 #pragma unroll
     for (int mi = 0; mi < kRows; ++mi) {
 #pragma unroll

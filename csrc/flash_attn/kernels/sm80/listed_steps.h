@@ -74,9 +74,7 @@ struct GeneralQSteps {
     }
   }
 
-  __device__ __forceinline__ BlockList list_of(int head) const {
-    return block_list(mask.lists, static_cast<int64_t>(mask.matrices.index(batch, head)) * mask.lists.tiles + slot);
-  }
+  __device__ __forceinline__ BlockList list_of(int head) const { return block_list(mask, batch, head, slot); }
 
   __device__ __forceinline__ int count() const {
     if (!is_listed) return window.count();

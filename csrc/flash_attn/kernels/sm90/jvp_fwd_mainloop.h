@@ -12,6 +12,7 @@
 #include "kernels/common/convert.h"
 #include "kernels/common/mask.h"
 #include "kernels/common/softmax.h"
+#include "kernels/common/tangent_scores.h"
 #include "kernels/sm90/fwd_storage.h"
 #include "kernels/sm90/gemm.h"
 #include "kernels/sm90/jvp_fwd_config.h"
@@ -194,39 +195,6 @@ struct JvpFwdMainloop {
     for (int mi = 0; mi < kRows; ++mi) sum_h[mi] *= correction[mi];
   }
 
-  // Tangents of hidden keys, which may be NaN, become 0.
-  template <class Probs, class Scores>
-  __device__ __forceinline__ static void clear_hidden(const Probs& probs, Scores& t_scores) {
-    using namespace cute;
-#pragma unroll
-    for (int mi = 0; mi < kRows; ++mi) {
-#pragma unroll
-      for (int ni = 0; ni < size<1>(probs); ++ni) {
-        if (probs(mi, ni) == 0.0f) t_scores(mi, ni) = 0.0f;
-      }
-    }
-  }
-
-  // The center of rows whose first visible keys are those of this block: the mean of their S'.
-  template <class Probs, class Scores>
-  __device__ __forceinline__ void set_centers(const Probs& probs, const Scores& t_scores) {
-    using namespace cute;
-#pragma unroll
-    for (int mi = 0; mi < kRows; ++mi) {
-      float weighted = 0.0f, sum = 0.0f;
-#pragma unroll
-      for (int ni = 0; ni < size<1>(probs); ++ni) {
-        weighted = fmaf(probs(mi, ni), t_scores(mi, ni), weighted);
-        sum += probs(mi, ni);
-      }
-      weighted = quad_sum(weighted);
-      sum = quad_sum(sum);
-      if ((centered >> mi & 1) != 0 || !(sum > 0.0f)) continue;
-      center[mi] = weighted / sum * launch.params.scale_softmax;
-      centered |= 1 << mi;
-    }
-  }
-
   // P and H in 16 bits, of P in acc_s and S' in acc_ts.
   template <bool kFirst>
   __device__ __forceinline__ void pack(const BlockIterator& at) {
@@ -234,8 +202,9 @@ struct JvpFwdMainloop {
     const auto probs = row_col_view(acc_s);
     auto t_scores = row_col_view(acc_ts);
     const bool is_masked = at.is_masked();
-    if (is_masked) clear_hidden(probs, t_scores);
-    if (kFirst || (is_masked && __any_sync(0xffffffffu, centered != 3))) set_centers(probs, t_scores);
+    if (is_masked) clear_hidden_tangents<kRows>(probs, t_scores);
+    if (kFirst || (is_masked && __any_sync(0xffffffffu, centered != 3)))
+      set_centers(probs, t_scores, launch.params.scale_softmax, center, centered);
     const float scale = launch.params.scale_softmax;
 #pragma unroll
     for (int ni = 0; ni < size<1>(probs); ++ni) {
