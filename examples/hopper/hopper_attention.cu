@@ -3,7 +3,7 @@
 #include "hopper_instructions.h"
 
 // kTma: one thread copies boxes, else all threads copy vectors. kProducer: a warpgroup that only copies, else the
-// consumers share the buffers in step. kOverlap: P V runs beside the softmax of the next tile. kPingPong: the two
+// consumers share the buffers in step. kOverlap: P V runs during the softmax of the next tile. kPingPong: the two
 // consumers start their products in turns, so that one exponentiates while the other multiplies.
 template <bool kTma_, bool kProducer_, bool kOverlap_, bool kPingPong_>
 struct Rung {
@@ -65,7 +65,7 @@ __device__ inline void copy_tile(bf16* tile, const bf16* head, int64_t row_strid
   }
 }
 
-// The copies of K and V, tile n into buffer n mod 2. Without a producer: K two tiles ahead, V one.
+// The copies of K and V, tile n into buffer n mod 2. Without a producer K is copied two tiles early, V one.
 template <class T>
 struct Copies {
   const Problem& p;
@@ -200,8 +200,8 @@ struct Consumer {
     }
   }
 
-  // The compiler would sink the exponentials behind the wait for P V. `row_sum < 0` is never true, but it cannot know
-  // that: so this wait, for what came long ago, depends on each of them.
+  // The compiler would move the exponentials after the wait for P V. `row_sum < 0` is never true, but the compiler
+  // cannot know that. So this wait, for a phase that ended long ago, depends on every exponential.
   __device__ void finish_softmax(const Shared& shared) const {
     const bool never = row_sum[0] + row_sum[1] < 0.0f;
     shared.q_full.wait((T::kTma ? 0 : 1) ^ never);

@@ -15,7 +15,7 @@ constexpr int kAtomCols = 64;
 using TensorMap = CUtensorMap;  // where a tensor is, its lengths and strides, and the box that a copy moves
 
 // Counts arrivals, and bytes that TMA has written; a phase ends when all of both have come. Waits name the parity of
-// the phase, so that a barrier serves one round after another.
+// the phase, so that one barrier can be used in every round.
 struct Mbarrier {
   uint64_t state;
 
@@ -49,7 +49,7 @@ __device__ inline void copy_box(bf16* to, const TensorMap& map, int col, int hea
 // Between stores of this thread to shared memory and a wgmma that reads them.
 __device__ inline void fence_before_wgmma() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// Some warps wait at a barrier of their own, others only arrive there.
+// A named barrier: some warps wait at it, others only arrive.
 __device__ inline void wait_at(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }

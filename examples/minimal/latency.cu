@@ -11,14 +11,7 @@
 #include <random>
 #include <vector>
 
-#define CHECK(call)                                                        \
-  do {                                                                     \
-    const cudaError_t status = (call);                                     \
-    if (status != cudaSuccess) {                                           \
-      std::fprintf(stderr, "%s: %s\n", #call, cudaGetErrorString(status)); \
-      std::exit(2);                                                        \
-    }                                                                      \
-  } while (0)
+#include "check.h"
 
 enum class Memory { kShared, kL1, kL2, kDevice };
 
@@ -63,7 +56,7 @@ __global__ void chase(const uint32_t* next, int rounds, long long* clocks, uint3
   }
 }
 
-// Reads chunks `repeats` times: each block one of its own, of device memory all blocks together all of them.
+// Reads chunks `repeats` times. Each block reads one chunk; of device memory the blocks together read all chunks.
 template <Memory kMemory>
 __global__ void __launch_bounds__(kThreads) read_all(const uint4* from, size_t chunks, int repeats, uint32_t* sink) {
   __shared__ uint4 window[kChunk];

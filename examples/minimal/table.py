@@ -41,7 +41,7 @@ HOPPER_RUNGS = {
     "wgmma_alone": "1: wgmma, tiles copied by cp.async of all threads",
     "tma": "2: tiles copied by TMA, which one thread starts",
     "producer": "3: a warpgroup that only copies: consumers wait for bytes, not for each other",
-    "overlap": "4: P V of a tile runs beside the softmax of the next one",
+    "overlap": "4: P V of a tile runs during the softmax of the next one",
     "ping_pong": "5: consumers start products in turns: one multiplies while the other exponentiates",
 }
 HOPPER_SIDE_STEPS = {

@@ -16,7 +16,7 @@ constexpr Sm90FwdTile kSm90Fp8FwdTiles[] = {
     {128, 192, 128, 4, 2, false, 1, 0, 64},
     {256, 128, 128, 2, 2, false, 1, 0, 64},
 };
-// Of kernels that transpose V, beside kFp8RawVStages stages of it.
+// Of kernels that transpose V. They hold kFp8RawVStages stages of V before it is transposed too.
 constexpr Sm90FwdTile kSm90Fp8TransposingTiles[] = {
     {64, 192, 128, 4, 2, false, 1, 0, 64},
     {128, 192, 128, 3, 2, false, 1, 0, 64},

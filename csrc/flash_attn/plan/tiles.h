@@ -30,7 +30,7 @@ constexpr int kNumHeadDims = 7;
 // kDirect: kOneWave's tile, for the calls among them that need no schedule: dense, without splits and pages.
 // kStatic: kOneWave's tile without a scheduler, for a few whole waves; a thread block has one m_block of each wave.
 // kListed: blocks by list, of a mask as data (core/block_list.h), with dropout and score modifiers as run-time options.
-// kBiased: kListed with biases as data; whole blocks have a path of their own for boxes of 16-bit elements alone.
+// kBiased: kListed with biases as data; whole blocks take a faster loop if boxes of 16-bit elements are all they add.
 enum class FwdVariant {
   kPlain,
   kShort,

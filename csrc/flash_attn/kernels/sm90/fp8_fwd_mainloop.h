@@ -23,8 +23,8 @@ struct Fp8FwdMainloop : Fp8FwdMainloopBase<Config> {
   static constexpr int kCols = Config::kSliceCols, kOnes = Config::kVtRows - Config::kHeadDimV;
   static constexpr int kSlices = Config::kHeadDimV / kCols;
   static constexpr bool kOverlaps = Config::kScoreBuffers == 2;
-  // Whether a slice is in flight while the one before is added. Both take the accumulators of S, and the sums of P have
-  // a product of their own: ptxas finds no room for a wider slice beside another one.
+  // Whether a slice is in flight while the one before is added. Both take the accumulators of S, and a separate
+  // product sums P: ptxas has no registers for a wider slice while another one is in flight.
   static constexpr bool kOverlapsSlices = kOverlaps && kSlices > 1;
   // Whether the last P V overlaps S of the next tile. Otherwise ptxas runs out of registers and serialises the
   // products.
