@@ -6,6 +6,7 @@ Each block is a function of stored results (results.py) and gives lines of Markd
 
 from __future__ import annotations
 
+import itertools
 import math
 from statistics import geometric_mean
 
@@ -91,19 +92,23 @@ def cell_tables(result):
     return lines
 
 
-def score_table(result, groups=None):
-    """Geometric mean and worst ratio of every group, mode and pair."""
-    rows = []
-    for group in groups or result["groups"]:
-        for mode in modes(result):
-            for name, peer in judged_pairs(result):
-                found = ratios(result, result, peer, mode, group, name)
-                if found:
-                    label, worst = min(found, key=lambda item: item[1])
-                    mean = geometric_mean([ratio for _, ratio in found])
-                    score = [f"{mean:.2f}×", f"{worst:.2f}× ({label})", str(len(found))]
-                    rows.append([f"`{group}` {mode}", f"`{name}`", f"`{peer}`", *score])
-    return markdown_table(["rows", "speed of", "relative to", "geometric mean", "worst", "count"], rows)
+def peer_table(*sources):
+    """Speed relative to each implementation: geometric mean and worst. sources: (result, groups); None: all groups."""
+    peers = list(dict.fromkeys(peer for result, _ in sources for _, peer in judged_pairs(result)))
+    lines = []
+    for result, groups in sources:
+        pairs = judged_pairs(result)
+        for group, mode in itertools.product(groups or result["groups"], modes(result)):
+            shapes = len(rows_of(result, group, mode))
+            for name in dict.fromkeys(name for name, _ in pairs):
+                found = [
+                    [ratio for _, ratio in ratios(result, result, peer, mode, group, name) if (name, peer) in pairs]
+                    for peer in peers
+                ]
+                if any(found):
+                    title = f"`{group}` {mode}" if name == "ours" else f"`{group}` {mode}, `{name}`"
+                    lines.append([title, *(mean_and_worst(values, shapes) for values in found)])
+    return markdown_table(["rows", *(f"`{peer}`" for peer in peers)], lines)
 
 
 def grid_block():
@@ -113,17 +118,8 @@ def grid_block():
 
 
 def everyone_block():
-    """Both grids against every implementation: geometric mean and worst ratio."""
-    peers = [name for name in stored("grid")["implementations"] if name != "ours"]
-    lines = []
-    for name, group in (("grid", "cells"), ("grid", "gqa"), ("grid_b4h8", "b4h8")):
-        result = stored(name)
-        for mode in modes(result):
-            measured = len(rows_of(result, group, mode))
-            found = [[ratio for _, ratio in ratios(result, result, peer, mode, group)] for peer in peers]
-            if any(found):
-                lines.append([f"`{group}` {mode}", *(mean_and_worst(values, measured) for values in found)])
-    return [*markdown_table(["rows", *(f"`{peer}`" for peer in peers)], lines), "", *origin(result, "grid_b4h8")]
+    lines = peer_table((stored("grid"), ("cells", "gqa")), (stored("grid_b4h8"), ("b4h8",)))
+    return [*lines, "", *origin(stored("grid_b4h8"), "grid_b4h8")]
 
 
 # ---- features --------------------------------------------------------------------------------------------------------
@@ -151,18 +147,17 @@ def features_block():
     result = stored("fwd_other")
     groups = ("window", "varlen_equal", "features", "value_dim")
     scored = ["gqa", "varlen", "small", "one_wave", "small_eager"]
-    lines = [*origin(result, "fwd_other"), "", *row_table(result, groups), "", *score_table(result, scored)]
-    return lines
+    return [*origin(result, "fwd_other"), "", *row_table(result, groups), "", *peer_table((result, scored))]
 
 
 def deterministic_block():
     result = stored("deterministic")
-    return [*score_table(result), "", *origin(result, "deterministic")]
+    return [*peer_table((result, None)), "", *origin(result, "deterministic")]
 
 
 def mma_sync_block():
     result = stored("fwd_bwd")
-    return [*score_table(result), "", *origin(result, "fwd_bwd")]
+    return [*peer_table((result, None)), "", *origin(result, "fwd_bwd")]
 
 
 # ---- decoding --------------------------------------------------------------------------------------------------------
@@ -219,7 +214,7 @@ def decode_block():
     result = stored("decode")
     ceiling = result["read_ceiling"]
     lines = [*origin(result, "decode"), "", *decode_table(result), "", *relative_table(result), ""]
-    lines += score_table(result, ["decode", "decode_layers", "decode_eager", "prefill_cache"])
+    lines += peer_table((result, ["decode", "decode_layers", "decode_eager", "prefill_cache"]))
     lines += ["", f"- read ceiling of this run: {ceiling['gbs']:.0f} GB/s of device memory ({ceiling['method']})"]
     return lines + [f"- {line}" for line in overhead_lines(result)]
 

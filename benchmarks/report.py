@@ -12,6 +12,7 @@ python benchmarks/report.py --docs [--check]            write the generated bloc
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 from collections import Counter
 from pathlib import Path
@@ -21,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))  # absent under PYTHONS
 import pages
 from plots import write_plots
 from results import RESULTS, ROOT, device_name, environment_line, load, measured_commit, store
-from scores import memory_lines, modes, overhead_lines, ratios, rows_of, score_line
+from scores import judged_pairs, memory_lines, modes, overhead_lines, ratios, rows_of, score_line
 
 LAB = ROOT / "benchmarks" / "lab"
 PLOTS = {"grid": ("fwd_d128.png", "bwd_d128.png")}  # that a page shows
@@ -47,7 +48,14 @@ def full_report(result):
         if rows_of(result, group, mode):
             lines += [*pages.row_table(result, group, mode), ""]
     lines += [*missing_lines(result), environment_line(result), *overhead_lines(result), *memory_lines(result)]
-    return lines + ["", *pages.score_table(result)]
+    return [*lines, "", *score_lines(result)]
+
+
+def score_lines(result):
+    """A line for every group, mode and pair."""
+    each = itertools.product(result["groups"], modes(result), judged_pairs(result))
+    found = [(*key, ratios(result, result, key[2][1], key[1], key[0], key[2][0])) for key in each]
+    return [score_line(x, f"{group} {mode}, {ours} vs {peer}") for group, mode, (ours, peer), x in found if x]
 
 
 def comparison(new, old, peer):

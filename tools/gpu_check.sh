@@ -111,7 +111,7 @@ stage_bench() {
     local log=$out/bench.log
     : >"$log"
     limited bench "${BENCH_LIMIT:-90}" "$log" "$python" "$root/benchmarks/run.py" --out "$out" --name bench
-    record bench "$(grep -E '^\| `cells`' "$log" | paste -sd ';')" "$log"
+    record bench "$(grep -E '^cells ' "$log" | paste -sd ';')" "$log"
     sed -n '/^| /,$p' "$log"
 }
 

@@ -55,10 +55,10 @@ def test_many_key_blocks(device, features):
 @pytest.mark.parametrize("head_dim,head_dim_v", ((64, 0), (128, 0), (192, 128), (256, 0), (512, 0)))
 def test_key_blocks_that_no_row_sees(device, head_dim, head_dim_v):
     """Most thread blocks take only such blocks, one after the other, where there are more than run at once."""
-    batch, heads = (4, 4) if device == "cuda" else (1, 2)
-    case = Case(batch, 70, 4000, heads, heads, head_dim, DTYPE, window=(30, 0), head_dim_v=head_dim_v)
+    batch, heads, keys = (4, 4, 4000) if device == "cuda" else (1, 2, 1000)
+    case = Case(batch, 70, keys, heads, heads, head_dim, DTYPE, window=(30, 0), head_dim_v=head_dim_v)
     _, dk, dv = check_training_step(make_problem(case, device))
-    assert (dk[:, :3900] == 0).all() and (dv[:, :3900] == 0).all()
+    assert (dk[:, : keys - 100] == 0).all() and (dv[:, : keys - 100] == 0).all()
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS + (1, 37, 251, 300))

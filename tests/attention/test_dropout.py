@@ -36,16 +36,16 @@ def case_of(p, kind="dense", **options):
 
 @pytest.mark.parametrize("p", PROBABILITIES)
 @pytest.mark.parametrize("kind", ("dense", "packed", "padded", "seqused", "leftpad"))
-def test_out_is_the_reference_under_the_public_mask(device, kind, p):
-    for head_dim, dtype in ((64, "bfloat16"), (128, "float16"), (256, "bfloat16"), (32, "float16")):
-        problem = make_problem(case_of(p, kind, head_dim=head_dim, dtype=dtype, causal=True), device)
-        out, lse, _, rng_state = forward_with_state(problem, p)
-        assert rng_state.dtype == torch.int64 and rng_state.shape == (2,)
-        assert rng_state.device.type == device
-        keep = dropout_mask(rng_state, p, 3, 4, 150, 210)
-        check_forward(problem, out, lse, keep=keep)
+@pytest.mark.parametrize("head_dim, dtype", ((64, "bfloat16"), (128, "float16"), (256, "bfloat16"), (32, "float16")))
+def test_out_is_the_reference_under_the_public_mask(device, head_dim, dtype, kind, p):
+    problem = make_problem(case_of(p, kind, head_dim=head_dim, dtype=dtype, causal=True), device)
+    out, lse, _, rng_state = forward_with_state(problem, p)
+    assert rng_state.dtype == torch.int64 and rng_state.shape == (2,)
+    assert rng_state.device.type == device
+    check_forward(problem, out, lse, keep=dropout_mask(rng_state, p, 3, 4, 150, 210))
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("dtype", ("float16", "bfloat16"))
 @pytest.mark.parametrize("window", ((-1, -1), (100, 20), (-1, 0)))
 def test_out_of_several_row_blocks(device, window, dtype):
@@ -56,6 +56,7 @@ def test_out_of_several_row_blocks(device, window, dtype):
     check_forward(problem, out, lse, keep=dropout_mask(rng_state, 0.3, 2, 4, 600, 570))
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("p", PROBABILITIES)
 @pytest.mark.parametrize("dtype", ("float16", "bfloat16"))
 def test_s_dmask(device, p, dtype):

@@ -282,6 +282,7 @@ BOUNDS = {
 }
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("exp", ("exact", "fast"))
 @pytest.mark.parametrize("d", HEAD_DIMS)
 @pytest.mark.parametrize("kind", BOUNDS)

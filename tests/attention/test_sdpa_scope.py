@@ -249,6 +249,7 @@ def test_autocast(device, scope, dtype):
     assert torch.equal(out, sdpa(*(x.to(dtype) for x in inputs), is_causal=True))
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("options", ({}, {"is_causal": True}, {"is_causal": True, "dropout_p": 0.4}))
 @pytest.mark.parametrize("lengths", ((40, 40), (30, 50), (50, 30)))
 def test_compile(device, scope, lengths, options):

@@ -94,14 +94,6 @@ class RecordedTimer(timing.HostTimer):
         return records
 
 
-def test_the_e4m3_forward_is_measured_with_the_bf16_one(tmp_path):
-    status, found = measured(tmp_path, "--groups", "fp8", "--dtype", "bfloat16", "--peers")
-    assert status == 0 and len(found["rows"]) == 16
-    for row in found["rows"]:
-        assert set(row["results"]) == {"ours", "ours_fp8", "ours_fp8_fast"}
-        assert 1e-3 < row["results"]["ours_fp8"]["relative_error"] < implementations.MAX_FP8_ERROR
-
-
 def test_interleave_rotates_and_spares_slow_calls():
     order = []
 
@@ -156,50 +148,6 @@ def test_flex_agrees_with_the_reference(row):
         out = torch_peers.flex(row, inputs, attention=flex_attention)()
     assert out.shape == inputs.q.shape
     assert check.relative_error(row, inputs, "fwd", out) < 1e-5
-
-
-FLASH_ATTN_4 = """
-import torch
-
-calls = []
-
-
-def flash_attn_func(q, k, v, **options):
-    calls.append(options)
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=options["causal"], enable_gqa=True)
-    return out.transpose(1, 2), None
-"""
-
-
-def test_flash_attn_4_is_found_within_the_name_of_this_package(tmp_path, monkeypatch):
-    """By its distribution; the names of this package stay its own."""
-    import flash_attn
-
-    peer = implementations.IMPLEMENTATIONS["flash_attn_4"]
-    if peer.installed:
-        pytest.skip("the real one is installed")
-    with pytest.raises(ValueError, match="flash_attn_4: the distribution flash-attn-4 is not installed"):
-        implementations.choose(["flash_attn_4"])
-    metadata, module = tmp_path / "flash_attn_4-4.0.0.dist-info", tmp_path / "flash_attn" / "cute"
-    for folder in (metadata, module):
-        folder.mkdir(parents=True)
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: flash-attn-4\nVersion: 4.0.0\n")
-    (module / "__init__.py").write_text(FLASH_ATTN_4)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(flash_attn, "__path__", list(flash_attn.__path__))
-    ours = flash_attn.flash_attn_func
-    try:
-        assert peer.installed
-        inputs = implementations.make_inputs(TINY, CPU)
-        assert check.relative_error(TINY, inputs, "fwd", peer.build(TINY, inputs)()) < 1e-5
-        window = dataclasses.replace(TINY, case=dataclasses.replace(TINY.case, window=(7, -1)))
-        peer.build(window, inputs)()
-        assert flash_attn.cute.calls[-1]["window_size"] == (7, None)
-        assert flash_attn.flash_attn_func is ours
-    finally:
-        sys.modules.pop("flash_attn.cute", None)
-        vars(flash_attn).pop("cute", None)
 
 
 def test_peers_that_are_missing_may_be_left_out(monkeypatch, capsys):

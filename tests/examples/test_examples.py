@@ -5,7 +5,6 @@ tests/attention/test_sdpa_clients.py: examples/sdpa.py; tests/decode/test_genera
 
 from __future__ import annotations
 
-import ast
 import importlib
 import importlib.util
 import json
@@ -96,28 +95,6 @@ def test_fsdp2(device, capsys, monkeypatch):
 
     assert fsdp2.main(["--steps", "3"]) == 0
     assert "fsdp2 ok" in capsys.readouterr().out
-
-
-def imports_of(path):
-    """Packages that a file of examples/ imports at once, those of its neighbours included."""
-    names = set()
-    for node in ast.parse(path.read_text(encoding="utf-8")).body:
-        if isinstance(node, (ast.Import, ast.ImportFrom)):
-            names |= {node.module} if isinstance(node, ast.ImportFrom) else {alias.name for alias in node.names}
-    names = {name.split(".")[0] for name in names}
-    for neighbour in names & {x.stem for x in EXAMPLES.glob("*.py")}:
-        names = names - {neighbour} | imports_of(EXAMPLES / f"{neighbour}.py")
-    return names - set(sys.stdlib_module_names) - {"flash_attn", "torch"}
-
-
-def test_first_lines_say_what_to_install():
-    project = (EXAMPLES.parent / "pyproject.toml").read_text(encoding="utf-8")
-    extra = set(re.findall(r'"([\w-]+)', re.search(r"^examples = \[.*\]$", project, re.MULTILINE)[0]))
-    for path in EXAMPLES.glob("*.py"):
-        line = path.read_text(encoding="utf-8").split("\n", 1)[0]
-        named = set(re.findall(r"[\w-]+", line))
-        assert line.startswith("# pip install "), path.name
-        assert imports_of(path) <= named | (extra if "examples" in named else set()), path.name
 
 
 def test_quick_start():

@@ -49,20 +49,6 @@ def test_tiles_fit_and_the_first_of_a_group_is_in_use(kernel):
         assert numbers in lines, group.title
 
 
-@needs_gxx
-def test_the_list_is_printed_without_nvcc(capsys, monkeypatch):
-    monkeypatch.setattr(study, "Compiler", lambda *_: pytest.fail("it looked for nvcc"))
-    asked = ["--list", "--kernels", "fwd_mma_sync", "--head-dims", "96", "192"]
-    sweep.main(asked)
-    lines = capsys.readouterr().out.splitlines()
-    start = "fwd_mma_sync, head dim 96, bf16: in use: 128 × 64, 4 warps, 2 CTA an SM: fwd_mma_sync_d96"
-    assert lines[0].startswith(start)
-    sweep.main([*asked, "--without", lines[0].split(": ")[-1]])
-    assert capsys.readouterr().out.splitlines() == lines[1:]
-    with pytest.raises(SystemExit, match="expected names of --list, got nothing"):
-        sweep.main(["--list", "--without", "nothing"])
-
-
 COMPILE = """
 import ctypes, json, sys
 from pathlib import Path

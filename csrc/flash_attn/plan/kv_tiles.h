@@ -71,11 +71,6 @@ constexpr KvTile kv8_tile(int head_dim, int size) {
   return kKv8Tiles[size][index];
 }
 
-// Whether a cache of that dtype has kernels of exactly this head dim.
-constexpr bool kv_has_head_dim(int head_dim, Dtype kv_dtype) {
-  return !is_eight_bit(kv_dtype) || kv8_tile(head_dim, 0).head_dim == head_dim;
-}
-
 constexpr KvTile kv_tile(int head_dim, int size, Dtype kv_dtype = Dtype::kBf16) {
   return is_eight_bit(kv_dtype) ? kv8_tile(head_dim, size) : kKvTiles[size][head_dim_index(head_dim)];
 }
