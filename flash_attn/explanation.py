@@ -62,7 +62,7 @@ class Explanation(dict[str, Any]):
         return "\n".join(lines)
 
 
-def explain(*args: Any, **kwargs: Any) -> Explanation:
+def explain(*args: object, **kwargs: object) -> Explanation:
     """How a call would be computed: its kernels, their tiles, launches and memory. Nothing is computed.
 
     `explain(function, ...)` takes exactly the arguments of `function`, one of flash_attn_func and its packed and varlen
@@ -171,7 +171,7 @@ class _Explaining(TorchDispatchMode):
         self._records = torch.is_grad_enabled()
         self._address = 1 << 60  # of tensors without memory: no allocation has it
         core = torch.ops.flash_attn_core
-        self._operators: dict[OpOverload, tuple[Callable[..., Any], Callable[..., Plan]]] = {
+        self._operators: dict[OpOverload, tuple[Callable[..., object], Callable[..., Plan]]] = {
             core.fwd.default: (AttentionArgs, self._attention),
             core.kvcache_fwd.default: (KvCacheArgs, self._kvcache),
             core.kvcache_append_fwd.default: (KvCacheArgs, self._kvcache),

@@ -11,7 +11,6 @@ import os
 from collections.abc import Callable
 from functools import cache
 from types import ModuleType
-from typing import Any
 
 from torch import Tensor
 from torch.autograd import profiler as profiler  # whose _is_profiler_enabled is for checks without latency
@@ -35,12 +34,12 @@ class Observed:
     def __init__(self, backend: ModuleType) -> None:
         self._backend = backend
 
-    def __getattr__(self, name: str) -> Callable[..., Any]:
+    def __getattr__(self, name: str) -> Callable[..., object]:
         function = getattr(self._backend, name)
         return self._observed(name, function) if name in _OBSERVED else function
 
-    def _observed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
+    def _observed(self, name: str, function: Callable[..., object]) -> Callable[..., object]:
+        def call(*args: object, **kwargs: object) -> object:
             named = {**dict(zip(_names(name), args)), **kwargs}
             if DEBUG:
                 from flash_attn import value_checks
@@ -51,7 +50,7 @@ class Observed:
                     result = function(*args, **kwargs)
             else:
                 result = function(*args, **kwargs)
-            if DEBUG and name == "kvcache_plan":
+            if DEBUG and name == "kvcache_plan" and isinstance(result, Tensor):
                 value_checks.remember_plan(result, named)
             return result
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import Any, NamedTuple, Optional
+from typing import NamedTuple, Optional
 
 import torch
 from torch import Tensor
@@ -58,8 +58,8 @@ class AttentionCall:
         """What the ranks compare: everything but the contents of tensors."""
         kinds = [None if x is None else (*x.shape[-2:], x.dtype, x.device.type, x.requires_grad) for x in inputs]
         slopes = self.options.alibi_slopes
-        shape: Any = None if slopes is None else tuple(slopes.shape)
-        return repr((self.options._replace(alibi_slopes=shape), kinds, torch.is_grad_enabled()))
+        options = {**self.options._asdict(), "alibi_slopes": None if slopes is None else tuple(slopes.shape)}
+        return repr((options, kinds, torch.is_grad_enabled()))
 
     def compare_backward(self, number: int, error: BaseException | None = None) -> None:
         """Check that all ranks are at the backward of the call with this number."""

@@ -68,7 +68,7 @@ class CpPlan:
 
     def __init__(
         self,
-        cu_seqlens: Any,
+        cu_seqlens: object,
         is_packed: bool,
         mesh: Mesh | None,
         group: Group | None,

@@ -5,7 +5,7 @@ the plan, so the plan of another batch needs no recompilation; the caller keeps 
 Annotations stay objects (no postponed evaluation): the schemas are made of them.
 """
 
-from typing import Any, NamedTuple, NoReturn, Optional
+from typing import Any, NamedTuple, NoReturn, Optional, cast
 
 import torch
 from torch import Tensor
@@ -122,9 +122,9 @@ class _OperatorContext(Context):
     options: tuple[float, ...]
 
 
-def _setup_context(ctx: _OperatorContext, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.save_for_backward(*output, *inputs[:_TENSORS])
-    ctx.options = inputs[_TENSORS:]
+def _setup_context(ctx: _OperatorContext, inputs: tuple[object, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.save_for_backward(*output, *cast("tuple[Tensor | None, ...]", inputs[:_TENSORS]))
+    ctx.options = cast("tuple[float, ...]", inputs[_TENSORS:])
     ctx.mark_non_differentiable(*output[2:])
     ctx.set_materialize_grads(False)
 

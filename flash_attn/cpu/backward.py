@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -14,8 +14,11 @@ from .explain import Problem, explain_attention
 from .forward import DENSE_Q_AXES, S_DMASK_MULTIPLE, Dropout, dropout_of_state, part_of, round_up
 from .overlap import check_written
 from .score_tensors import BiasGradients
-from .scores import LOG2E, ScoreOptions, ScoreRule, Tile, Unused, compute_dtype
+from .scores import LOG2E, NamedScores, ScoreOptions, ScoreRule, Tile, Unused, compute_dtype
 from .tiles import HeadRange, blocks, head_ranges, tile_shape, visited_tiles
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class Sums:
@@ -247,8 +250,8 @@ def bwd(
     dq_stage: str = "",
     dq_sum: torch.Tensor | None = None,
     softmax_d: torch.Tensor | None = None,
-    **named: Any,
-) -> list[torch.Tensor | None] | dict[str, Any]:
+    **named: Unpack[NamedScores],
+) -> list[torch.Tensor | None] | dict[str, object]:
     """Gradients of `fwd`; the arguments that `fwd` has mean the same.
 
     Arguments:

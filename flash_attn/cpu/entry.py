@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -20,7 +20,7 @@ def entry_point(function: Callable[..., _Result]) -> Callable[..., _Result]:
     """
 
     @functools.wraps(function)
-    def call(*args: Any, sm_margin: int = 0, **kwargs: Any) -> _Result:
+    def call(*args: object, sm_margin: int = 0, **kwargs: object) -> _Result:
         checks.require(sm_margin >= 0, "sm_margin", "a value >= 0", sm_margin)
         with torch.no_grad():
             if not torch.is_autocast_enabled("cpu"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -38,7 +38,7 @@ def explain_attention(
     problems: list[Problem],
     is_plain: bool = True,
     block_keys: int = 0,
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """The plan of these problems, which have the heads, head dims and dtype of q, k and v.
 
     is_plain: no dropout, in the forward no sinks or max_logit, in the backward no dlse or stage. block_keys: keys of a
@@ -50,7 +50,7 @@ def explain_attention(
     may_fuse = is_plain and q.shape[-1] == v.shape[-1] and (direction == "backward" or keeps_scores(q.dtype))
     schedules = [_schedule(problem, heads, heads_k, rule, may_fuse, block_keys) for problem in problems]
     kernels = sorted({x.kernel for x in schedules} - {"none"}) or ["none"]
-    fields: dict[str, Any] = {"direction": direction, "kernel": "+".join(kernels)}
+    fields: dict[str, object] = {"direction": direction, "kernel": "+".join(kernels)}
     fields.update(dtype=_DTYPE_NAMES[q.dtype], head_dim=q.shape[-1], head_dim_v=v.shape[-1])
     fields["threads"] = torch.get_num_threads()
     if any(x.block_m for x in schedules):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -15,8 +15,11 @@ from .entry import entry_point
 from .explain import Problem, explain_attention
 from .overlap import check_written
 from .scaling import EightBit, check_descales, check_operands, output_dtype, result_like, scaling_of
-from .scores import LN2, LOG2E, Origin, ScoreOptions, ScoreRule, Tile, compute_dtype
+from .scores import LN2, LOG2E, NamedScores, Origin, ScoreOptions, ScoreRule, Tile, compute_dtype
 from .tiles import HeadRange, blocks, head_ranges, tile_shape, visited_tiles
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 DENSE_Q_AXES = "batch, seqlen, heads, head_dim"
 S_DMASK_MULTIPLE = 128
@@ -309,8 +312,8 @@ def fwd(
     v_per_channel: bool = False,
     out_dtype: torch.dtype | None = None,
     rng_state: torch.Tensor | None = None,
-    **named: Any,
-) -> list[torch.Tensor | None] | dict[str, Any]:
+    **named: Unpack[NamedScores],
+) -> list[torch.Tensor | None] | dict[str, object]:
     """Forward attention of equally long sequences.
 
     Arguments:

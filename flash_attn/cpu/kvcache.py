@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -21,8 +21,11 @@ from .latent import check_qv
 from .mask_bits import MaskBits
 from .overlap import check_written, same_view
 from .scaling import EightBit, check_descales, check_operands, output_dtype, result_like, scaling_of
-from .scores import ScoreOptions, ScoreRule, compute_dtype, is_unbounded
+from .scores import NamedScores, ScoreOptions, ScoreRule, compute_dtype, is_unbounded
 from .varlen import PAGED_AXES, MaybeTensor, check_pages, gather_pages
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 PADDING_REQUEST = -1  # the length of a batch entry that is skipped
 
@@ -150,8 +153,8 @@ def fwd_kvcache(
     qv: torch.Tensor | None = None,
     mask_bits: torch.Tensor | None = None,
     mask_keys: int = 0,
-    **named: Any,
-) -> list[torch.Tensor] | dict[str, Any]:
+    **named: Unpack[NamedScores],
+) -> list[torch.Tensor] | dict[str, object]:
     """Attention of new queries over a cache that is first extended, in place, by new keys and values.
 
     The arguments that `fwd` has mean the same; masks are aligned to the end of the extended cache.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import NamedTuple, cast
+from typing import NamedTuple, TypedDict, cast
 
 import torch
 
@@ -49,6 +49,16 @@ class Origin(NamedTuple):
     head: int
     row: int
     col: int
+
+
+class NamedScores(TypedDict, total=False):
+    """The fields of `ScoreOptions` that the functions of the backend take by name."""
+
+    sinks: torch.Tensor | None
+    origins: torch.Tensor | None
+    mask: MaskFactors | None
+    attn_bias: torch.Tensor | None
+    rel_bias: torch.Tensor | None
 
 
 class ScoreOptions(NamedTuple):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple, Optional, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, Optional, TypeVar
 
 import torch
 
@@ -18,7 +18,10 @@ from .latent import check_qv
 from .overlap import check_written
 from .scaling import EightBit, check_descales, check_operands, output_dtype, result_like, scaling_of
 from .score_tensors import BiasGradients, check_columns
-from .scores import ScoreOptions, ScoreRule, compute_dtype
+from .scores import NamedScores, ScoreOptions, ScoreRule, compute_dtype
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 MaybeTensor = TypeVar(
     "MaybeTensor", torch.Tensor, Optional[torch.Tensor]
@@ -154,8 +157,8 @@ def varlen_fwd(
     out_dtype: torch.dtype | None = None,
     rng_state: torch.Tensor | None = None,
     qv: torch.Tensor | None = None,
-    **named: Any,
-) -> list[torch.Tensor | None] | dict[str, Any]:
+    **named: Unpack[NamedScores],
+) -> list[torch.Tensor | None] | dict[str, object]:
     """Forward attention of packed sequences; the arguments that `fwd` has mean the same.
 
     Arguments:
@@ -309,8 +312,8 @@ def varlen_bwd(
     dq_stage: str = "",
     dq_sum: torch.Tensor | None = None,
     softmax_d: torch.Tensor | None = None,
-    **named: Any,
-) -> list[torch.Tensor | None] | dict[str, Any]:
+    **named: Unpack[NamedScores],
+) -> list[torch.Tensor | None] | dict[str, object]:
     """Gradients of `varlen_fwd` (without pages); the arguments that `bwd` has mean the same.
 
     Returns [dq, dk, dv, softmax_d] and further gradients as `bwd` does: dq, dk and dv like q, k and v; rows that belong

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
@@ -12,7 +10,7 @@ from torch.autograd import forward_ad
 from flash_attn import backends
 from flash_attn.derivatives.blocks import unpack_tangents
 from flash_attn.ops import calls, context
-from flash_attn.ops.attention_args import TANGENT_INPUTS, AttentionArgs, Tangents
+from flash_attn.ops.attention_args import TANGENT_INPUTS, AttentionArgs, Tangents, made
 
 
 def forward(args: AttentionArgs, directions: Tangents) -> tuple[Tensor, ...] | None:
@@ -86,14 +84,14 @@ def computed_of_duals(args: AttentionArgs) -> Computed | None:
     duals = [None if x is None else forward_ad.unpack_dual(x).tangent for x in args.differentiable()]
     if all(x is None for x in duals):
         return None
-    plain = AttentionArgs(*map(_unwrapped, args))
-    directions = Tangents(*map(_unwrapped, duals[: len(TANGENT_INPUTS)]))
+    plain = made(AttentionArgs, [_unwrapped(x) for x in args])
+    directions = made(Tangents, [_unwrapped(x) for x in duals[: len(TANGENT_INPUTS)]])
     if not context.transformed():
         return computed(plain, directions)
     with temporarily_pop_interpreter_stack():  # or the results of operations would be wrapped
         return computed(plain, directions)
 
 
-def _unwrapped(x: Any) -> Any:
+def _unwrapped(x: object) -> object:
     functorch = torch._C._functorch
     return functorch.get_unwrapped(x) if isinstance(x, Tensor) and functorch.is_functorch_wrapped_tensor(x) else x

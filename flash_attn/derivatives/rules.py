@@ -11,7 +11,7 @@ the gradient of <g, J t> for the inputs, so that three functions have every seco
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ from flash_attn.ops.attention_args import (
     Tangents,
     attention_gradients,
     backward_args,
+    made,
     saved_for_backward,
 )
 from flash_attn.ops.library import ValuesContext
@@ -123,16 +124,16 @@ def _gradients(
     return [*of_directions, *library.by_input(args, second_derivatives(directions, args)[2:])]
 
 
-def _split(values: Sequence[Any]) -> tuple[Tangents, AttentionBackwardArgs]:
-    return Tangents(*values[:_COUNT]), AttentionBackwardArgs(*values[_COUNT:])
+def _split(values: Sequence[object]) -> tuple[Tangents, AttentionBackwardArgs]:
+    return made(Tangents, values[:_COUNT]), made(AttentionBackwardArgs, values[_COUNT:])
 
 
 class _Tangents(torch.autograd.Function):
     """`tangents`. Its arguments: the fields of HvpArgs, and `computed`."""
 
     @staticmethod
-    def forward(*values: Any) -> tuple[Tensor, ...]:
-        computed: kernel.Computed | None = values[-1]
+    def forward(*values: object) -> tuple[Tensor, ...]:
+        computed = cast("kernel.Computed | None", values[-1])
         if computed is not None:
             return computed.take_tangents()
         directions, args = _split(values[:-1])
@@ -164,7 +165,7 @@ class _SecondDerivatives(torch.autograd.Function):
     """`second_derivatives`. Its arguments: the fields of HvpArgs."""
 
     @staticmethod
-    def forward(*values: Any) -> tuple[Tensor, ...]:
+    def forward(*values: object) -> tuple[Tensor, ...]:
         directions, args = _split(values)
         return tuple(blocks.hessian_product(args, directions))
 
@@ -192,17 +193,17 @@ def _reject_third(ctx: Context, *_: object) -> NoReturn:
 # ---- operators ----
 
 
-def _jvp(*values: Any) -> tuple[Tensor, ...]:
-    return forward_with_tangents(AttentionArgs(*values[_COUNT:]), Tangents(*values[:_COUNT]))
+def _jvp(*values: object) -> tuple[Tensor, ...]:
+    return forward_with_tangents(made(AttentionArgs, values[_COUNT:]), made(Tangents, values[:_COUNT]))
 
 
-def _jvp_fake(*values: Any) -> tuple[Tensor, ...]:
-    out, lse, _, rng_state, *_ = calls.forward_fake(AttentionArgs(*values[_COUNT:]))
+def _jvp_fake(*values: object) -> tuple[Tensor, ...]:
+    out, lse, _, rng_state, *_ = calls.forward_fake(made(AttentionArgs, values[_COUNT:]))
     return out, lse, torch.empty_like(out), torch.empty_like(lse), rng_state
 
 
-def _jvp_setup_context(ctx: ValuesContext, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    args = AttentionArgs(*inputs[_COUNT:])
+def _jvp_setup_context(ctx: ValuesContext, inputs: tuple[object, ...], output: tuple[Tensor, ...]) -> None:
+    args = made(AttentionArgs, inputs[_COUNT:])
     out, lse, _, _, rng_state = output
     call = backward_args(out, None, *saved_for_backward(args, out, lse, rng_state))
     library.save_values(ctx, (*inputs[:_COUNT], *call))
@@ -230,12 +231,12 @@ def _jvp_backward(
     return *of_directions, *attention_gradients(_total(parts) if parts else [])
 
 
-def _hvp(*values: Any) -> list[Tensor]:
+def _hvp(*values: object) -> list[Tensor]:
     directions, args = _split(values)
     return blocks.hessian_product(args, directions)
 
 
-def _hvp_fake(*values: Any) -> list[Tensor]:
+def _hvp_fake(*values: object) -> list[Tensor]:
     _, args = _split(values)
     t_out = torch.empty_like(args.out, memory_format=torch.contiguous_format)
     return [t_out, torch.empty_like(args.lse, memory_format=torch.contiguous_format), *calls.backward_fake(args)]

@@ -81,7 +81,7 @@ def padding_mask(
     attention_mask: AttentionMask | Tensor | None = None,
     use_vmap: bool = False,
     device: Device = None,
-    **options: Any,
+    **options: object,
 ) -> AttentionMask | Tensor | None:
     """Which columns of the keys hold tokens, bool (batch, columns), or None: all. An entry of `AttentionMaskInterface`.
 
@@ -164,7 +164,7 @@ def attention(
     v_cache: Tensor | None = None,
     cache_seqlens: Tensor | None = None,
     position_bias: Tensor | None = None,
-    **options: Any,
+    **options: object,
 ) -> tuple[Tensor, None]:
     """Attention as models of transformers call it, an entry of `AttentionInterface`.
 
@@ -206,7 +206,7 @@ def attention(
                 raise NotImplementedError(f"{name}: expected None with position_bias, got {type(other).__name__}")
         return _biased(q, k, v, attention_mask, position_bias, score, training), None
     if k_cache is not None:
-        cache: tuple[Any, ...] = (k_cache, v_cache, cache_seqlens, cu_seq_lens_k, block_table)
+        cache: tuple[object, ...] = (k_cache, v_cache, cache_seqlens, cu_seq_lens_k, block_table)
         return _over_pages(q, k, v, cache, s_aux, score), None
     if attention_mask is not None:
         return _padded(module, q, k, v, attention_mask, score, training), None

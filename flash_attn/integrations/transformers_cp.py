@@ -8,8 +8,6 @@ loss = model(**context_parallel_inputs(plan, input_ids, labels)).loss
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -43,7 +41,7 @@ def register_context_parallel(name: str = NAME) -> None:
     register_functions(name, context_parallel_attention, context_parallel_mask)
 
 
-def context_parallel_inputs(plan: CpPlan, input_ids: Tensor, labels: Tensor | None = None) -> dict[str, Any]:
+def context_parallel_inputs(plan: CpPlan, input_ids: Tensor, labels: Tensor | None = None) -> dict[str, object]:
     """This rank's keyword arguments for a causal model under `register_context_parallel`.
 
     Arguments:
@@ -83,7 +81,7 @@ def context_parallel_mask(
     mask_function: MaskFunction | None = None,
     attention_mask: Tensor | None = None,
     use_vmap: bool = False,
-    **options: Any,
+    **options: object,
 ) -> None:
     """None, for the plan says which tokens there are. An entry of `AttentionMaskInterface`.
 
@@ -136,7 +134,7 @@ def context_parallel_attention(
     s_aux: Tensor | None = None,
     position_ids: Tensor | None = None,
     cp_plan: CpPlan | None = None,
-    **options: Any,
+    **options: object,
 ) -> tuple[Tensor, None]:
     """Attention over the tokens of all ranks of a plan, an entry of `AttentionInterface`; every rank calls it.
 

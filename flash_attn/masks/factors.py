@@ -6,7 +6,7 @@ CPU backend, kernels and tests share this definition. Causal and window of the c
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,8 +44,7 @@ class MaskFactors(NamedTuple):
 
     def tensors(self) -> dict[str, Tensor]:
         """The factors that there are, by name."""
-        given: dict[str, Any] = dict(zip(self._fields, self))
-        return {name: x for name, x in given.items() if name != "block_size" and x is not None}
+        return {name: x for name, x in zip(self._fields, self) if isinstance(x, Tensor)}
 
     def with_tensors(self, tensors: dict[str, Tensor]) -> MaskFactors:
         return self._replace(**tensors)  # type: ignore[arg-type]  # none is block_size

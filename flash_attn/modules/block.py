@@ -72,7 +72,7 @@ class _BlockBase(nn.Module):
         return residual.to(torch.float32) if self.residual_in_fp32 else residual
 
     def allocate_inference_cache(
-        self, batch_size: int, max_seqlen: int, dtype: torch.dtype | None = None, **kwargs: Any
+        self, batch_size: int, max_seqlen: int, dtype: torch.dtype | None = None, **kwargs: object
     ) -> Tensor:
         """The mixer's cache."""
         cache: Tensor = self.mixer.allocate_inference_cache(batch_size, max_seqlen, dtype=dtype, **kwargs)
@@ -147,7 +147,7 @@ class Block(_BlockBase):
         hidden_states: Tensor,
         residual: Tensor | None = None,
         mixer_subset: Index | None = None,
-        mixer_kwargs: dict[str, Any] | None = None,
+        mixer_kwargs: dict[str, object] | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """
         Arguments:
@@ -255,7 +255,7 @@ class ParallelBlock(_BlockBase):
         hidden_states1: Tensor,
         hidden_states2: Tensor | None = None,
         residual: Tensor | None = None,
-        mixer_kwargs: dict[str, Any] | None = None,
+        mixer_kwargs: dict[str, object] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """
         Arguments:

@@ -347,7 +347,7 @@ class MHA(nn.Module):
         """(q, kv) of heads (..., num_heads + 2 num_heads_kv, head_dim)."""
         return heads[..., : self.num_heads, :], heads[..., self.num_heads :, :].unflatten(-2, (2, -1))
 
-    def _attend(self, heads: Tensor, kwargs: dict[str, Any]) -> Tensor:
+    def _attend(self, heads: Tensor, kwargs: dict[str, object]) -> Tensor:
         if self.rotary_emb_dim > 0:
             heads = self.rotary_emb(heads, num_heads_q=self.num_heads)
         if self.num_heads_kv == self.num_heads:

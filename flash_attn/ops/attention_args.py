@@ -306,6 +306,12 @@ def filled(record: type[_Record], given: tuple[object, ...], defaults: tuple[obj
     return make(*given) if _is_compiling() else tuple.__new__(record, given + defaults)
 
 
+def made(record: type[_Record], values: Sequence[object]) -> _Record:
+    """record(*values), of values that come without types, as those of an operator do."""
+    make: Callable[..., _Record] = record
+    return make(*values)
+
+
 def replaced(record: _Record, **fields: object) -> _Record:
     """record._replace(**fields), which torch 2.6 does not compile."""
     make: Callable[..., _Record] = type(record)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, NoReturn, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ from flash_attn.ops.attention_args import (
     Tangents,
     attention_gradients,
     backward_args,
+    made,
     saved_for_backward,
     schema,
 )
@@ -180,9 +181,11 @@ def attention_backward(args: AttentionBackwardArgs) -> list[Tensor]:
     return _AttentionBackward.apply(*args) if differentiated else calls.backward(args)
 
 
-def _setup_context(ctx: AttentionContext, inputs: Sequence[Any], output: tuple[Tensor, ...]) -> Sequence[Tensor | None]:
+def _setup_context(
+    ctx: AttentionContext, inputs: Sequence[object], output: tuple[Tensor, ...]
+) -> Sequence[Tensor | None]:
     ctx.mark_non_differentiable(*output[2:])
-    return save_for_backward(ctx, AttentionArgs(*inputs), output)
+    return save_for_backward(ctx, made(AttentionArgs, inputs), output)
 
 
 def _backward(ctx: AttentionContext, dout: Tensor | None, dlse: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
@@ -198,19 +201,21 @@ class _TransformedAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(*values: Any) -> tuple[Tensor, ...]:
-        *args, computed = values
-        return calls.forward(AttentionArgs(*args)) if computed is None else computed.take_results()
+    def forward(*values: object) -> tuple[Tensor, ...]:
+        computed = cast("Computed | None", values[-1])
+        return calls.forward(made(AttentionArgs, values[:-1])) if computed is None else computed.take_results()
 
     @staticmethod
-    def setup_context(ctx: _TransformedContext, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        *args, ctx.computed = inputs
-        ctx.save_for_forward(*_setup_context(ctx, args, output))
+    def setup_context(ctx: _TransformedContext, inputs: tuple[object, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.computed = cast("Computed | None", inputs[-1])
+        ctx.save_for_forward(*_setup_context(ctx, inputs[:-1], output))
         ctx.constants = len(output) - 2
 
     @staticmethod
-    def backward(ctx: _TransformedContext, *grads: Any) -> tuple[Tensor | None, ...]:
-        return *_backward(ctx, *grads), None
+    def backward(
+        ctx: _TransformedContext, dout: Tensor | None, dlse: Tensor | None, *_: None
+    ) -> tuple[Tensor | None, ...]:
+        return *_backward(ctx, dout, dlse), None
 
     @staticmethod
     def jvp(ctx: _TransformedContext, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -223,8 +228,8 @@ class _TransformedAttention(torch.autograd.Function):
         return *derived().tangents(directions, args, ctx.computed), *[None] * ctx.constants
 
     @staticmethod
-    def vmap(info: VmapInfo, in_dims: tuple[int | None, ...], *values: Any) -> Batched:
-        dropout_p = AttentionArgs(*values[:-1]).dropout_p
+    def vmap(info: VmapInfo, in_dims: tuple[int | None, ...], *values: object) -> Batched:
+        dropout_p = made(AttentionArgs, values[:-1]).dropout_p
         if dropout_p > 0 and info.randomness != "different":
             raise RuntimeError(
                 f"dropout_p: expected 0 under torch.vmap(randomness={info.randomness!r}), got {dropout_p} "
@@ -237,8 +242,8 @@ class _AttentionBackward(torch.autograd.Function):
     """The backward where it is differentiated once more."""
 
     @staticmethod
-    def forward(*args: Any) -> tuple[Tensor, ...]:
-        return tuple(calls.backward(AttentionBackwardArgs(*args)))
+    def forward(*args: object) -> tuple[Tensor, ...]:
+        return tuple(calls.backward(made(AttentionBackwardArgs, args)))
 
     @staticmethod
     def setup_context(ctx: ValuesContext, inputs: tuple[object, ...], output: object) -> None:
@@ -250,7 +255,7 @@ class _AttentionBackward(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: ValuesContext, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
-        args = AttentionBackwardArgs(*saved_values(ctx))
+        args = made(AttentionBackwardArgs, saved_values(ctx))
         gradients: tuple[Tensor | None, ...] = derived().tangents_of_gradients(args, tangents)
         return gradients
 
@@ -269,7 +274,7 @@ def save_values(ctx: ValuesContext, values: Sequence[object]) -> Sequence[Tensor
     return tensors
 
 
-def saved_values(ctx: ValuesContext) -> list[Any]:
+def saved_values(ctx: ValuesContext) -> list[object]:
     values = list(ctx.values)
     for i, x in zip(ctx.places, ctx.saved_tensors):
         values[i] = x
@@ -280,15 +285,15 @@ def _second_setup_context(ctx: ValuesContext, inputs: tuple[object, ...], output
     save_values(ctx, inputs)
 
 
-def _second_backward(ctx: ValuesContext, *grads: Any) -> tuple[Tensor | None, ...]:
-    if len(grads) == 1 and isinstance(grads[0], (list, tuple)):  # of an operator with a list of results
-        (grads,) = grads
+def _second_backward(ctx: ValuesContext, *results: object) -> tuple[Tensor | None, ...]:
+    of_list = len(results) == 1 and isinstance(results[0], (list, tuple))  # an operator with a list of results
+    grads = cast("Sequence[Tensor | None]", results[0] if of_list else results)
     given = len(ctx.needs_input_grad)  # without trailing arguments that have defaults
     if all(x is None for x in grads):
         return (None,) * given
     if not context.transformed():
         context.reject_batched_gradients(*grads)
-    args = AttentionBackwardArgs(*saved_values(ctx))
+    args = made(AttentionBackwardArgs, saved_values(ctx))
     directions = Tangents(*by_input(args, grads)[: len(TANGENT_INPUTS)])
     t_out, t_lse, *inputs = derived().second_derivatives(directions, args)
     found = {"dout": t_out, "dlse": None if args.dlse is None else t_lse}

@@ -33,7 +33,7 @@ class QuantArgs(NamedTuple):
                 raise RuntimeError("v_descale_axis: expected None without v_descale, got 'channel'")
         if out_dtype is not None and not isinstance(out_dtype, torch.dtype):
             raise TypeError(f"out_dtype: expected a torch.dtype, got {arguments.shown(out_dtype)}")
-        fields: dict[str, Any] = {"v_per_channel": True} if axis is not None else {}
+        fields: dict[str, object] = {"v_per_channel": True} if axis is not None else {}
         if out_dtype is not None:
             fields["out_dtype"] = out_dtype
         for name in ("q_descale", "k_descale", "v_descale"):

@@ -26,7 +26,7 @@ from __future__ import annotations
 import inspect
 from bisect import bisect_left
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Callable, TypeVar, cast
+from typing import TYPE_CHECKING, Callable, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -81,10 +81,10 @@ def _uncompiled(function: _AnyFunction) -> _AnyFunction:
 def _packed_forms(function: Function) -> tuple[Function, Function]:
     """The forms of a function that take q, k and v in one tensor, and k and v."""
 
-    def qkvpacked(qkv: Tensor, *args: Any, **kwargs: Any) -> TensorOrTuple:
+    def qkvpacked(qkv: Tensor, *args: object, **kwargs: object) -> TensorOrTuple:
         return function(qkv, _ABSENT, _ABSENT, *args, **kwargs)
 
-    def kvpacked(q: Tensor, kv: Tensor, *args: Any, **kwargs: Any) -> TensorOrTuple:
+    def kvpacked(q: Tensor, kv: Tensor, *args: object, **kwargs: object) -> TensorOrTuple:
         return function(q, kv, _ABSENT, *args, **kwargs)
 
     for form, note in ((qkvpacked, "qkv: q, k and v along an axis of 3"), (kvpacked, "kv: k and v along an axis of 2")):

@@ -270,7 +270,7 @@ def backward_call(
     inputs: BackwardInputs,
     sums: Sequence[Tensor] | None = None,
     dq: Tensor | None = None,
-    function: Callable[..., Any] | None = None,
+    function: Callable[..., object] | None = None,
     **stage: object,
 ) -> Any:
     """dq of the call's query rows, dk and dv of its key rows, from the LSE and out of all keys; and softmax_d.

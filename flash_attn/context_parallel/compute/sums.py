@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -128,18 +127,15 @@ class KernelDqSum:
     def __init__(self, calls: KernelCalls, inputs: BackwardInputs):
         assert calls.all_rows is not None
         self._call, self._inputs = calls.all_rows, inputs
-        self._sum, _, _, self._softmax_d, *_ = self._stage("begin")
-
-    def _stage(self, stage: str, **keywords: Any) -> Sequence[Tensor]:
-        results: Sequence[Tensor] = kernel_calls.backward_call(self._call, self._inputs, dq_stage=stage, **keywords)
-        return results
+        self._sum, _, _, self._softmax_d, *_ = kernel_calls.backward_call(self._call, inputs, dq_stage="begin")
 
     def add(self, call: KernelCall, inputs: BackwardInputs, grads: Sequence[Tensor]) -> None:
         """Run the call; it also adds to grads, the sums of dk and dv of the step's keys."""
         kernel_calls.backward_call(call, inputs, grads, dq_stage="add", dq_sum=self._sum, softmax_d=self._softmax_d)
 
     def result(self) -> Tensor:
-        return self._stage("end", dq_sum=self._sum)[0].to(self._inputs.q.dtype)
+        dq: Tensor = kernel_calls.backward_call(self._call, self._inputs, dq_stage="end", dq_sum=self._sum)[0]
+        return dq.to(self._inputs.q.dtype)
 
 
 class PartialDqSums:

@@ -81,7 +81,7 @@ class _Links:
     def __init__(self, size: int, timeout: float):
         self._timeout = timeout
         self.failed, self.ended = threading.Event(), [threading.Event() for _ in range(size)]
-        self._boxes: dict[tuple[str, int, int], queue.Queue[Any]] = {
+        self._boxes: dict[tuple[str, int, int], queue.Queue[object]] = {
             (kind, i, j): queue.Queue() for kind in ("tensors", "ints") for i in range(size) for j in range(size)
         }
 

@@ -9,7 +9,6 @@ PyTorch elsewhere. Importing this module needs neither triton nor a GPU.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -319,7 +318,7 @@ def rms_norm_ref(
 
 def _reference(
     is_rms_norm: bool,
-    tensors: Sequence[Any],
+    tensors: tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None],
     eps: float,
     dropout_p: float,
     rowscale: Tensor | None,
@@ -328,10 +327,11 @@ def _reference(
     masks: tuple[Tensor | None, Tensor | None],
     upcast: bool,
 ) -> TensorOrTuple:
-    dtype = tensors[0].dtype
+    x, weight, *optional = tensors
+    dtype = x.dtype
     if upcast:
-        tensors = [None if t is None else t.float() for t in tensors]
-    x, weight, bias, residual, x1, weight1, bias1 = tensors
+        x, weight, optional = x.float(), weight.float(), [None if t is None else t.float() for t in optional]
+    bias, residual, x1, weight1, bias1 = optional
     total = x if rowscale is None else x * rowscale[..., None]
     total = _drop(total, dropout_p, masks[0])[0]
     if x1 is not None:
