@@ -13,8 +13,8 @@ namespace mla {
 // the half of the consumer that has it, then the other. A lane holds the bytes of the next half while it waits, so that
 // a released half is filled at the speed of conversion alone: 12 instructions for 4 columns, 770 of a step.
 //
-// Loads follow all conversions of the half before, and its fence. Loads share a scoreboard: between conversions, each
-// of these would wait for the newest one.
+// Loads come after all conversions of the previous half, and its fence. All loads share a scoreboard: a conversion
+// after a load would wait for the newest load.
 template <class Config>
 struct MlaFp8Producer {
   using Element = typename Config::Element;
@@ -35,8 +35,8 @@ struct MlaFp8Producer {
   const int key_of_lane = lane / kAtomLanes % kKeysAtATime, vector = lane / 8 * kAtomLanes + lane % kAtomLanes;
 
   struct Rows {
-    int64_t at;       // of the key lane % kKeys, in bytes of latent_ptr
-    uint32_t exists;  // a bit of each key
+    int64_t at;       // byte offset from latent_ptr of key lane % kKeys
+    uint32_t exists;  // a bit for each key
   };
   uint4 values[kVectors];
   float scales[kVectors];
@@ -61,7 +61,7 @@ struct MlaFp8Producer {
     return {exists ? at : 0, __ballot_sync(0xffffffffu, exists)};
   }
 
-  // Asks for the lines of the rows, which are in the L2 cache when load() reads them a step later.
+  // Prefetches the rows into the L2 cache: load() reads them a step later.
   __device__ __forceinline__ void prefetch(const Rows& rows) const {
     if ((rows.exists >> lane % kKeys & 1) == 0) return;
     const char* const row = static_cast<const char*>(params.latent_ptr) + rows.at + lane / kKeys * kLineBytes;

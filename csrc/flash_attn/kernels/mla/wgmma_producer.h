@@ -18,7 +18,7 @@ template <class Config>
 struct MlaProducer {
   using Element = typename Config::Element;
   static constexpr int kGroups = Config::kKeys / 32;                        // a lane looks up one key of each
-  static constexpr int kWarpKeys = Config::kKeys / Config::kProducerWarps;  // that a warp copies
+  static constexpr int kWarpKeys = Config::kKeys / Config::kProducerWarps;  // keys that a warp copies
   static constexpr int kRowsAtATime = 32 / kCopyLanes;
   static_assert(32 % kWarpKeys == 0);
 
@@ -27,7 +27,7 @@ struct MlaProducer {
   MlaWgmmaStorage<Config>& storage;
   const MlaWork& work;
   const int warp, lane = threadIdx.x % 32;
-  uint32_t exists[kGroups];  // a bit of each key
+  uint32_t exists[kGroups];  // a bit for each key
   int page[kGroups], row[kGroups];
 
   __device__ __forceinline__ MlaProducer(const MlaWgmmaLaunch& launch_, MlaWgmmaStorage<Config>& storage_,

@@ -22,7 +22,7 @@ template <Dtype kDtype, int kHeadDim_, FwdVariant kVariant_>
 struct FwdConfig {
   using Element = ElementOf<kDtype>;
   static constexpr FwdVariant kVariant = kVariant_;
-  static constexpr bool kMayDrop = kVariant == FwdVariant::kDropout;  // and may have origins, biases and masks
+  static constexpr bool kMayDrop = kVariant == FwdVariant::kDropout;  // also origins, biases and masks as data
   using Params = std::conditional_t<kMayDrop, Flash_fwd_general_params, Flash_fwd_params>;
   static constexpr plan::FwdTile kTile = plan::fwd_tile(kHeadDim_, kVariant);
   static constexpr int kHeadDim = kTile.head_dim;

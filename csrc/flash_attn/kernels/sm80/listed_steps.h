@@ -49,8 +49,8 @@ struct GeneralQStep : QStep {
   bool hides = true;  // the mask, if any, hides some of its scores
 };
 
-// The steps of a work tile of the backward: by the window, or of each query head those of its list, head after head.
-// Lists do not tell in which order their tiles would add to dQ: deterministic calls go by the window.
+// The steps of a work tile of the backward, one query head after the other: those of the window, or of the head's list.
+// Deterministic calls go by the window, because lists define no order of the additions to dQ.
 template <class Config>
 struct GeneralQSteps {
   static constexpr int kParts = blocks_of_entry(Config::kBlockM);
@@ -85,7 +85,7 @@ struct GeneralQSteps {
     return kParts * entries;
   }
 
-  // Of at least one step.
+  // The first step. There is at least one.
   __device__ __forceinline__ GeneralQStep start() const {
     if (!is_listed) return {window.start()};
     GeneralQStep at{{window.first_head, 0}};
@@ -93,7 +93,7 @@ struct GeneralQSteps {
     return at;
   }
 
-  // To a step that exists.
+  // Moves on to the next step, which must exist.
   __device__ __forceinline__ void advance(GeneralQStep& at) const {
     if (!is_listed) {
       window.advance(at);
@@ -113,7 +113,7 @@ struct GeneralQSteps {
   // Whether the m_block has a tile of dQ: part of a block of the list may be beyond the last row.
   __device__ __forceinline__ bool has_dq(const QStep& at) const { return kParts == 1 || at.m_block < window.rows.end; }
 
-  // Of deterministic calls.
+  // For deterministic calls.
   __device__ __forceinline__ QStep before(const QStep& at) const { return window.before(at); }
 };
 
@@ -131,8 +131,7 @@ __device__ __forceinline__ BwdStepsOf<Config> bwd_steps(const BwdLaunch& launch,
   }
 }
 
-// The mask of a step: the window, or with a mask as data the window and its factors, which are looked up where they are
-// needed; and biases.
+// The mask of a step: the window, the factors of a mask as data, which are read where they are needed, and biases.
 template <class Element>
 struct GeneralMask : BiasedVisibility<Element> {
   const Flash_bwd_params& params;
@@ -146,7 +145,7 @@ template <class Scores, class Coords>
 __device__ __forceinline__ void apply_factors(Scores& scores, const Coords& coords, const MaskFactors& factors,
                                               const Visibility& window, int row_begin, int key_begin) {
   using namespace cute;
-  constexpr int kBandCols = 4;  // of a thread in 16 columns, of which a word has all or none
+  constexpr int kBandCols = 4;  // a thread has 4 of 16 columns, all of them in one word
   constexpr int kRows = decltype(size<0>(scores))::value, kBands = decltype(size<1>(scores))::value / kBandCols;
   uint32_t seen[kRows] = {};
 #pragma unroll 1

@@ -36,7 +36,7 @@ struct BiasRing<0, kRows> {
 struct BiasBoxes {
   const CUtensorMap& map;
   const bool has_rows;
-  const int halves;  // of an element
+  const int halves;  // 16-bit halves of an element
   const int head;
   const tma::TmaRows rows;
 
@@ -62,14 +62,14 @@ struct BiasBoxes {
 // Offset of a 16-byte vector in a box.
 __device__ __forceinline__ int box_offset(int row, int vector) { return row * kBiasBoxBytes + (vector ^ row % 8) * 16; }
 
-// Columns of a thread's scores that a box of 16-bit elements has, and its words with a pair of columns of one row each.
+// A thread's columns in a box of 16-bit elements, and its words: each has a pair of columns of one row.
 constexpr int kBoxCols = 16, kBoxWords = kBoxCols;
 
-// The word of row mi and column ni of a row_col_view: of 16 columns those of rows 8 apart, then those 8 columns on.
+// The word of row mi and column ni of a row_col_view. Of 16 columns: two rows 8 apart, then the same rows 8 columns on.
 __device__ __forceinline__ constexpr int box_word(int mi, int ni) { return ni / 4 * 4 + ni / 2 % 2 * 2 + mi; }
 
-// Where a lane's first address for ldmatrix is in a box. The warp has 16 rows from first_row on; without rows all have
-// row 0. Shuffled, so that ptxas keeps it and does not compute it in every step.
+// Offset in a box of a lane's first address for ldmatrix. The warp has 16 rows from first_row on; without rows every
+// lane has row 0. The shuffle makes ptxas keep the offset instead of computing it in every step.
 __device__ __forceinline__ int box_lane_offset(int first_row, bool has_rows) {
   const int lane = threadIdx.x % 32;
   return __shfl_sync(0xffffffffu, box_offset(has_rows ? first_row + lane % 16 : 0, lane / 16), lane);
@@ -115,7 +115,8 @@ __device__ __forceinline__ void add_float_box(Scores& scores, int part, const ch
   }
 }
 
-// scores: a transposed view, of 16 keys for each warp and any number of rows, from key first_key of the box on.
+// scores: a transposed view of 16 keys of each warp, the box's key first_key and those after it, and any number of
+// rows.
 template <class Element, class Scores>
 __device__ __forceinline__ void add_transposed_box(Scores& scores, const char* box, int first_key, bool has_rows) {
   constexpr int kRows = decltype(cute::size<0>(scores))::value;

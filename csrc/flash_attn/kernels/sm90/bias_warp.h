@@ -9,8 +9,8 @@
 namespace flash {
 namespace sm90 {
 
-// Bias warp: the boxes of attn_bias of each block in the order of their columns, one for each consumer. Without boxes
-// consumers read it.
+// Bias warp: loads the boxes of attn_bias of each block, one for each consumer, in the order of their columns. Without
+// boxes the consumers read attn_bias.
 template <class Config>
 struct BiasWarp {
   const FwdLaunch& launch;

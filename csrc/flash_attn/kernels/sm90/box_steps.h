@@ -11,7 +11,7 @@ namespace sm90 {
 template <class Config>
 struct FwdMainloop;
 
-// Whether boxes of 16-bit elements are all that whole blocks need.
+// Whether whole blocks need nothing but boxes of 16-bit elements.
 __device__ __forceinline__ bool adds_boxes_alone(const Flash_fwd_params& params, const ScoreBias& bias) {
   return bias.loads_boxes && !bias.is_float && bias.table == nullptr && !params.has_dropout &&
          !(params.softcap > 0.0f) && params.alibi_slopes_ptr == nullptr;
@@ -47,8 +47,8 @@ __device__ __forceinline__ void skip_boxes(FwdMainloop<Config>& m) {
   }
 }
 
-// Of whole blocks, which take BoxSoftmax: read during S where there are registers for it, and released once every lane
-// has used what it read.
+// The boxes of a whole block, for BoxSoftmax. They are read during S if there are registers for them, and released when
+// every lane has used its values.
 template <class Config>
 __device__ __forceinline__ void read_boxes(FwdMainloop<Config>& m) {
   using Mainloop = FwdMainloop<Config>;

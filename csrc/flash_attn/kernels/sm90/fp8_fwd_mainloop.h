@@ -33,8 +33,8 @@ struct Fp8FwdMainloop : Fp8FwdMainloopBase<Config> {
   enum Half { kLower, kUpper };  // keys of a block
 
   AccS acc_s[Config::kScoreBuffers];
-  // One accumulator for all slices, or for the sums of P alone; that of the last slice includes them. With several,
-  // ptxas would keep all at once.
+  // One accumulator for all slices, or for the sums of P alone, which the last slice includes. Several would all be
+  // live at once.
   typename Base::template Accumulator<kOverlapsSlices ? kOnes : kCols + kOnes> acc_t;
   typename Base::template FragmentP<Config::kBlockN> tOrP;
 

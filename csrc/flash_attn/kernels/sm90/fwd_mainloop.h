@@ -62,7 +62,7 @@ struct FwdMainloop {
   // kBiased
   static constexpr int kWholeBoxes = Config::kBlockN / (kBiasBoxBytes / 2);  // of 16-bit elements, of a block
   static constexpr bool kReadsBoxesEarly = kWholeBoxes == 1;
-  // A single stage is loaded again during the softmax, which is worth a fence.
+  // With a single stage the next boxes are loaded during the softmax: that is worth a fence.
   static constexpr bool kReleasesBoxesEarly = kReadsBoxesEarly && Config::kTile.bias_stages == 1;
   BiasState bias_state;
   uint32_t bias_words[kWholeBoxes * kBoxWords];
@@ -375,8 +375,8 @@ struct FwdMainloop {
     }
   }
 
-  // Steps of kListed without mask, dropout and score modifiers, all of which masked steps have as run-time options; of
-  // kBiased with boxes alone.
+  // Steps without mask, dropout and score modifiers (kListed), or with boxes alone (kBiased). In masked steps all of
+  // these are run-time options.
   __device__ __forceinline__ int unmasked_end(const Work& work) const {
     if constexpr (Config::kBiased) return adds_boxes_alone(params, mask.bias) ? work.order.whole : 0;
     return params.has_score_mod || params.has_dropout ? 0 : work.order.whole;

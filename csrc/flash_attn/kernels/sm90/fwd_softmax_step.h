@@ -160,7 +160,8 @@ struct SpeculativeMaskedSoftmax {
   }
 };
 
-// The same of a whole block with a bias in boxes, which is part of the exponents. Scores are raw, row_max is not.
+// The same for a whole block whose bias comes in boxes: it is added in the exponents. Scores are raw, row_max is of
+// biased scores.
 template <class Config>
 struct BoxSoftmax {
   static constexpr bool kMayRecomputeS = true;

@@ -12,8 +12,8 @@
 namespace flash {
 namespace sm90 {
 
-// kBiased: the store of a step's dS, from which the gradient of attn_bias is made, by one thread. The bulk copy starts
-// after that thread's fence_buffer().
+// kBiased: one thread stores the dS of a step, for the gradient of attn_bias. The bulk copy starts after its
+// fence_buffer().
 template <class Config>
 struct DsStore {
   const BwdLaunch& launch;

@@ -60,7 +60,7 @@ struct BwdMainloop {
   PipelineState<2> ds_state;  // of the next dS to store
   PipelineState<2> dq_state;  // of the next dS whose dQ is to be computed
   typename Config::template IfBiased<PipelineState<2>> bias_state;
-  typename Config::template IfBiased<QStep> last_step{};  // without a dQ warpgroup that of dq_state
+  typename Config::template IfBiased<QStep> last_step{};  // without a dQ warpgroup: the step of dq_state
 
   AccDkv acc_dk, acc_dv;
 
@@ -227,7 +227,7 @@ struct BwdMainloop {
     }
   }
 
-  // kBiased: raw scores of a step become those of the softmax, but for the mask.
+  // kBiased: turns raw scores of a step into those of the softmax, without the mask.
   template <class Scores>
   __device__ __forceinline__ void add_biases_of(const BwdStep<Config>& at, const TileCoords& tile_coords,
                                                 Scores& scores) {

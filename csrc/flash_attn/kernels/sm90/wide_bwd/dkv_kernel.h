@@ -28,8 +28,8 @@
 namespace flash {
 namespace sm90 {
 
-// What is streamed for one of the consumers' scores: Q, or dO. `other`: chunks that only these scores read. `own`: of
-// the wanted half, which the other consumer reads as well.
+// The stream of one consumer's scores: Q, or dO. `other`: chunks that these scores alone read. `own`: chunks of the
+// wanted half, which the other consumer reads too.
 template <class Config>
 struct WideStream {
   using Element = typename Config::Element;
@@ -115,7 +115,7 @@ struct WideDkvLoader : BwdTileLoader<Config> {
     if (this->is_elected) barriers.resident_full.arrive();
   }
 
-  // Of a resident chunk: those to hold land in the ring.
+  // Where a resident chunk lands. Chunks that are held in registers land in the ring.
   __device__ __forceinline__ typename Config::Element* place(int chunk) const {
     return chunk < Config::kHeldChunks ? stream.other[chunk] : stream.resident[chunk - Config::kHeldChunks];
   }

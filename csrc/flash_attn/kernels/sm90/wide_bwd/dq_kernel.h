@@ -51,7 +51,7 @@ struct WideDqStorage {
     tma::Barrier::fence_init();
   }
 
-  // Of a resident chunk of Q (0) or dO (1): those to hold land in the ring of V.
+  // Where a resident chunk of Q (0) or dO (1) lands. Chunks that are held in registers land in the ring of V.
   __device__ __forceinline__ Element* place(int which, int chunk) {
     return chunk < Config::kHeldChunks ? v[which * Config::kHeldChunks + chunk]
                                        : resident[which][chunk - Config::kHeldChunks];

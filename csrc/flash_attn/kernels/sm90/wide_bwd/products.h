@@ -40,7 +40,7 @@ struct WideBwdProducts {
   using Transposed = decltype(cute::tile_to_shape(cute::GMMA::Layout_MN_SW128_Atom<Element>{},
                                                   cute::Shape<cute::Int<kCount * Config::kAtomCols>, cute::_64>{},
                                                   cute::Step<cute::_2, cute::_1>{}));
-  template <int kSlices>  // of 16 columns: an A operand in registers, those of an accumulator
+  template <int kSlices>  // of 16 columns: an A operand in the registers of an accumulator
   using Fragment = decltype(cute::make_tensor<Element>(
       cute::Layout<cute::Shape<cute::Shape<cute::_2, cute::_2, cute::_2>, cute::_1, cute::Int<kSlices>>>{}));
 
