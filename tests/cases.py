@@ -14,7 +14,6 @@ import kernel_tables
 
 HEAD_DIMS = (8, 16, 32, 40, 64, 72, 80, 96, 104, 128, 136, 160, 192, 200, 224, 256, 320, 512)
 CPU_HEAD_DIMS = (8, 37, 64, 72, 136, 256, 512)  # of pairwise cases: the CPU backend is one code for all head dims
-BATCH = {"cpu": 3, "cuda": 4}  # of pairwise cases
 GQA_RATIOS = (1, 3, 4, 5, 7, 8, 12)
 PAGE_SIZES = (1, 7, 16, 48, 256, 1000)
 SEQLENS_Q = (0, 1, 63, 64, 65, 127, 128, 129, 1000)
@@ -381,7 +380,7 @@ def pairwise(features: dict[str, tuple], allowed=_allowed) -> list[dict]:
     return rows
 
 
-def _case(row: dict, batch: int = 4) -> Case:
+def _case(row: dict, batch: int = 3) -> Case:
     rest = {key: value for key, value in row.items() if key not in ("lengths", "heads", "head_dims")}
     (sq, sk), (h, h_k) = row["lengths"], row["heads"]
     if "head_dims" in row:
@@ -397,7 +396,7 @@ def features_of(device: str) -> dict[str, tuple]:
 
 def pairwise_cases(device: str) -> list[Case]:
     """Cases that hold every pair of feature values, for ``cpu`` or ``cuda``."""
-    return [_case(row, BATCH[device]) for row in pairwise(features_of(device))]
+    return [_case(row) for row in pairwise(features_of(device))]
 
 
 def value_dim_cases(training=False) -> list[Case]:
@@ -428,5 +427,4 @@ def training_cases(device: str) -> list[Case]:
     """Pairwise combinations of what has a backward: no key padding, no pages."""
     features = {key: values for key, values in features_of(device).items() if key != "page_size"}
     features["kind"] = ("dense", "packed", "padded")
-    rows = pairwise(features, lambda row: has_yardstick({"dtype": "float16", **row}))
-    return [_case(row, BATCH[device]) for row in rows]
+    return [_case(row) for row in pairwise(features, lambda row: has_yardstick({"dtype": "float16", **row}))]
