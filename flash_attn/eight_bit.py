@@ -23,7 +23,7 @@ from torch import Tensor
 
 E4M3, INT8 = torch.float8_e4m3fn, torch.int8
 EIGHT_BIT = (E4M3, INT8)
-OF_QUERIES = (E4M3,)  # q may have them, with k of the same
+OF_QUERIES = (E4M3,)  # q may have them if k has the same
 FLOAT8 = tuple(dtype for dtype in EIGHT_BIT if dtype.is_floating_point)  # torch 2.4 cannot index them
 LARGEST = {E4M3: 448.0, INT8: 127.0}
 _WIDE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

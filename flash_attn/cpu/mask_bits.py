@@ -12,8 +12,8 @@ from .score_tensors import ScoreTensors
 
 
 class MaskBits(NamedTuple):
-    """words: int32 (1 or b, h_m, sq, ceil(keys / 32)), or None: there is no mask. keys: of them the last ones of each
-    sequence; all earlier keys are seen."""
+    """words: int32 (1 or b, h_m, sq, ceil(keys / 32)), or None: there is no mask. keys: how many keys it covers, the
+    last ones of each sequence; all earlier keys are seen."""
 
     words: torch.Tensor | None
     keys: int

@@ -81,7 +81,7 @@ def keeps_scores(dtype: torch.dtype) -> bool:
 def _takes_groups() -> bool:
     """Whether the operators take fewer heads of K and V than of Q; those of old releases read beyond K and V."""
     kv = torch.arange(2.0, device="cpu").view(1, 2, 1, 1).repeat(1, 1, 1, 8)
-    first = kv[:, :1]  # what they read beyond it is there
+    first = kv[:, :1]  # reads beyond it stay inside kv
     try:
         return not _FORWARD(kv, first, first)[0].any()
     except RuntimeError:
@@ -126,5 +126,5 @@ def _aligned(x: torch.Tensor) -> torch.Tensor:
 
 
 def _by_head(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """x in another dtype, the rows of a head adjacent: products are faster so, by less than a copy takes otherwise."""
+    """x in another dtype, the rows of a head adjacent: products are faster then, by less than a copy alone takes."""
     return x.transpose(1, 2).to(dtype, memory_format=torch.contiguous_format).transpose(1, 2)

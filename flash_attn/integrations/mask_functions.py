@@ -27,7 +27,7 @@ class _NoRanges(Exception):
 
 
 class _Queries(NamedTuple):
-    place: Tensor  # (queries,), among the keys
+    place: Tensor  # (queries,): the index of each query among the keys
     position: Tensor  # (queries,) or (batch, queries): in their packed sequence
     tokens: Tensor | None  # bool (batch, n): which keys are no padding
 
@@ -67,7 +67,7 @@ def mask_of(
     The mask has two ranges of keys for each query if they suffice, else bits, for which transformers evaluates all
     scores. Waits for the GPU once if there are blocks.
     """
-    if q_length > 1 and not torch.compiler.is_compiling():  # which cannot look into closures
+    if q_length > 1 and not torch.compiler.is_compiling():  # compiled code cannot look into closures
         try:
             return _ranges_mask(function, q_length, kv_length, q_offset, kv_offset, tokens, device)
         except _NoRanges:

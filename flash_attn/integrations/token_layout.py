@@ -77,7 +77,7 @@ def _same_pass(reader: _Reader | None, asking: _Reader) -> bool:
 
 
 def _execution(x: torch.Tensor) -> tuple[Hashable, ...]:
-    """Mode and stream, which tensors made of x are bound to: training takes no inference tensors."""
+    """Mode and stream of tensors that are made of x: training cannot use tensors of inference mode."""
     stream = torch.cuda.current_stream(x.device) if x.is_cuda else None
     return torch.is_inference_mode_enabled(), stream
 

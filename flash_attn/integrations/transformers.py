@@ -90,7 +90,7 @@ def padding_mask(
 
     Other masks (chunks, blocks, functions of the model's) become an AttentionMask with causal, window and padding.
     """
-    if isinstance(attention_mask, AttentionMask):  # a model that makes masks passes them to one that makes them too
+    if isinstance(attention_mask, AttentionMask):  # an outer model has made it
         return attention_mask
     if mask_function is not None and (use_vmap or is_other_mask(mask_function, q_length)):
         tokens = None if attention_mask is None else attention_mask.bool()

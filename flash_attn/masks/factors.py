@@ -16,7 +16,7 @@ from flash_attn.ops import context
 WORD_BITS = 32
 INT_MAX = 2**31 - 1
 STRIP_ELEMENTS = 1 << 22  # scores that are evaluated at a time
-OF_QUERIES = ("query_ranges", "bits")  # packed: rows are queries; of other factors keys
+OF_QUERIES = ("query_ranges", "bits")  # packed, their rows are queries; rows of other factors are keys
 WHOLE = 2  # class of a block that bits do not hide
 _GATHER_BITS = 0x0102040810204080  # moves bit 8 i to bit 56 + i, for i from 0 to 7
 

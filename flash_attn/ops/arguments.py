@@ -56,7 +56,7 @@ def attention_inputs(names: Sequence[str], values: tuple[Tensor, ...]) -> tuple[
 def autocast(inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Inputs, one of them float32, in the dtype of autocast if that is on; float64 and 8-bit ones stay.
 
-    For half precision inputs alone nobody calls this: they stay, whatever the dtype of autocast.
+    Not called if all inputs have half precision: they stay, whatever the dtype of autocast.
     """
     if not autocasts(inputs[0]):
         return inputs

@@ -416,7 +416,7 @@ class KvCacheArgs(NamedTuple):
     mask_keys: int = 0
 
     def named(self) -> dict[str, object]:
-        """Those of NAMED_OPTIONS that it has, the mask and sm_margin, that are given, by name."""
+        """Those of NAMED_OPTIONS, the mask and sm_margin that are given, by name."""
         given: dict[str, object] = {} if self.sinks is None else {"sinks": self.sinks}
         if self.mask_bits is not None:
             given.update(mask_bits=self.mask_bits, mask_keys=self.mask_keys)

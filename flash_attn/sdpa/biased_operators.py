@@ -17,8 +17,8 @@ from flash_attn.limits import MAX_HEAD_DIM
 from flash_attn.ops import calls
 from flash_attn.ops.attention_args import AttentionArgs, AttentionBackwardArgs
 
-_LSE_ROWS = 32  # that PyTorch's LSE is rounded up to
-_BIAS_COLUMNS = 16  # those of the gradient of attn_bias
+_LSE_ROWS = 32  # PyTorch rounds the rows of its LSE up to a multiple of this
+_BIAS_COLUMNS = 16  # the same for the columns of the gradient of attn_bias
 
 
 def _is_ours(query: Tensor, key: Tensor, value: Tensor, attn_bias: Tensor | None, is_causal: bool) -> bool:

@@ -34,7 +34,7 @@ def all_gather_tensors(x: Tensor, transport: Transport) -> Tensor:
 
 
 def gather_rows(sends: Sequence[Tensor], layout: Layout, transport: Transport) -> Tensor:
-    """All rows from all ranks. sends: for each rank what it gets of this rank's rows, (batch, own rows, ...)."""
+    """All rows from all ranks. sends: for each rank its part of this rank's rows, (batch, own rows, ...)."""
     batch, _, *shape = sends[transport.rank].shape
     shapes = [(batch, layout.tokens_of(r), *shape) for r in range(layout.ranks)]
     result = sends[transport.rank].new_empty((batch, layout.cu[-1], *shape))

@@ -62,7 +62,7 @@ def checked_communicator(
     copies: bool = False,
     dimensions: tuple[int, ...] = (1,),
 ) -> Communicator:
-    """`communicator_of`, whose errors also raise on the ranks that wait for this one in what mesh or group names."""
+    """`communicator_of`. Its errors are raised on the other ranks of mesh and group too, which would wait."""
     try:
         return communicator_of(mesh, group, arguments.flag("copies", copies), dimensions)
     except Exception as error:
