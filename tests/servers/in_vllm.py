@@ -117,8 +117,9 @@ def build(builder, batch):
 
 def forward(backend, batch, kv_cache_dtype, descales=(1.0, 1.0, 1.0), **options):
     """FlashAttentionImpl.forward over vLLM's cache (num_blocks, num_kv_heads, block_size, 2 * head_size)."""
+    head_dim = batch.q.shape[-1]
     implementation = backend.FlashAttentionImpl(
-        HEADS, HEAD_DIM, HEAD_DIM**-0.5, HEADS_K, alibi_slopes=None, kv_cache_dtype=kv_cache_dtype, **options
+        HEADS, head_dim, head_dim**-0.5, HEADS_K, alibi_slopes=None, kv_cache_dtype=kv_cache_dtype, **options
     )
     scales = dict(zip(("_q_scale", "_k_scale", "_v_scale"), map(torch.tensor, descales)))
     cache = torch.cat([batch.k, batch.v], -1).transpose(1, 2).contiguous()
@@ -162,38 +163,78 @@ def test_forward_over_an_fp8_cache(backend):
 
 
 def test_fallback(backend):
-    """Mask functions reach vLLM's own function, here without its extension."""
+    """Context parallelism reaches vLLM's own function, here without its extension."""
     batch = make_batch("cpu")
     with pytest.raises(AttributeError, match="_vllm_fa3_C"):
         backend.flash_attn_varlen_func(
             batch.q, batch.k, batch.v, 20, batch.cu_q, 41, seqused_k=batch.lengths, block_table=batch.table,
-            mask_mod=len, causal=True, fa_version=3, scheduler_metadata=None,
+            cp_world_size=2, causal=True, fa_version=3, scheduler_metadata=None,
         )  # fmt: skip
+
+
+def latent_implementation(module, name, **attributes):
+    """vLLM's own class with what its forward reads; its constructor wants a model."""
+    cls = getattr(importlib.import_module(f"vllm.v1.attention.backends.mla.{module}"), name)
+    implementation = object.__new__(cls)
+    vars(implementation).update(kv_lora_rank=512, qk_rope_head_dim=64, scale=576**-0.5, kv_cache_dtype="auto")
+    vars(implementation).update(need_to_return_lse_for_decode=True, dcp_world_size=1, dcp_rank=0, **attributes)
+    return implementation
+
+
+def latent_cache(batch):
+    """The tensor that K and V are views of: (num_blocks, block_size, 576)."""
+    return torch.cat([batch.v, batch.k], -1).squeeze(2)
 
 
 def test_latent_attention(backend):
-    """MLA's decoding, by the name that vLLM's backend for it calls."""
-    mla = importlib.import_module("vllm.v1.attention.backends.mla.flashattn_mla")
+    """MLA's decoding, by vLLM's backend for it."""
+    module = importlib.import_module("vllm.v1.attention.backends.mla.flashattn_mla")
     batch = make_latent_batch("cpu")
-    batch.check(
-        *mla.flash_attn_varlen_func(
-            q=batch.q,
-            k=batch.k,
-            v=batch.v,
-            q_v=batch.q_v,
-            max_seqlen_q=20,
-            cu_seqlens_q=batch.batch.cu_q,
-            max_seqlen_k=41,
-            seqused_k=batch.batch.lengths,
-            block_table=batch.batch.table,
-            softmax_scale=576**-0.5,
-            causal=True,
-            return_softmax_lse=True,
-            fa_version=3,
-            scheduler_metadata=None,
-            num_splits=0,
-        )  # fmt: skip
+    decode = module.FlashAttnMLADecodeMetadata(
+        block_table=batch.batch.table,
+        seq_lens=batch.batch.lengths,
+        dcp_tot_seq_lens=None,
+        query_start_loc=batch.batch.cu_q,
+        max_query_len=max(LENGTHS_Q),
+        max_seq_len=max(LENGTHS_K),
     )
+    implementation = latent_implementation("flashattn_mla", "FlashAttnMLAImpl")
+    out, lse = implementation.forward_mqa(
+        (batch.q_v, batch.q), latent_cache(batch), SimpleNamespace(decode=decode), SimpleNamespace()
+    )
+    batch.check(out, lse.transpose(0, 1))
+
+
+def test_sparse_latent_attention(backend):
+    """Keys by indices: pages of one row, a sequence for each token; indices end at -1."""
+    batch = make_latent_batch("cpu")
+    cache, page, count = latent_cache(batch), batch.k.shape[1], 5
+    row = int(batch.batch.table[4, 0]) * page
+    indices = torch.full((3, 8), -1, dtype=torch.int32)
+    indices[:, :count] = torch.stack([row + torch.randperm(page)[:count] for _ in indices])
+    valid = torch.tensor([count, 1, 0], dtype=torch.int32)
+    implementation = latent_implementation(
+        "flashattn_mla_sparse", "FlashAttnMLASparseImpl", cu_seqlens_q_buffer=torch.arange(9, dtype=torch.int32)
+    )
+    q, q_v = batch.q[:3], batch.q_v[:3]
+    out, _ = implementation._forward_mqa_kernel(
+        (q_v, q), cache, indices, valid, layer=None, block_size=page, is_decode=True
+    )
+    for token, used in enumerate(valid.tolist()):
+        rows = cache.flatten(0, 1)[indices[token, :used].long()]
+        scores = torch.cat([q_v[token], q[token]], -1) @ rows.T * implementation.scale
+        torch.testing.assert_close(out[token], scores.softmax(-1) @ rows[:, :512], atol=1e-5, rtol=1e-5)
+
+
+def test_head_dim_512(backend):
+    """Gemma 4's global layers, for which vLLM takes the fourth version of its function on Hopper."""
+    supported, version = backend.FlashAttentionBackend.supports_head_size, backend.get_flash_attn_version
+    assert supported(512) and version(head_size=512) == 4
+    batch = make_batch("cpu", 512, head_dim=512)
+    exact = batch._replace(q=batch.q.double(), k=batch.k.double(), v=batch.v.double())
+    out = forward(backend, batch, "auto", sliding_window=None)
+    expected, _ = exact.by_sequence(causal=True)
+    torch.testing.assert_close(out.double(), expected[: len(out)], atol=1e-5, rtol=1e-5)
 
 
 def test_engine_args_without_cuda(tmp_path):
