@@ -148,7 +148,8 @@ struct BwdLoader {
   }
 
   __device__ __forceinline__ void run(const BwdWorkTile& tile) {
-    using cute::TMA::CacheHintSm90;
+    // Ranked above dQ's sums, the rows of heads that are done would drive those of running ones out of L2.
+    constexpr auto kHint = cute::TMA::CacheHintSm90::EVICT_NORMAL;
     const Flash_bwd_params& params = launch.params;
     const bool is_varlen = params.is_varlen();
     const TmaRows k_rows(is_varlen, tile.batch, tile.k_begin, tile.seqlen_k);
@@ -167,10 +168,10 @@ struct BwdLoader {
       const MaskedRows<Config> masked_queries = masked_queries_of<Config>(launch, tile, at, row, first_row);
       storage.q_empty[stage].wait(state.phase ^ 1);
       load<Config::kBlockM, Config::kHeadDim>(launch.q_map, storage.q_full[stage], storage.q[stage], q_rows, row,
-                                              masked_queries, at.head, CacheHintSm90::EVICT_LAST);
+                                              masked_queries, at.head, kHint);
       storage.do_empty[stage].wait(state.phase ^ 1);
       load<Config::kBlockM, Config::kHeadDim>(launch.do_map, storage.do_full[stage], storage.dout[stage], q_rows, row,
-                                              masked_queries, at.head, CacheHintSm90::EVICT_LAST);
+                                              masked_queries, at.head, kHint);
       if (i == 0) load_kv(k_rows, tile, order, key, first_visible_key(visibility), tile.head_k);
       if constexpr (Config::kBiased) load_bias(tile, at);
       state.advance();

@@ -4,7 +4,6 @@
 // the LSE: Dao et al. 2022, appendix B.
 #pragma once
 
-#include <cute/arch/copy_sm90.hpp>
 #include <cute/arch/copy_sm90_tma.hpp>
 #include <cute/tensor.hpp>
 
@@ -20,7 +19,6 @@
 #include "kernels/sm90/bwd_steps.h"
 #include "kernels/sm90/gemm.h"
 #include "kernels/tma/bulk_reduce.h"
-#include "kernels/tma/swizzle.h"
 
 namespace flash {
 namespace sm90 {
@@ -117,26 +115,6 @@ struct BwdMainloop {
     start_gemm(mma, a, mma.get_slice(thread).partition_fragment_B(cols), acc, false);
   }
 
-  // Stores dS^T of this warp's 16 keys transposed, as rows of queries (stmatrix.trans): a 16-byte vector holds 8 keys
-  // of one query. Rows 16 apart have the same swizzle. The wgmma that reads dS is of the async proxy: fence_buffer()
-  // must follow.
-  template <class Values>
-  __device__ __forceinline__ void write_ds(const Values& values, int buffer) const {
-    constexpr int kAtomCols = Config::kAtomCols;
-    const int lane = thread % 32, row = lane / 16 * 8 + lane % 8;
-    const int key = 64 * group + thread / 32 * 16 + lane / 8 % 2 * kVectorCols;
-    Element* const first = storage.ds[buffer] + key / kAtomCols * Config::kBlockM * kAtomCols +
-                           swizzle_offset(kAtomCols, row, key % kAtomCols / kVectorCols);
-    const auto pairs = cute::recast<uint32_t>(values);  // pairs of queries; then keys 8 apart, then queries 8 apart
-#pragma unroll
-    for (int i = 0; i < decltype(cute::size(pairs))::value; i += 4) {
-      cute::SM90_U16x8_STSM_T::copy(pairs(i), pairs(i + 1), pairs(i + 2), pairs(i + 3),
-                                    *reinterpret_cast<cute::uint128_t*>(first + i / 4 * 16 * kAtomCols));
-    }
-  }
-
-  __device__ __forceinline__ void release(Barrier* empty) const { empty[state.stage].arrive(); }
-
   // One m_block of one query head, without a dQ warpgroup.
   __device__ __forceinline__ void step(const BwdStep<Config>& at, int i) {
     using namespace cute;
@@ -150,8 +128,10 @@ struct BwdMainloop {
     start_scores(storage.v[0], storage.dout[stage], acc_dp);
     wait_for<1>(acc_s);
     differentiate<true>(at, Config::kListed && is_whole(at), lse_log2, acc_s, acc_dp);
-    compute_dk_alternate_dq(acc_dp, i);
-    if constexpr (Config::kBiased) last_step = at;
+    const auto ds = convert<Element>(acc_dp);
+    store_ds(ds, i == 0);
+    start_dkv(ds, storage.q[stage], acc_dk);
+    wait_for<0>(acc_dk);
   }
 
   // kListed: whether every query of the step sees all keys of this consumer.
@@ -269,17 +249,6 @@ struct BwdMainloop {
     }
   }
 
-  // kAlternateDq: stores dS, computes dK (dV is in flight), then dQ of the previous step if that is this consumer's.
-  __device__ __forceinline__ void compute_dk_alternate_dq(const AccSdP& acc_ds, int i) {
-    const auto ds = convert<Element>(acc_ds);
-    store_ds(ds, i == 0);
-    start_dkv(ds, storage.q[state.stage], acc_dk);
-    wait_for<0>(acc_dk);
-    release_step(state.stage);
-    state.advance();
-    if (i > 0) compute_own_dq();
-  }
-
   __device__ __forceinline__ QStep own_dq_step() const {
     if constexpr (Config::kBiased) return last_step;
     return {};  // nothing depends on it
@@ -322,23 +291,22 @@ struct BwdMainloop {
   __device__ __forceinline__ void store_ds(const Values& ds, bool is_first) {
     storage.ds_empty[ds_state.stage].wait(ds_state.phase ^ 1);
     if (!Config::kSeparateDkvSmem && is_first) wait_for_dkv_stores();
-    write_ds(ds, ds_state.stage);
+    write_ds<Config>(ds, storage.ds[ds_state.stage], group, thread);
     storage.ds_full[ds_state.stage].arrive();
     ds_state.advance();
   }
 
-  // A step whose rows see no key of this consumer's 64: arrives on the same barriers as every other step.
+  // A step whose rows see no key of this consumer's 64: waits and arrives like every other step, up to the release.
   __device__ __forceinline__ void store_zero_ds(bool is_first) {
     AccSdP zeros;
     cute::clear(zeros);
     storage.q_full[state.stage].wait(state.phase);
     storage.do_full[state.stage].wait(state.phase);
-    wait_for_order_barrier<Config>(group);
-    arrive_at_order_barrier<Config>(group);
+    if constexpr (Config::kHasDqWarpgroup) {
+      wait_for_order_barrier<Config>(group);
+      arrive_at_order_barrier<Config>(group);
+    }
     store_ds(convert<Element>(zeros), is_first);
-    release(storage.do_empty);
-    release(storage.q_empty);
-    state.advance();
   }
 
   // Steps [begin, end) of the work tile, the first of them at `at`. S of the next step is in flight together with dK of
@@ -408,9 +376,38 @@ struct BwdMainloop {
     const bool is_visible = visible.end > visible.begin;
     const int begin = is_visible ? (order.rows.end - visible.end) * order.heads : count;
     const int end = is_visible ? count - (visible.begin - order.rows.begin) * order.heads : count;
-    for (int i = 0; i < begin; ++i) store_zero_ds(i == 0);
+    for (int i = 0; i < begin; ++i) skip_step(i == 0);
     if (is_visible) run_visible({order.first_head, visible.end - 1}, begin, end);
-    for (int i = end; i < count; ++i) store_zero_ds(false);
+    for (int i = end; i < count; ++i) skip_step(false);
+  }
+
+  __device__ __forceinline__ void skip_step(bool is_first) {
+    store_zero_ds(is_first);
+    release_step(state.stage);
+    state.advance();
+  }
+
+  // Without a dQ warpgroup. A step that sees no key of this consumer has no products of its own.
+  __device__ __forceinline__ void run_alternating(int count) {
+    const RowRange visible =
+        Config::kListed ? RowRange{} : row_range(visibility, key_begin() / 64, Config::kBlockM, 64);
+    BwdStep<Config> at = order.start();
+    for (int i = 0; i < count; ++i) {
+      if (Config::kListed || (at.m_block >= visible.begin && at.m_block < visible.end)) {
+        step(at, i);
+      } else {
+        store_zero_ds(i == 0);
+      }
+      release_step(state.stage);
+      state.advance();
+      if (i > 0) compute_own_dq();
+      if constexpr (Config::kBiased) last_step = at;
+      order.advance(at);
+    }
+    compute_own_dq();
+    storage.kv_empty[0][0].arrive();
+    wait_for_ds_readers();
+    wait_for_dq_buffer<Config>(storage, ds_state);
   }
 
   // Waits until the warpgroup that computes dQ has read all dS of this consumer.
@@ -433,15 +430,7 @@ struct BwdMainloop {
     if constexpr (Config::kHasDqWarpgroup) {
       run_with_dq_warpgroup(count);
     } else {
-      BwdStep<Config> at = order.start();
-      for (int i = 0; i < count; ++i) {
-        step(at, i);
-        order.advance(at);
-      }
-      compute_own_dq();
-      storage.kv_empty[0][0].arrive();
-      wait_for_ds_readers();
-      wait_for_dq_buffer<Config>(storage, ds_state);
+      run_alternating(count);
     }
   }
 };
