@@ -107,13 +107,15 @@ struct SoftmaxDLaunch {
   }
 };
 
-// Clears this thread block's part of the fp32 dQ and of the semaphores.
+// Clears this thread block's part of the fp32 dQ and of the semaphores. Returns the index after a thread's last vector.
 template <class Params>
-__device__ void clear_workspace(const SoftmaxDLaunch<Params>& launch, int cta) {
+__device__ int64_t clear_workspace(const SoftmaxDLaunch<Params>& launch, int cta) {
   const int64_t begin = launch.cleared_vectors * cta;
   const int64_t end = min(begin + launch.cleared_vectors, launch.params.workspace_vectors);
+  int64_t i = begin + threadIdx.x;
 #pragma unroll 1  // to unroll it, nvcc would divide by the number of threads first
-  for (int64_t i = begin + threadIdx.x; i < end; i += blockDim.x) launch.params.workspace_ptr[i] = float4{};
+  for (; i < end; i += blockDim.x) launch.params.workspace_ptr[i] = float4{};
+  return i;
 }
 
 // The sum over a thread block of kLeastThreads, in a fixed order, valid in thread 0.
@@ -125,6 +127,11 @@ __device__ float block_sum(float value) {
   float sum = 0.0f;
   for (const float part : warp_sums) sum += part;
   return sum;
+}
+
+// Until here nobody waits for the load of `vector`: nvcc would unpack it at once.
+__device__ void use_from_here(uint4& vector) {
+  asm volatile("" : "+r"(vector.x), "+r"(vector.y), "+r"(vector.z), "+r"(vector.w));
 }
 
 // A dense call of few rows, without sinks: each lane of a row has one load of dO and one of O, and all are on their way
@@ -151,7 +158,10 @@ __global__ void __launch_bounds__(kMostThreads, kLargestBlocksPerSm)
     dout = load(params.do_ptr, params.do_strides);
     out = load(params.o_ptr, params.o_strides);
   }
-  clear_workspace(launch, thread_block);
+  // Never true, but ptxas, which would wait for the loads first, cannot know that.
+  if (clear_workspace(launch, thread_block) < 0) return;
+  use_from_here(dout);
+  use_from_here(out);
   float sum = dot<Pair>(dout, out);
 #pragma unroll
   for (int distance = 16; distance > 0; distance /= 2) {
