@@ -35,6 +35,10 @@ struct JvpFwdConfig {
   // With 232 registers a step of head dim 128 reads spilled words.
   static constexpr int kProducerRegisters = kHeadDim == 64 ? 40 : 24, kConsumerRegisters = kHeadDim == 64 ? 232 : 240;
   static_assert(kConsumerGroups == 1 && kWarpGroups == 2, "register budgets");
+  // Both warpgroups pack P and H at the same time otherwise, with idle tensor cores.
+  static constexpr bool kPingPong = kHeadDim == 64;
+  // ptxas sinks exp2 below the wait for O and O' otherwise, and S' is issued at the pace of exp2.
+  static constexpr bool kExpBeforePvWait = kHeadDim == 64;
 
   // Features of FwdConfig.
   static constexpr bool kHasPages = false, kHasScoreMod = false, kNoMask = false, kHasStoreWarp = false;
