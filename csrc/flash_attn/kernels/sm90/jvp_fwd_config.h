@@ -37,8 +37,9 @@ struct JvpFwdConfig {
   static_assert(kConsumerGroups == 1 && kWarpGroups == 2, "register budgets");
   // Both warpgroups pack P and H at the same time otherwise, with idle tensor cores.
   static constexpr bool kPingPong = kHeadDim == 64;
-  // ptxas sinks exp2 below the wait for O and O' otherwise, and S' is issued at the pace of exp2.
-  static constexpr bool kExpBeforePvWait = kHeadDim == 64;
+  // exp2 while O and O' of the previous block, or a tile's first S', are computed. ptxas would sink it below the wait
+  // for them, and issue S' at its pace.
+  static constexpr bool kExpBeforeWait = kHeadDim == 64;
 
   // Features of FwdConfig.
   static constexpr bool kHasPages = false, kHasScoreMod = false, kNoMask = false, kHasStoreWarp = false;

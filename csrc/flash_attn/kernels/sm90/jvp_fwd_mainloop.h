@@ -244,6 +244,13 @@ struct JvpFwdMainloop {
     for (int mi = 0; mi < kRows; ++mi) center[mi] = sum_h[mi] = 0.0f;
   }
 
+  // Keeps exp2 before the next wait for GEMMs. `row_sum < 0` is never true, but ptxas cannot know that, so this wait
+  // for a phase that is complete depends on every exp2.
+  __device__ __forceinline__ void finish_exp(const Barrier& complete, uint32_t phase) const {
+    const bool never = softmax.row_sum[0][0] + softmax.row_sum[1][0] < 0.0f;
+    complete.wait(phase ^ never);
+  }
+
   // P and H of a tile's first block.
   __device__ __forceinline__ void first_step(const BlockIterator& at, int q_stage) {
     reset();
@@ -251,20 +258,18 @@ struct JvpFwdMainloop {
     wait_for_order_barrier();
     issue_scores(q_stage);
     issue_tangent_scores(q_stage);
-    wait_for<0>(acc_s);
+    wait_for<Config::kExpBeforeWait ? 2 : 0>(acc_s);
     arrive_at_order_barrier();
+    float correction[kRows];
+    if constexpr (Config::kExpBeforeWait) {
+      exponentiate<true>(at, correction);
+      finish_exp(storage.k_full[k_state.stage], k_state.phase);
+      wait_for<0>(acc_ts);
+    }
     cute::warpgroup_fence_operand(acc_ts);
     release(storage.k_empty, k_state);
-    float correction[kRows];
-    exponentiate<true>(at, correction);
+    if constexpr (!Config::kExpBeforeWait) exponentiate<true>(at, correction);
     pack<true>(at);
-  }
-
-  // Keeps exp2 before the wait for O and O'. `row_sum < 0` is never true, but ptxas cannot know that, so this (already
-  // complete) wait depends on every exp2.
-  __device__ __forceinline__ void finish_exp_before_pv_wait() const {
-    const bool never = softmax.row_sum[0][0] + softmax.row_sum[1][0] < 0.0f;
-    storage.v_full[v_state.stage].wait(v_state.phase ^ never);
   }
 
   // P and H of a block, O and O' of the one before it. S' has to wait for registers until H of that block has been
@@ -278,7 +283,7 @@ struct JvpFwdMainloop {
     arrive_at_order_barrier();
     float correction[kRows];
     const int updates = exponentiate<false>(at, correction);
-    if constexpr (Config::kExpBeforePvWait) finish_exp_before_pv_wait();
+    if constexpr (Config::kExpBeforeWait) finish_exp(storage.v_full[v_state.stage], v_state.phase);
     wait_for_outputs();
     issue_tangent_scores(q_stage);
     if (updates) rescale(correction);
