@@ -35,6 +35,11 @@ struct JvpFwdConfig {
   // With 232 registers a step of head dim 128 reads spilled words.
   static constexpr int kProducerRegisters = kHeadDim == 64 ? 40 : 24, kConsumerRegisters = kHeadDim == 64 ? 232 : 240;
   static_assert(kConsumerGroups == 1 && kWarpGroups == 2, "register budgets");
+  // Both warpgroups pack P and H at the same time otherwise, with idle tensor cores.
+  static constexpr bool kPingPong = kHeadDim == 64;
+  // exp2 while O and O' of the previous block, or a tile's first S', are computed. ptxas would sink it below the wait
+  // for them, and issue S' at its pace.
+  static constexpr bool kExpBeforeWait = kHeadDim == 64;
 
   // Features of FwdConfig.
   static constexpr bool kHasPages = false, kHasScoreMod = false, kNoMask = false, kHasStoreWarp = false;

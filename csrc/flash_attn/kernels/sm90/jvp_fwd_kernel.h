@@ -128,8 +128,10 @@ struct JvpFwdConsumer {
 
   // The work tiles of this warpgroup.
   __device__ __forceinline__ void compute_attn() {
+    if (mainloop.group == 1) mainloop.arrive_at_order_barrier();  // lets the first group start
 #pragma unroll 1
     for (int slot = next_slot(); !mainloop.tile(slot).empty(); slot = next_slot()) compute_attn_1rowblock(slot);
+    if (mainloop.group == 0) mainloop.wait_for_order_barrier();  // the last group's arrival
     // Shared memory must outlive the last TMA store's reads.
     if (threadIdx.x % 32 == 0) cute::tma_store_wait<0>();
   }

@@ -6,6 +6,8 @@
 // near the mean of S' it keeps the rounding of H to 16 bits from that part of S' that cancels.
 #pragma once
 
+#include <cutlass/arch/barrier.h>
+
 #include <cute/tensor.hpp>
 
 #include "kernels/common/accumulator.h"
@@ -28,7 +30,8 @@ struct JvpFwdMainloop {
   using KvState = PipelineState<Config::kKvStages>;
   using MmaQk = typename Config::MmaQk;
   using MmaPv = typename Config::MmaPv;
-  static constexpr int kRows = 2;  // accumulator rows per thread
+  static constexpr int kRows = 2;                                  // accumulator rows per thread
+  static constexpr uint32_t kPingPongBarrier = kBeginBarrier + 1;  // the first of one for each warpgroup
   enum Operand { kPrimal, kTangent };
   using AccS = decltype(cute::partition_fragment_C(MmaQk{}, cute::Shape<cute::_64, cute::Int<Config::kBlockN>>{}));
   using AccO = decltype(cute::partition_fragment_C(MmaPv{}, cute::Shape<cute::_64, cute::Int<Config::kHeadDimV>>{}));
@@ -122,6 +125,14 @@ struct JvpFwdMainloop {
 
   __device__ __forceinline__ void wait_for_k() const { storage.k_full[k_state.stage].wait(k_state.phase); }
 
+  // Ping-pong barrier: once per KV block, skipped blocks included, because both warpgroups must arrive equally often.
+  __device__ __forceinline__ void wait_for_order_barrier() const {
+    if constexpr (Config::kPingPong) cutlass::arch::NamedBarrier::sync(256, kPingPongBarrier + group);
+  }
+  __device__ __forceinline__ void arrive_at_order_barrier() const {
+    if constexpr (Config::kPingPong) cutlass::arch::NamedBarrier::arrive(256, kPingPongBarrier + (group ^ 1));
+  }
+
   // This warp has read the stage.
   __device__ __forceinline__ static void release(Barrier* empty, KvState& state) {
     if (threadIdx.x % 32 == 0) empty[state.stage].arrive();
@@ -133,6 +144,8 @@ struct JvpFwdMainloop {
 #pragma unroll 1
     for (int i = 0; i < count; ++i) {
       wait_for_k();
+      wait_for_order_barrier();
+      arrive_at_order_barrier();
       release(storage.k_empty, k_state);
     }
   }
@@ -231,29 +244,46 @@ struct JvpFwdMainloop {
     for (int mi = 0; mi < kRows; ++mi) center[mi] = sum_h[mi] = 0.0f;
   }
 
+  // Keeps exp2 before the next wait for GEMMs. `row_sum < 0` is never true, but ptxas cannot know that, so this wait
+  // for a phase that is complete depends on every exp2.
+  __device__ __forceinline__ void finish_exp(const Barrier& complete, uint32_t phase) const {
+    const bool never = softmax.row_sum[0][0] + softmax.row_sum[1][0] < 0.0f;
+    complete.wait(phase ^ never);
+  }
+
   // P and H of a tile's first block.
   __device__ __forceinline__ void first_step(const BlockIterator& at, int q_stage) {
     reset();
     wait_for_k();
+    wait_for_order_barrier();
     issue_scores(q_stage);
     issue_tangent_scores(q_stage);
-    wait_for<0>(acc_s);
+    wait_for<Config::kExpBeforeWait ? 2 : 0>(acc_s);
+    arrive_at_order_barrier();
+    float correction[kRows];
+    if constexpr (Config::kExpBeforeWait) {
+      exponentiate<true>(at, correction);
+      finish_exp(storage.k_full[k_state.stage], k_state.phase);
+      wait_for<0>(acc_ts);
+    }
     cute::warpgroup_fence_operand(acc_ts);
     release(storage.k_empty, k_state);
-    float correction[kRows];
-    exponentiate<true>(at, correction);
+    if constexpr (!Config::kExpBeforeWait) exponentiate<true>(at, correction);
     pack<true>(at);
   }
 
   // P and H of a block, O and O' of the one before it. S' has to wait for registers until H of that block has been
-  // read: its GEMMs follow, while this warp exponentiates.
+  // read. The other warpgroup may issue its S once this one's is complete: they stay out of phase.
   __device__ __forceinline__ void step(const BlockIterator& at, int q_stage, bool clears) {
     wait_for_k();
+    wait_for_order_barrier();
     issue_scores(q_stage);
     issue_outputs(clears);
     wait_for<1>(acc_s);
+    arrive_at_order_barrier();
     float correction[kRows];
     const int updates = exponentiate<false>(at, correction);
+    if constexpr (Config::kExpBeforeWait) finish_exp(storage.v_full[v_state.stage], v_state.phase);
     wait_for_outputs();
     issue_tangent_scores(q_stage);
     if (updates) rescale(correction);
