@@ -114,6 +114,10 @@ struct Fp8FwdConfig {
   static constexpr int kOutAtomCols = plan::swizzle_atom_cols(kHeadDim);  // columns of O in a swizzle atom
   static constexpr int kStagedCols = kTile.o_cols;                        // columns of O staged at a time
   static constexpr int kSmemO = 64 * kStagedCols;
+  // Half of the columns of O take as much as Q: the second half is staged over Q, so that no warp waits for a store.
+  // With kExpBits ptxas would serialise the products.
+  static constexpr bool kStagesOverQ = kHeadDim > 64 && !kExpBits;
+  static_assert(!kStagesOverQ || (2 * kStagedCols == kHeadDim && 2 * kSmemO == kSmemQ));
 };
 
 }  // namespace sm90
