@@ -135,8 +135,8 @@ struct Fp8FwdConsumer {
 #pragma unroll
     for (int first = 0; first < Config::kHeadDimV; first += kStagedCols) {
       const bool is_over_q = Config::kStagesOverQ && first > 0;
-      auto* const buffer = is_over_q ? reinterpret_cast<OutElement*>(storage.q[q_stage][mainloop.group])
-                                     : storage.o[mainloop.group];
+      auto* const buffer =
+          is_over_q ? reinterpret_cast<OutElement*>(storage.q[q_stage][mainloop.group]) : storage.o[mainloop.group];
       if (issues && !is_over_q) cute::tma_store_wait<0>();
       __syncwarp();
       const auto columns = cute::make_tensor(mainloop.acc_o.data() + first / 2, cute::Int<kStagedCols / 2>{});
