@@ -14,7 +14,7 @@ namespace plan {
 constexpr Sm90FwdTile kSm90Fp8FwdTiles[] = {
     {64, 192, 128, 4, 2, false, 1, 0, 64},
     {128, 192, 128, 4, 2, false, 1, 0, 64},
-    {256, 128, 128, 2, 2, false, 1, 0, 64},
+    {256, 128, 128, 2, 2, false, 1, 0, 128},
 };
 // Of kernels that transpose V. They hold kFp8RawVStages stages of V before it is transposed too.
 constexpr Sm90FwdTile kSm90Fp8TransposingTiles[] = {

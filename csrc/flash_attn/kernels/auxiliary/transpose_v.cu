@@ -1,4 +1,5 @@
-// V^T for the e4m3 forward, whose P V reads both operands along the keys: a thread block transposes 128 keys of a head.
+// V^T for the e4m3 forward, whose P V reads both operands along the keys: a thread block transposes 128 keys of a head,
+// at most 128 columns of them, so that all multiprocessors have several thread blocks until the end.
 // Bound by memory: it reads V once and writes as many bytes.
 #include <algorithm>
 #include <atomic>
@@ -15,6 +16,7 @@ namespace flash {
 namespace {
 
 constexpr int kThreads = 256, kKeys = e4m3::kVtKeys;
+constexpr int kBlocksPerSm = 8;  // all threads of a multiprocessor: loads in flight hide latency
 
 // kCols columns of 128 keys, in words of four columns.
 template <int kCols>
@@ -114,15 +116,20 @@ __device__ __forceinline__ void store_columns(const Flash_fwd_fp8_params& params
 }
 
 template <int kCols>
-__global__ void __launch_bounds__(kThreads) transpose_v_kernel(const __grid_constant__ Flash_fwd_fp8_params params) {
+__global__ void __launch_bounds__(kThreads, kBlocksPerSm)
+    transpose_v_kernel(const __grid_constant__ Flash_fwd_fp8_params params) {
   __shared__ uint32_t words[KeyWords<kCols>::kWords];
   wait_for_previous_kernel();
   allow_next_kernel();  // it calls wait_for_previous_kernel() before it reads any of this
   if (blockIdx.x == 0 && threadIdx.x == 0 && params.tile_count_semaphore != nullptr) *params.tile_count_semaphore = 0;
   store_rng_state(params.dropout);
   if (params.vt_keys == 0) return;
-  const VtTile at = vt_tile(params, reversed_block());
+  const int parts = params.d_v / kCols, index = reversed_block();
+  VtTile at = vt_tile(params, index / parts);
   if (at.end <= 0) return;  // no sequence has these keys: V^T is never read there
+  const int first_col = index % parts * kCols;
+  at.source += first_col;
+  at.target += first_col * params.vt_keys;
   load_keys<kCols>(params, at, words);
   __syncthreads();
   store_columns<kCols>(params, at, words);
@@ -132,7 +139,8 @@ template <int kCols>
 cudaError_t launch_transpose_v(const Flash_fwd_fp8_params& params, cudaStream_t stream) {
   static std::atomic<uint64_t> configured_devices{0};
   const int64_t matrices = static_cast<int64_t>(params.is_varlen() ? 1 : params.b) * params.h_k;
-  const int64_t blocks = std::max<int64_t>(matrices * (params.vt_keys / kKeys), 1);  // one clears the semaphore
+  const int64_t tiles = matrices * (params.vt_keys / kKeys) * (params.d_v / kCols);
+  const int64_t blocks = std::max<int64_t>(tiles, 1);  // one clears the semaphore
   return launch_dependent(transpose_v_kernel<kCols>, blocks, kThreads, 0, params, params.device, stream,
                           configured_devices);
 }
@@ -142,8 +150,8 @@ cudaError_t launch_transpose_v(const Flash_fwd_fp8_params& params, cudaStream_t 
 cudaError_t run_transpose_v(const Flash_fwd_fp8_params& params, cudaStream_t stream) {
   switch (params.d_v) {
     case 64: return launch_transpose_v<64>(params, stream);
-    case 128: return launch_transpose_v<128>(params, stream);
-    case 256: return launch_transpose_v<256>(params, stream);
+    case 128:
+    case 256: return launch_transpose_v<128>(params, stream);
     default: return cudaErrorInvalidValue;  // plan::sm90_fp8_fwd_tile() has no other
   }
 }

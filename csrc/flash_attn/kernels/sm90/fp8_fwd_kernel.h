@@ -65,22 +65,36 @@ struct Fp8FwdConsumer {
     mainloop.issue_first_qk(q_state.stage);
   }
 
+  // This warp reads the stage of Q no more: all GEMMs are complete, and with kStagesOverQ stores from it too.
+  __device__ __forceinline__ void release_q(int q_stage) {
+    if (threadIdx.x % 32 != 0) return;
+    if constexpr (Config::kStagesOverQ) cute::tma_store_wait<0>();
+    storage.q_empty[q_stage][mainloop.group].arrive();
+  }
+  // With kStagesOverQ the Q of the previous tile is released behind the first step of this one, so that its store has
+  // had time.
+  __device__ __forceinline__ void release_previous_q(bool is_first) {
+    static_assert(Config::kQStages == 2);
+    if (Config::kStagesOverQ && !is_first) release_q(1 - q_state.stage);
+  }
+
   // On entry S of this tile's first block is complete, on exit that of the tile in the returned slot.
-  __device__ __forceinline__ int compute_attn_1rowblock(int slot) {
+  __device__ __forceinline__ int compute_attn_1rowblock(int slot, bool is_first) {
     const int q_stage = q_state.stage;
     const bool computes = mainloop.steps(slot).count > 0;
     set_scale(mainloop.tile(slot));
     if (computes) {
       mainloop.first_step(slot, q_stage);
+      release_previous_q(is_first);
       mainloop.skip_v(mainloop.steps(slot).skipped_first);
       mainloop.run(slot, q_stage);
       mainloop.skip_k(mainloop.steps(slot).skipped_last);
     } else {
       storage.q_full[q_stage][mainloop.group].wait(q_state.phase);
+      release_previous_q(is_first);  // before the wait for V, which may be loaded after the Q of that stage
       mainloop.skip(storage.order[slot].value.count());
     }
-    // All GEMMs of this warp that read Q are complete: releases Q.
-    if (threadIdx.x % 32 == 0) storage.q_empty[q_stage][mainloop.group].arrive();
+    if constexpr (!Config::kStagesOverQ) release_q(q_stage);
     q_state.advance();
     const WorkTile tile = mainloop.tile(slot);
     const int skipped_last = mainloop.steps(slot).skipped_last;
@@ -94,43 +108,49 @@ struct Fp8FwdConsumer {
       issue_first_qk(next);
       mainloop.reset();
     }
-    store(tile);
+    store(tile, q_stage);
     mainloop.wait_for_scores();
     return next;
   }
 
-  __device__ __forceinline__ void store(const WorkTile& tile) {
+  __device__ __forceinline__ void store(const WorkTile& tile, int q_stage) {
     const Flash_fwd_params& params = launch.params;
     const float sink = row_sink(params, tile);
     const int row_begin = tile.row_begin + 64 * mainloop.group;
     float o_scale[kRows];
     mainloop.softmax.finalize_rounded(o_scale, descale_of(launch.v_descale, tile), sink);
-    store_o(tile, row_begin, o_scale);
+    store_o(tile, row_begin, q_stage, o_scale);
     store_lse(mainloop.softmax, params, tile, mainloop.coords, row_begin, sink);
   }
 
-  // Each warp stores its 16 rows, kStagedCols columns at a time, once its last store has read the buffer.
-  __device__ __forceinline__ void store_o(const WorkTile& tile, int row_begin, const float (&o_scale)[kRows]) {
+  // Each warp stores its 16 rows, kStagedCols columns at a time: from a buffer, once its last store has read it, and
+  // with kStagesOverQ the second half from over its rows of Q.
+  __device__ __forceinline__ void store_o(const WorkTile& tile, int row_begin, int q_stage,
+                                          const float (&o_scale)[kRows]) {
+    using OutElement = typename Config::OutElement;
     constexpr int kCols = Config::kOutAtomCols, kStagedCols = Config::kStagedCols;
-    auto* const buffer = storage.o[mainloop.group];
     const int warp_row = threadIdx.x % 128 / 32 * 16;
     const bool issues = threadIdx.x % 32 == 0;
     const TmaRows rows(launch.params.is_varlen(), tile.batch, tile.q_begin, tile.seqlen_q);
 #pragma unroll
     for (int first = 0; first < Config::kHeadDimV; first += kStagedCols) {
-      if (issues) cute::tma_store_wait<0>();
+      const bool is_over_q = Config::kStagesOverQ && first > 0;
+      auto* const buffer =
+          is_over_q ? reinterpret_cast<OutElement*>(storage.q[q_stage][mainloop.group]) : storage.o[mainloop.group];
+      if (issues && !is_over_q) cute::tma_store_wait<0>();
       __syncwarp();
       const auto columns = cute::make_tensor(mainloop.acc_o.data() + first / 2, cute::Int<kStagedCols / 2>{});
       stage_o<kCols, kStagedCols>(columns, buffer, o_scale);
       fence_buffer();
       __syncwarp();
-      if (!issues) continue;
+      if (issues) {
 #pragma unroll
-      for (int atom = 0; atom < kStagedCols / kCols; ++atom) {
-        cute::SM90_TMA_STORE_5D::copy(&launch.o_map, buffer + (atom * 64 + warp_row) * kCols, first + atom * kCols,
-                                      row_begin + warp_row + rows.shift, tile.head, rows.outer, rows.origin);
+        for (int atom = 0; atom < kStagedCols / kCols; ++atom) {
+          cute::SM90_TMA_STORE_5D::copy(&launch.o_map, buffer + (atom * 64 + warp_row) * kCols, first + atom * kCols,
+                                        row_begin + warp_row + rows.shift, tile.head, rows.outer, rows.origin);
+        }
+        cute::tma_store_arrive();
       }
-      cute::tma_store_arrive();
     }
   }
 
@@ -141,7 +161,9 @@ struct Fp8FwdConsumer {
       issue_first_qk(slot);
       mainloop.wait_for_scores();
     }
-    while (!mainloop.tile(slot).empty()) slot = compute_attn_1rowblock(slot);
+    for (bool is_first = true; !mainloop.tile(slot).empty(); is_first = false) {
+      slot = compute_attn_1rowblock(slot, is_first);
+    }
     // Shared memory must outlive the last TMA store's reads.
     if (threadIdx.x % 32 == 0) cute::tma_store_wait<0>();
   }

@@ -1,7 +1,7 @@
-// Mainloop of the e4m3 forward: consumers of 64 rows share the tensor cores. A KV block is two steps of S, the upper
-// keys, then the lower ones; P V of the whole block follows, in slices of columns, each of which goes to T and is added
-// to O in fp32. S, P and T of a consumer take turns in the same registers. If there are enough of them (not at head dim
-// 128), S of the lower keys overlaps P of the upper ones, and S of the next block the last slice.
+// Mainloop of the e4m3 forward: consumers of 64 rows share the tensor cores. A KV block is two steps of S, a half of
+// its keys each; P V of the whole block follows, in slices of columns, each of which goes to T and is added to O in
+// fp32. S, P and T of a consumer take turns in the same registers. If there are enough of them (not at head dim 128), S
+// of the second half overlaps P of the first, and S of the next block the last slice.
 #pragma once
 
 #include "kernels/sm90/fp8_fwd_mainloop_base.h"
@@ -31,6 +31,8 @@ struct Fp8FwdMainloop : Fp8FwdMainloopBase<Config> {
   static constexpr bool kOverlapsTiles = kOverlaps || Config::kWarpGroups == 2;
   static_assert(kOnes == 8 && kSlices * kCols == Config::kHeadDimV);
   enum Half { kLower, kUpper };  // keys of a block
+  static constexpr Half kFirstHalf = Config::kLowerKeysFirst ? kLower : kUpper;
+  static constexpr Half kSecondHalf = Config::kLowerKeysFirst ? kUpper : kLower;
 
   AccS acc_s[Config::kScoreBuffers];
   // One accumulator for all slices, or for the sums of P alone, which the last slice includes. Several would all be
@@ -43,15 +45,15 @@ struct Fp8FwdMainloop : Fp8FwdMainloopBase<Config> {
 
   template <Half kHalf>
   __device__ __forceinline__ AccS& scores() {
-    return acc_s[kHalf == kUpper ? 0 : Config::kScoreBuffers - 1];
+    return acc_s[kHalf == kFirstHalf ? 0 : Config::kScoreBuffers - 1];
   }
   template <Half kHalf>
   __device__ __forceinline__ void issue_qk(int q_stage) {
     Base::issue_qk(scores<kHalf>(), q_stage, kHalf);
   }
   // S of a tile's first half block.
-  __device__ __forceinline__ void issue_first_qk(int q_stage) { issue_qk<kUpper>(q_stage); }
-  __device__ __forceinline__ void wait_for_scores() { wait_for<0>(scores<kUpper>()); }
+  __device__ __forceinline__ void issue_first_qk(int q_stage) { issue_qk<kFirstHalf>(q_stage); }
+  __device__ __forceinline__ void wait_for_scores() { wait_for<0>(scores<kFirstHalf>()); }
 
   // Issues P V of kRows columns from kFirst on of the block at v_state; does not wait.
   template <int kFirst, int kRows, class Acc>
@@ -123,25 +125,25 @@ struct Fp8FwdMainloop : Fp8FwdMainloopBase<Config> {
     if (kFirst || !updates) return;
     auto out = row_col_view(acc_o);
     softmax.rescale(out, correction);
-    if constexpr (kHalf == kLower) {
-      auto words = cute::recast<uint32_t>(half(kUpper));
+    if constexpr (kHalf == kSecondHalf) {
+      auto words = cute::recast<uint32_t>(half(kFirstHalf));
       softmax.rescale_p(words, correction);
     }
   }
 
-  // P of the current KV block; S of its upper keys is complete and, with kOverlaps, S of the lower ones is issued.
+  // P of the current KV block; S of its first half is complete and, with kOverlaps, that of the second issued.
   template <bool kFirst, bool kMayMask>
   __device__ __forceinline__ void make_block(const BlockIterator& at, int q_stage) {
-    make_half<kUpper, kFirst, kMayMask>(at);
-    if constexpr (!kOverlaps) issue_qk<kLower>(q_stage);
-    wait_for<0>(scores<kLower>());
+    make_half<kFirstHalf, kFirst, kMayMask>(at);
+    if constexpr (!kOverlaps) issue_qk<kSecondHalf>(q_stage);
+    wait_for<0>(scores<kSecondHalf>());
     this->release_k();
-    make_half<kLower, false, kMayMask>(at);
+    make_half<kSecondHalf, false, kMayMask>(at);
   }
 
-  // P of a tile's first block; S of its upper keys is complete.
+  // P of a tile's first block; S of its first half is complete.
   __device__ __forceinline__ void first_step(int slot, int q_stage) {
-    if constexpr (kOverlaps) issue_qk<kLower>(q_stage);
+    if constexpr (kOverlaps) issue_qk<kSecondHalf>(q_stage);
     this->reset();
     make_block<true, true>(this->iterator(slot), q_stage);
   }
@@ -153,14 +155,14 @@ struct Fp8FwdMainloop : Fp8FwdMainloopBase<Config> {
     --at.n_block;
     if constexpr (kOverlaps) {
       this->wait_for_k();
-      issue_qk<kUpper>(q_stage);
+      issue_qk<kFirstHalf>(q_stage);
       finish_pv<1>();
-      issue_qk<kLower>(q_stage);
-      wait_for<1>(scores<kUpper>());
+      issue_qk<kSecondHalf>(q_stage);
+      wait_for<1>(scores<kFirstHalf>());
     } else {
       finish_pv<0>();
       this->wait_for_k();
-      issue_qk<kUpper>(q_stage);
+      issue_qk<kFirstHalf>(q_stage);
       wait_for_scores();
     }
     make_block<false, kMayMask>(at, q_stage);
