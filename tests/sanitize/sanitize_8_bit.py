@@ -22,6 +22,8 @@ VARIANTS = (
     ("wgmma:1", 72, E4M3, "tensor", torch.bfloat16, {"causal": True, "softcap": 5.0}),
     ("split_kv", 128, INT8, "row", torch.bfloat16, {"causal": True}),
 )
+# Three blocks of keys: the first keys, which a window hides from all queries, take the place of the last ones.
+THREE_BLOCKS = ((0, TOTAL_Q), (0, TOTAL_K))
 # Head dim, exponentials and mask of calls whose queries are e4m3 too.
 E4M3_VARIANTS = (
     (64, "fast", {"causal": True}),
@@ -83,6 +85,10 @@ def check_e4m3(cu_q, cu_k, head_dim, exp, options, device):
 
 def steps(device):
     """(name, forced family, check) of every case."""
+    for head_dim in 64, 128:
+        for exp in "fast", "exact":
+            run_check = functools.partial(check_e4m3, *THREE_BLOCKS, head_dim, exp, {"window_size": (60, 20)}, device)
+            yield f"8 bits three blocks, e4m3 d{head_dim} {exp}", "wgmma", run_check
     for name, (cu_q, cu_k) in CONTENTS.items():
         for head_dim, exp, options in E4M3_VARIANTS:
             run_check = functools.partial(check_e4m3, cu_q, cu_k, head_dim, exp, options, device)

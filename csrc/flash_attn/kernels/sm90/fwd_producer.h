@@ -253,6 +253,7 @@ struct FwdProducer {
                                           State& state, int n_block, const TmaRows& rows, int head,
                                           ClearedRows cleared = {}) {
     constexpr int kElements = Config::kBlockN * kAtoms * Config::kAtomCols;
+    constexpr bool kEveryLane = kClears && Config::kRawVStages > 0;  // of raw V arrives (RawVRing)
     bool clears;
     if constexpr (Config::kListed) {
       clears = kClears && cleared.any();
@@ -262,6 +263,7 @@ struct FwdProducer {
     Barrier& tma_full = clears ? storage.pre_clear_full : full[state.stage];
     empty[state.stage].wait(state.phase ^ 1);
     if (issues) {
+      if (kEveryLane && !clears) full[state.stage].arrive(31);  // for the other lanes
       tma_full.arrive_and_expect(kElements * static_cast<int>(sizeof(Element)));
       load<Config::kBlockN, kAtoms>(map, tma_full, smem + state.stage * kElements, rows, n_block * Config::kBlockN,
                                     head, cute::TMA::CacheHintSm90::EVICT_LAST);
@@ -275,7 +277,7 @@ struct FwdProducer {
         clear_rows<Config::kBlockN, kAtoms, Config::kAtomCols>(smem + state.stage * kElements,
                                                                min(cleared, Config::kBlockN));
       }
-      if (issues) full[state.stage].arrive();
+      if (kEveryLane || issues) full[state.stage].arrive();
     }
     state.advance();
   }

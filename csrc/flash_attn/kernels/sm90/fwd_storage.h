@@ -44,17 +44,19 @@ struct alignas(16) Slot {
 
 static_assert(sizeof(WorkTile) == plan::kWorkTileBytes, "plan and kernels agree");
 
-// A ring of V that two warps transpose. full: 1 arrival plus the tile's bytes; empty: one of each of those warps.
+// A ring of V that two warps transpose. full: every lane of the load warp, plus the tile's bytes; empty: every lane of
+// those warps. Plain loads read what plain stores clear, and racecheck does not see that a warp's lanes are ordered
+// before one lane that arrives for all.
 template <int kStages, int kBytes>
 struct RawVRing {
   alignas(1024) char raw_v[kStages][kBytes];
   Barrier raw_v_full[kStages], raw_v_empty[kStages];
 
-  __device__ __forceinline__ void init_raw_v_barriers(int readers) {
+  __device__ __forceinline__ void init_raw_v_barriers(int reading_warps) {
 #pragma unroll
     for (int stage = 0; stage < kStages; ++stage) {
-      raw_v_full[stage].init(1);
-      raw_v_empty[stage].init(readers);
+      raw_v_full[stage].init(32);
+      raw_v_empty[stage].init(32 * reading_warps);
     }
   }
 };

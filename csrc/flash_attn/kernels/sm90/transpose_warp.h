@@ -60,11 +60,9 @@ struct TransposeWarp {
         storage.v_empty[state.stage].wait(state.phase ^ 1);
         transpose(storage.raw_v[raw.stage], reinterpret_cast<char*>(storage.v[state.stage]));
         fence_buffer();  // of the loads too: TMA writes over V next
+        storage.raw_v_empty[raw.stage].arrive();
         __syncwarp();
-        if (threadIdx.x % 32 == 0) {
-          storage.raw_v_empty[raw.stage].arrive();
-          storage.v_full[state.stage].arrive();
-        }
+        if (threadIdx.x % 32 == 0) storage.v_full[state.stage].arrive();
         raw.advance();
         state.advance();
       }

@@ -27,6 +27,11 @@ struct Barrier {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(address()) : "memory");
   }
 
+  // Arrives `count` times.
+  __device__ __forceinline__ void arrive(uint32_t count) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(address()), "r"(count) : "memory");
+  }
+
   // Arrives and adds `bytes` of TMA copies to the transaction count of the phase.
   __device__ __forceinline__ void arrive_and_expect(uint32_t bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address()), "r"(bytes) : "memory");
