@@ -227,6 +227,10 @@ struct MlaConsumer {
     tma::fence_buffer();
     const bool is_valid = !any_at_barrier(kBarrier, kConsumerThreads, lacks_pages) && work.is_valid;
     hold_query();
+    if constexpr (Config::kFp8) {
+      __syncwarp();
+      if (lane == 0) storage.query_held.arrive();
+    }
     const int count = work.to - work.from;
 #pragma unroll 1
     for (int i = kIndex; i < count; i += Config::kStages) run_step(i);
@@ -302,6 +306,7 @@ __device__ __forceinline__ void init_barriers(MlaWgmmaStorage<Config>& storage) 
   }
   constexpr int kWriters = Config::kRows / MlaConsumer<Config, 0>::kThreadRows;
   for (tma::Barrier& barrier : storage.probs_full) barrier.init(kWriters);
+  if (Config::kFp8) storage.query_held.init(4 * Config::kConsumers);
   tma::Barrier::fence_init();
 }
 
