@@ -153,13 +153,12 @@ struct MlaConsumer {
                      products.prob_pair(sixteen, 0), products.prob_pair(sixteen, 1), products.prob_pair(sixteen, 2),
                      products.prob_pair(sixteen, 3));
     }
-#pragma unroll
-    for (int i = 0; i < kThreadRows; ++i) {
-      if (lane % 4 == 0) storage.references[row_of(i)] = {reference[i], correction[i]};
-    }
     tma::fence_buffer();
-    __syncwarp();
-    if (lane == 0) storage.probs_full[kIndex].arrive();
+    __syncwarp();  // all four lanes of a row have read the references that one of them overwrites
+    if (lane % 4 != 0) return;
+#pragma unroll
+    for (int i = 0; i < kThreadRows; ++i) storage.references[row_of(i)] = {reference[i], correction[i]};
+    storage.probs_full[kIndex].arrive();
   }
 
   __device__ __forceinline__ void rescale_out(const float (&correction)[kThreadRows]) {
@@ -228,6 +227,10 @@ struct MlaConsumer {
     tma::fence_buffer();
     const bool is_valid = !any_at_barrier(kBarrier, kConsumerThreads, lacks_pages) && work.is_valid;
     hold_query();
+    if constexpr (Config::kFp8) {
+      __syncwarp();
+      if (lane == 0) storage.query_held.arrive();
+    }
     const int count = work.to - work.from;
 #pragma unroll 1
     for (int i = kIndex; i < count; i += Config::kStages) run_step(i);
@@ -301,7 +304,9 @@ __device__ __forceinline__ void init_barriers(MlaWgmmaStorage<Config>& storage) 
     for (tma::Barrier& barrier : storage.kv_full[stage]) barrier.init(Config::kProducerWarps);
     for (tma::Barrier& barrier : storage.kv_empty[stage]) barrier.init(4);
   }
-  for (tma::Barrier& barrier : storage.probs_full) barrier.init(4);
+  constexpr int kWriters = Config::kRows / MlaConsumer<Config, 0>::kThreadRows;
+  for (tma::Barrier& barrier : storage.probs_full) barrier.init(kWriters);
+  if (Config::kFp8) storage.query_held.init(4 * Config::kConsumers);
   tma::Barrier::fence_init();
 }
 
