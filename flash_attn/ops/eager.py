@@ -45,9 +45,10 @@ def backward(
 ) -> list[Tensor]:
     """The gradients of q, k and v where something takes part in the backward of the node, such as another derivative.
 
-    saved: q, k, v, out, lse and rng_state, as FlashAttnFunc saves them.
+    saved: q, k, v, out and lse, and with dropout rng_state.
     """
-    tensors = (*saved, None, None, None, None)
+    rng_state = saved[5] if dropout_p > 0.0 else dout.new_zeros(2, dtype=torch.int64)
+    tensors = (*saved[:5], rng_state, None, None, None, None)
     options = (
         0, 0, dropout_p, softmax_scale, causal, window_left, window_right, softcap, deterministic, batch_invariant, 0,
     )  # fmt: skip

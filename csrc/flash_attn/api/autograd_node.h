@@ -122,7 +122,7 @@ struct DenseAttention {
                                std::all_of(saved.begin(), saved.end(), is_plain) &&
                                std::all_of(saved.begin(), saved.begin() + 3, has_contiguous_rows);  // after hooks
     if (!is_plain_call) return python_backward(dout, saved, options);
-    const OptionalTensor none, rng_state = saved[5];
+    const OptionalTensor none, rng_state = options.dropout_p > 0.0 ? OptionalTensor(saved[5]) : none;
     BwdCall call{{dout, none, none, none, none},
                  saved[0],
                  saved[1],
@@ -201,6 +201,7 @@ inline at::Tensor attention(const at::Tensor& q, const at::Tensor& k, const at::
   const OptionalGenerator default_generator;
   FwdCall call{
       q, k, v, no_out, options.scores(), options.dropout_p, false, default_generator, false, options.batch_invariant};
+  call.returns_dropout = options.dropout_p > 0.0;
   Tensors results;
   {
     const CallGuard guard;
@@ -209,7 +210,9 @@ inline at::Tensor attention(const at::Tensor& q, const at::Tensor& k, const at::
     results = mha_fwd(call);
   }
   if (records) {
-    FlashAttnFuncBackward::record(node, results[0], {q, k, v, results[0], results[1], results[3]});
+    autograd_list saved{q, k, v, results[0], results[1]};
+    if (call.returns_dropout) saved.push_back(results[3]);
+    FlashAttnFuncBackward::record(node, results[0], std::move(saved));
   }
   return results[0];
 }
