@@ -1,7 +1,7 @@
 """Eager attention of plain CUDA tensors in one call of the extension, which records its autograd node in C++.
 
-`csrc/flash_attn/api/autograd_node.h` decides which calls it takes. `FlashAttnFunc` computes the same
-results for all of them.
+`csrc/flash_attn/api/eager.h` decides which calls it takes. `FlashAttnFunc`, over a cache `attend_over_cache`, compute
+the same results for all of them.
 """
 
 from __future__ import annotations
@@ -29,6 +29,9 @@ def _declines(*args: object) -> TensorOrTuple:
 # The result of a dense call, or NotImplemented where `FlashAttnFunc` has to take it. Takes the arguments of
 # flash_attn_func up to return_attn_probs, then whether the call is batch-invariant.
 attention: Callable[..., TensorOrTuple] = getattr(_extension, "attention", _declines)
+
+# (out, lse) of a call over a cache, or NotImplemented where `attend_over_cache` has to take it.
+attention_over_cache: Callable[..., TensorOrTuple] = getattr(_extension, "attention_over_cache", _declines)
 
 
 def backward(
