@@ -8,17 +8,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from flash_attn import observation
 from flash_attn._docstrings import documented
 from flash_attn._types import Descale, TensorOrTuple, WindowSize
 from flash_attn.batch_invariance import is_batch_invariant
 from flash_attn.kvcache_plan import KvCachePlan
 from flash_attn.masks import arguments as mask_arguments
-from flash_attn.ops import arguments, head_tables, latent, library
+from flash_attn.ops import arguments, eager, head_tables, latent, library
 from flash_attn.ops import combine as combine_ops
 from flash_attn.ops import lse as lse_ops
 from flash_attn.ops.attention_args import KvCacheArgs
 from flash_attn.ops.quant_args import NO_QUANT, QuantArgs
 
+_is_compiling = torch.compiler.is_compiling
 _OPTIONAL_TENSORS = ("k", "v", "rotary_cos", "rotary_sin", "cache_batch_idx", "cache_leftpad", "block_table", "out")
 
 
@@ -160,6 +162,23 @@ def flash_attn_with_kvcache(
             out_dtype=out_dtype,
             k_descale_axis=k_descale_axis,
         )
+    is_plain = (
+        rotary_cos is rotary_sin is cache_batch_idx is cache_leftpad is alibi_slopes is None
+        and sinks is s_aux is learnable_sink is qv is mask_bits is None
+        and plan is None
+        and mask_keys is None
+        and quant is NO_QUANT
+        and batch_invariant is False
+        and type(return_softmax_lse) is type(rotary_interleaved) is bool
+        and lse_convention == "fa2"
+    )
+    if is_plain and not (_is_compiling() or observation.DEBUG):
+        result = eager.attention_over_cache(
+            q, k_cache, v_cache, k, v, cache_seqlens, block_table, softmax_scale, causal, window_size, softcap,
+            num_splits, out, is_batch_invariant(),
+        )  # fmt: skip
+        if result is not NotImplemented:
+            return result if return_softmax_lse else result[0]
     try:
         return attend_over_cache(
             q,

@@ -315,9 +315,10 @@ def backend_varlen_forward(problem: Problem, q=None, k=None, v=None, out=None, s
 
 @contextmanager
 def by_function():
-    """Every call by FlashAttnFunc and so by the functions of the backend; plain CUDA tensors would pass them by."""
+    """Every call by the functions of the backend, or FlashAttnFunc; plain CUDA tensors would pass them by."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(eager, "attention", lambda *args: NotImplemented)
+        patch.setattr(eager, "attention_over_cache", lambda *args: NotImplemented)
         yield
 
 

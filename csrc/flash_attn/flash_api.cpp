@@ -11,12 +11,12 @@
 #include <utility>
 #include <vector>
 
-#include "api/autograd_node.h"
 #include "api/backward.h"
 #include "api/checks.h"
 #include "api/combine.h"
 #include "api/decode.h"
 #include "api/device.h"
+#include "api/eager.h"
 #include "api/forward.h"
 #include "api/jvp.h"
 #include "api/mla.h"

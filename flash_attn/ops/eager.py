@@ -1,7 +1,7 @@
 """Eager attention of plain CUDA tensors in one call of the extension, which records its autograd node in C++.
 
-`csrc/flash_attn/api/autograd_node.h` decides which calls it takes. `FlashAttnFunc` computes the same
-results for all of them.
+`csrc/flash_attn/api/eager.h` decides which calls it takes. `FlashAttnFunc`, over a cache `attend_over_cache`, compute
+the same results for all of them.
 """
 
 from __future__ import annotations
@@ -30,6 +30,9 @@ def _declines(*args: object) -> TensorOrTuple:
 # flash_attn_func up to return_attn_probs, then whether the call is batch-invariant.
 attention: Callable[..., TensorOrTuple] = getattr(_extension, "attention", _declines)
 
+# (out, lse) of a call over a cache, or NotImplemented where `attend_over_cache` has to take it.
+attention_over_cache: Callable[..., TensorOrTuple] = getattr(_extension, "attention_over_cache", _declines)
+
 
 def backward(
     dout: Tensor,
@@ -45,9 +48,10 @@ def backward(
 ) -> list[Tensor]:
     """The gradients of q, k and v where something takes part in the backward of the node, such as another derivative.
 
-    saved: q, k, v, out, lse and rng_state, as FlashAttnFunc saves them.
+    saved: q, k, v, out and lse, and with dropout rng_state.
     """
-    tensors = (*saved, None, None, None, None)
+    rng_state = saved[5] if dropout_p > 0.0 else dout.new_zeros(2, dtype=torch.int64)
+    tensors = (*saved[:5], rng_state, None, None, None, None)
     options = (
         0, 0, dropout_p, softmax_scale, causal, window_left, window_right, softcap, deterministic, batch_invariant, 0,
     )  # fmt: skip

@@ -238,7 +238,10 @@ def test_hooks_see_what_a_backward_keeps(device):
     leaves, saved = inputs(device), []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x.cpu(), lambda x: x.to(device)):
         out = flash_attn_func(*leaves, deterministic=True)
-    assert [x.shape for x in saved] == [*(x.shape for x in leaves), out.shape, (2, 4, 70), (2,)]
+        count = len(saved)
+        flash_attn_func(*leaves, dropout_p=0.1)
+    shapes = [*(x.shape for x in leaves), out.shape, (2, 4, 70)]
+    assert [x.shape for x in saved] == [*shapes, *shapes, (2,)] and count == len(shapes)
     assert_equal([torch.autograd.grad(x.sum(), leaves) for x in (out, flash_attn_func(*leaves, deterministic=True))])
 
 

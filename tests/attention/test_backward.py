@@ -19,6 +19,8 @@ from flash_attn import (
 )
 from flash_attn.flash_attn_interface import _flash_attn_backward, _flash_attn_forward, _flash_attn_varlen_backward
 
+pytestmark = pytest.mark.by_both_paths
+
 DTYPE = "bfloat16"
 # The dtype of tests that compare closely: the CPU has float32.
 CLOSE_DTYPE = {"cpu": "float32", "cuda": "bfloat16"}

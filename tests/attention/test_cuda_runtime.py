@@ -13,7 +13,7 @@ from reference import assert_accurate
 from flash_attn import backends, dropout_mask, flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from flash_attn.flash_attn_interface import _flash_attn_forward
 
-pytestmark = pytest.mark.devices("cuda")
+pytestmark = [pytest.mark.devices("cuda"), pytest.mark.by_both_paths]
 
 
 def problem_of(kind="packed", page_size=16, device="cuda", **options):

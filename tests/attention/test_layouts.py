@@ -12,6 +12,8 @@ from torch.utils._pytree import tree_leaves
 
 from flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 
+pytestmark = pytest.mark.by_both_paths
+
 DTYPE = torch.bfloat16
 NAN = float("nan")
 

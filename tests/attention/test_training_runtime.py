@@ -13,6 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 from flash_attn import flash_attn_func, flash_attn_qkvpacked_func, flash_attn_varlen_func
 
+pytestmark = pytest.mark.by_both_paths
+
 DTYPE = {"cpu": "float32", "cuda": "bfloat16"}
 
 

@@ -20,6 +20,8 @@ from flash_attn import flash_attn_interface as interface
 from flash_attn.limits import MAX_HEAD_DIM
 from flash_attn.ops import library  # noqa: F401
 
+pytestmark = pytest.mark.by_both_paths
+
 DTYPE = "bfloat16"
 CORE = torch.ops.flash_attn_core
 OPTIONS = (0.0, 0.25, True, -1, -1, 0.0)  # dropout_p, softmax_scale, causal, window left and right, softcap

@@ -144,8 +144,8 @@ def test_environment_is_read_under_the_gil():
     binding += (CSRC / "api" / "signatures.h").read_text(encoding="utf-8")
     guarded = binding.count("py::call_guard<CallGuard>()") + binding.count("const CallGuard guard;")
     assert guarded == binding.count("m.def(") - 1  # build_info needs none
-    node = (CSRC / "api" / "autograd_node.h").read_text(encoding="utf-8")
-    assert node.count("const CallGuard guard;") == len(re.findall(r"\bmha_[fb]wd\(", node)) == 2
+    eager = (CSRC / "api" / "eager.h").read_text(encoding="utf-8")
+    assert eager.count("const CallGuard guard;") == len(re.findall(r"\bmha_[fb]wd(?:_kvcache)?\(", eager)) == 3
 
 
 def imported_modules(path):

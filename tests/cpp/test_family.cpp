@@ -145,6 +145,27 @@ void check_kv_splits() {
   }
 }
 
+// The search for the number of splits ends early, with the result of one that does not.
+void check_splits_search() {
+  using flash::plan::splits_cost;
+  for (int head_dim : {32, 64, 96, 128, 192, 256}) {
+    for (int64_t tiles : {1, 2, 7, 16, 32, 66, 132}) {
+      for (int64_t keys = 1; keys <= 1 << 20; keys = keys * 3 / 2 + 1) {
+        FamilyQuery query{90, head_dim, tiles, 132, false, 1, 1, keys, keys / 2 + 1};
+        query.split_kv_tiles = tiles;
+        query.split_kv_rows = 128 * tiles;
+        query.has_direct_kernel = keys % 2 == 0;
+        flash::plan::SplitsCost best{1, flash::plan::wgmma_cost(query)};
+        for (int splits = 2; splits <= flash::plan::kMaxSplits; ++splits) {
+          if (splits_cost(query, splits) < best.cost) best = {splits, splits_cost(query, splits)};
+        }
+        const auto found = flash::plan::best_num_splits(query);
+        check::that(found.splits == best.splits && found.cost == best.cost, "splits", head_dim, tiles, keys);
+      }
+    }
+  }
+}
+
 void check_backward_choice() {
   for (int capability : {80, 86, 89, 90, 100, 103, 120, 121}) {
     for (int head_dim : {8, 32, 33, 64, 96, 128, 129, 256}) {
@@ -220,6 +241,7 @@ int main() {
   check_one_wave();
   check_measured();
   check_kv_splits();
+  check_splits_search();
   check_backward_choice();
   for (const auto& tile : flash::plan::kSm90BwdTiles) check_backward_tile(tile);
   check_shared_dq_tile();

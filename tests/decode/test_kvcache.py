@@ -9,6 +9,8 @@ from kvcache_harness import KvCase, check_append, check_attention, check_call, m
 
 from flash_attn import flash_attn_with_kvcache
 
+pytestmark = pytest.mark.by_both_paths
+
 FEATURES = ({}, {"causal": True}, {"window": (20, 0)}, {"window": (7, 3)}, {"softcap": 4.0, "causal": True},
             {"alibi": True, "causal": True}, {"alibi": True, "softcap": 9.0, "window": (30, -1)})  # fmt: skip
 

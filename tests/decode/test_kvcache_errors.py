@@ -9,6 +9,8 @@ from kvcache_harness import KvCase, check_append, check_attention, make_problem,
 from flash_attn import flash_attn_with_kvcache
 from flash_attn.limits import MAX_HEAD_DIM
 
+pytestmark = pytest.mark.by_both_paths
+
 CAPACITY = 96
 
 

@@ -6,6 +6,8 @@ import pytest
 import torch
 from kvcache_harness import NO_PAGE, KvCase, check_append, check_attention, check_call, get_rows, make_problem, run
 
+pytestmark = pytest.mark.by_both_paths
+
 PAGE_SIZES = (1, 3, 16, 17, 256)
 FEATURES = ({}, {"causal": True, "softcap": 6.0}, {"window": (40, 2), "alibi": True})
 

@@ -6,11 +6,13 @@
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <torch/csrc/utils/pybind.h>
+#include <unistd.h>
 
 #include <array>
 #include <atomic>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <optional>
 #include <string>
 
@@ -31,9 +33,11 @@ namespace flash {
 class CallEnvironment {
  public:
   CallEnvironment() {
-    if (const char* value = std::getenv("FLASH_ATTN_FAMILY")) forced_family_ = value;
-    if (const char* value = std::getenv("FLASH_ATTN_SMEM_LIMIT")) smem_limit_ = bytes("FLASH_ATTN_SMEM_LIMIT", value);
-    if (const char* value = std::getenv("FLASH_ATTN_ROW_MAX")) exact_row_max_ = is_exact(value);
+    if (is_any_set()) {  // one pass over the environment where none is
+      if (const char* value = std::getenv("FLASH_ATTN_FAMILY")) forced_family_ = value;
+      if (const char* value = std::getenv("FLASH_ATTN_SMEM_LIMIT")) smem_limit_ = bytes("FLASH_ATTN_SMEM_LIMIT", value);
+      if (const char* value = std::getenv("FLASH_ATTN_ROW_MAX")) exact_row_max_ = is_exact(value);
+    }
     static const bool traced = [] {
       const char* const value = std::getenv("FLASH_ATTN_TRACE");
       return value != nullptr && std::string(value) == "1";
@@ -56,6 +60,14 @@ class CallEnvironment {
 
  private:
   static constexpr int kNoLimit = 1 << 30;
+
+  static bool is_any_set() {
+    if (environ == nullptr) return false;
+    for (char** variable = environ; *variable != nullptr; ++variable) {
+      if (**variable == 'F' && std::strncmp(*variable, "FLASH_ATTN_", 11) == 0) return true;
+    }
+    return false;
+  }
 
   static int bytes(const char* name, const char* value) {
     char* end = nullptr;

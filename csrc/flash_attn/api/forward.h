@@ -2,6 +2,7 @@
 #pragma once
 
 #include <ATen/ops/full.h>
+#include <c10/util/accumulate.h>
 
 #include <algorithm>
 #include <limits>
@@ -44,6 +45,7 @@ struct FwdCall {
   FwdOptions options = {};
   QuantArgs quant = {};
   LaunchOptions launch = {};
+  bool returns_dropout = true;  // S_dmask and rng_state, with and without dropout
 
   Flash_fwd_params sequences = {};  // the batch, packed sequences, pages, sizes of S_dmask
   at::DimVector lse_shape = {};
@@ -242,12 +244,13 @@ inline at::Tensor aligned_keys(const at::Tensor& tensor) { return checks::is_8bi
 
 // ---- the call ----
 
-// S_dmask and rng_state; zeros where nothing is launched.
+// S_dmask and rng_state, zeros where nothing is launched; undefined where the call does not return them.
 struct DropoutOutputs {
   at::Tensor probabilities;
   at::Tensor rng_state;
 
   DropoutOutputs(const FwdCall& call, bool launches) {
+    if (!call.returns_dropout) return;
     const at::Tensor& q = call.q;
     const auto allocate = [&](at::IntArrayRef shape, at::ScalarType type) {
       return launches ? new_empty(q, shape, type) : new_zeros(q, shape, type);
@@ -262,6 +265,16 @@ struct DropoutOutputs {
   }
 };
 
+// With room behind it for rng_state, which kernels write in every call, if no tensor of its own has it.
+inline at::Tensor allocate_lse(Flash_fwd_params& params, const FwdCall& call) {
+  if (call.returns_dropout) return new_empty(call.q, call.lse_shape, at::kFloat);
+  const int64_t rows = c10::multiply_integers(call.lse_shape), words = rows + rows % 2;
+  at::Tensor lse = new_empty(call.q, {words + 4}, at::kFloat);
+  params.dropout.rng_state = reinterpret_cast<int64_t*>(lse.mutable_data_ptr<float>() + words);
+  lse.unsafeGetTensorImpl()->set_sizes_contiguous(call.lse_shape);
+  return lse;
+}
+
 inline at::Tensor allocate_max_logit(Flash_fwd_params& params, const at::TensorOptions& options) {
   at::Tensor max_logit = at::full({params.h}, -std::numeric_limits<float>::infinity(), options);
   params.max_logit_ptr = max_logit.mutable_data_ptr<float>();
@@ -270,7 +283,7 @@ inline at::Tensor allocate_max_logit(Flash_fwd_params& params, const at::TensorO
 
 // Dropout's state, drawn or given.
 inline void set_params_rng(Flash_fwd_params& params, const FwdCall& call, const at::Tensor& rng_state) {
-  params.dropout.rng_state = rng_state.mutable_data_ptr<int64_t>();
+  if (rng_state.defined()) params.dropout.rng_state = rng_state.mutable_data_ptr<int64_t>();
   if (!params.has_dropout) return;
   if (call.options.rng_state.has_value()) {
     reuse_philox_state(params, *call.options.rng_state);
@@ -328,8 +341,8 @@ inline Tensors mha_fwd(const FwdCall& call) {
   }
   if (pad > 0 || call.has_8bit_q()) set_params_qkv(params, q, k, v);
   Output out(call.out, call.q, call.out_type(), checks::output_shape(call.q, call.v), pad);
-  at::Tensor lse = new_empty(call.q, call.lse_shape, at::kFloat);
-  DropoutOutputs dropout(call, launches);
+  const at::Tensor lse = allocate_lse(params, call);
+  const DropoutOutputs dropout(call, launches);
   set_params_out(params, out.computed, lse);
   if (params.has_dropout && call.return_softmax) params.p_ptr = dropout.probabilities.mutable_data_ptr();
   at::Tensor max_logit;

@@ -226,6 +226,13 @@ constexpr int64_t wgmma_cost(const FamilyQuery& query) {
 // to the CTAs that are free first.
 constexpr int kMaxSplits = 32;
 
+// Without the keys: more splits cost more of it.
+constexpr int64_t splits_call_cost(const FamilyQuery& query, int splits) {
+  const auto& cost = family_costs(query).splits;
+  const int64_t results = query.split_kv_rows * splits * query.head_dim / 1000;
+  return cost.call + cost.tile * query.split_kv_tiles * splits + cost.results * results;
+}
+
 constexpr int64_t splits_cost(const FamilyQuery& query, int splits) {
   const int block_n = sm90_fwd_tile(wgmma_head_dim(query.head_dim), FwdVariant::kOneWave).block_n;
   const int64_t blocks = (query.seen_keys + block_n - 1) / block_n;
@@ -234,9 +241,7 @@ constexpr int64_t splits_cost(const FamilyQuery& query, int splits) {
   const int64_t dynamic_keys = query.split_kv_tiles * query.mean_keys / query.multiprocessors + longest / 2;
   const bool is_dynamic = waves > 1 && query.mean_keys < query.seen_keys;
   const int64_t keys = !is_dynamic ? waves * longest : dynamic_keys < longest ? longest : dynamic_keys;
-  const auto& cost = family_costs(query).splits;
-  const int64_t results = query.split_kv_rows * splits * query.head_dim / 1000;
-  return cost.call + cost.tile * tiles + cost.key * keys + cost.results * results;
+  return splits_call_cost(query, splits) + family_costs(query).splits.key * keys;
 }
 
 // The fastest number of splits, and its time. More than one wave of m_blocks is not split.
@@ -248,7 +253,7 @@ struct SplitsCost {
 constexpr SplitsCost best_num_splits(const FamilyQuery& query) {
   SplitsCost best{1, wgmma_cost(query)};
   if (query.split_kv_tiles == 0 || query.split_kv_tiles > query.multiprocessors) return best;
-  for (int splits = 2; splits <= kMaxSplits; ++splits) {
+  for (int splits = 2; splits <= kMaxSplits && splits_call_cost(query, splits) < best.cost; ++splits) {
     const int64_t cost = splits_cost(query, splits);
     if (cost < best.cost) best = {splits, cost};
   }

@@ -1,6 +1,6 @@
-// Dense attention of plain CUDA tensors in eager mode with its autograd node, called as one C function: it has the
-// results of FlashAttnFunc in flash_attn_interface.py, whose Python takes longer than the launches. Every other call,
-// and every backward that something takes part in, is Python's.
+// Attention of plain CUDA tensors in eager mode, each form as one C function: dense with its autograd node, and over a
+// cache without autograd. They have the results of FlashAttnFunc and of attend_over_cache(), whose Python takes longer
+// than the launches. Every other call, and every backward that something takes part in, is Python's.
 #pragma once
 
 #include <ATen/PythonTorchFunctionTLS.h>
@@ -24,6 +24,7 @@
 #include <vector>
 
 #include "api/backward.h"
+#include "api/decode.h"
 #include "api/device.h"
 #include "api/forward.h"
 
@@ -50,6 +51,20 @@ inline bool is_plain(const at::Tensor& x) {
 inline bool is_operand(const at::Tensor& x, const at::Tensor& q) {
   return is_plain(x) && is_supported(x.scalar_type()) && x.scalar_type() == q.scalar_type() && x.dim() == 4 &&
          x.size(3) > 0 && x.size(3) % 8 == 0 && (x.stride(3) == 1 || x.size(3) == 1);
+}
+
+// Without rows to copy, nor an index to convert.
+inline bool is_index(const at::Tensor& x) {
+  return is_plain(x) && x.scalar_type() == at::kInt && (x.dim() < 2 ? x.is_contiguous() : x.stride(-1) == 1);
+}
+
+// Whether a kernel may write it behind autograd's back.
+inline bool is_writable(const at::Tensor& x) { return !x.is_inference() || c10::InferenceMode::is_enabled(); }
+
+inline bool records_gradients(std::initializer_list<const at::Tensor*> tensors) {
+  return at::GradMode::is_enabled() && std::any_of(tensors.begin(), tensors.end(), [](const at::Tensor* x) {
+           return x->defined() && x->requires_grad();
+         });
 }
 
 // ---- options ----
@@ -122,7 +137,7 @@ struct DenseAttention {
                                std::all_of(saved.begin(), saved.end(), is_plain) &&
                                std::all_of(saved.begin(), saved.begin() + 3, has_contiguous_rows);  // after hooks
     if (!is_plain_call) return python_backward(dout, saved, options);
-    const OptionalTensor none, rng_state = saved[5];
+    const OptionalTensor none, rng_state = options.dropout_p > 0.0 ? OptionalTensor(saved[5]) : none;
     BwdCall call{{dout, none, none, none, none},
                  saved[0],
                  saved[1],
@@ -201,6 +216,7 @@ inline at::Tensor attention(const at::Tensor& q, const at::Tensor& k, const at::
   const OptionalGenerator default_generator;
   FwdCall call{
       q, k, v, no_out, options.scores(), options.dropout_p, false, default_generator, false, options.batch_invariant};
+  call.returns_dropout = options.dropout_p > 0.0;
   Tensors results;
   {
     const CallGuard guard;
@@ -209,12 +225,90 @@ inline at::Tensor attention(const at::Tensor& q, const at::Tensor& k, const at::
     results = mha_fwd(call);
   }
   if (records) {
-    FlashAttnFuncBackward::record(node, results[0], {q, k, v, results[0], results[1], results[3]});
+    autograd_list saved{q, k, v, results[0], results[1]};
+    if (call.returns_dropout) saved.push_back(results[3]);
+    FlashAttnFuncBackward::record(node, results[0], std::move(saved));
   }
   return results[0];
 }
 
-// ---- the Python function ----
+// ---- over a cache ----
+
+struct CachedOptions {
+  double softmax_scale, softcap;
+  int64_t window_left, window_right, num_splits;
+  bool is_causal, batch_invariant;
+};
+
+// Undefined: not given.
+struct CachedTensors {
+  at::Tensor q, k_cache, v_cache, k, v, seqlens, block_table, out;
+
+  bool serves() const {
+    const bool appends = k.defined(), has_out = out.defined();
+    return is_operand(q, q) && is_operand(k_cache, q) && is_operand(v_cache, q) && appends == v.defined() &&
+           (!appends || (is_operand(k, q) && is_operand(v, q) && is_writable(k_cache) && is_writable(v_cache))) &&
+           (!has_out || (is_plain(out) && is_writable(out))) && (!seqlens.defined() || is_index(seqlens)) &&
+           (!block_table.defined() || (is_index(block_table) && block_table.dim() == 2)) &&
+           !records_gradients({&q, &k_cache, &v_cache, &k, &v, &out});
+  }
+};
+
+inline OptionalTensor if_defined(const at::Tensor& x) { return x.defined() ? OptionalTensor(x) : std::nullopt; }
+
+inline void tell_written(const at::Tensor& x) {
+  if (x.defined() && !x.is_inference()) x.unsafeGetTensorImpl()->bump_version();
+}
+
+inline Tensors attend_over_cache(const CachedTensors& tensors, const CachedOptions& options) {
+  const OptionalTensor none, k = if_defined(tensors.k), v = if_defined(tensors.v);
+  const OptionalTensor seqlens = if_defined(tensors.seqlens), block_table = if_defined(tensors.block_table);
+  const OptionalTensor out = if_defined(tensors.out);
+  const ScoreOptions scores{options.softmax_scale,
+                            options.is_causal,
+                            options.window_left,
+                            options.window_right,
+                            options.softcap,
+                            none,
+                            {},
+                            {}};
+  const CacheQuantArgs quant;
+  const MaskBitsArgs mask_bits;
+  const KvCacheCall call{tensors.q,
+                         tensors.q,
+                         tensors.k_cache,
+                         tensors.v_cache,
+                         k,
+                         v,
+                         seqlens,
+                         none,
+                         none,
+                         none,
+                         none,
+                         block_table,
+                         out,
+                         scores,
+                         true,
+                         options.num_splits,
+                         none,
+                         options.batch_invariant,
+                         quant,
+                         0,
+                         mask_bits};
+  Tensors results;
+  {
+    const CallGuard guard;
+    results = mha_fwd_kvcache(call);
+  }
+  tell_written(tensors.out);
+  if (k.has_value()) {
+    tell_written(tensors.k_cache);
+    tell_written(tensors.v_cache);
+  }
+  return results;
+}
+
+// ---- the Python functions ----
 
 namespace python {
 
@@ -238,7 +332,8 @@ inline bool read_side(PyObject* given, int64_t& value) {
   return overflow == 0 && side != INT64_MIN;
 }
 
-inline bool read_window(PyObject* given, NodeOptions& options) {
+template <class Options>
+bool read_window(PyObject* given, Options& options) {
   return PyTuple_CheckExact(given) && PyTuple_GET_SIZE(given) == 2 &&
          read_side(PyTuple_GET_ITEM(given, 0), options.window_left) &&
          read_side(PyTuple_GET_ITEM(given, 1), options.window_right);
@@ -250,14 +345,54 @@ inline bool read_scale(PyObject* given, const at::Tensor& q, double& value) {
   return true;
 }
 
+inline bool read_count(PyObject* given, int64_t& value) {
+  if (!PyLong_CheckExact(given)) return false;
+  int overflow = 0;
+  value = PyLong_AsLongLongAndOverflow(given, &overflow);
+  return overflow == 0 && value >= 0;
+}
+
+inline bool read_optional(PyObject* given, at::Tensor& value) {
+  if (given == Py_None) return true;
+  if (!THPVariable_CheckExact(given)) return false;
+  value = THPVariable_Unpack(given);
+  return value.defined();
+}
+
+inline bool has_count(Py_ssize_t count, Py_ssize_t expected, const char* function) {
+  if (count == expected) return true;
+  PyErr_Format(PyExc_TypeError, "%s: expected %zd arguments, got %zd", function, expected, count);
+  return false;
+}
+
+// q, k_cache, v_cache, k, v, cache_seqlens, block_table, softmax_scale, causal, window_size, softcap, num_splits, out
+// and batch_invariant of flash_attn_with_kvcache -> (out, softmax_lse).
+inline PyObject* attention_over_cache(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  if (!has_count(count, 14, "attention_over_cache")) return nullptr;
+  CachedTensors tensors;
+  CachedOptions options;
+  at::Tensor* const places[] = {&tensors.q, &tensors.k_cache, &tensors.v_cache,    &tensors.k,
+                                &tensors.v, &tensors.seqlens, &tensors.block_table};
+  bool serves = is_unwatched() && read_optional(args[12], tensors.out);
+  for (int i = 0; serves && i < 7; ++i) serves = read_optional(args[i], *places[i]);
+  serves = serves && tensors.serves() && read_scale(args[7], tensors.q, options.softmax_scale) &&
+           read(args[8], options.is_causal) && read_window(args[9], options) && read(args[10], options.softcap) &&
+           read_count(args[11], options.num_splits) && read(args[13], options.batch_invariant);
+  if (!serves) Py_RETURN_NOTIMPLEMENTED;
+  Tensors results = attend_over_cache(tensors, options);
+  THPObjectPtr pair(PyTuple_New(2));
+  if (!pair) return nullptr;
+  PyTuple_SET_ITEM(pair.get(), 0, THPVariable_Wrap(results[0]));
+  PyTuple_SET_ITEM(pair.get(), 1, THPVariable_Wrap(results[1]));
+  return pair.release();
+  END_HANDLE_TH_ERRORS
+}
+
 // (q, k, v) and the other arguments of flash_attn_func in its order up to return_attn_probs, then batch_invariant.
 inline PyObject* attention(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
-  constexpr Py_ssize_t kArguments = 12;
-  if (count != kArguments) {
-    PyErr_Format(PyExc_TypeError, "attention: expected %zd arguments, got %zd", kArguments, count);
-    return nullptr;
-  }
+  if (!has_count(count, 12, "attention")) return nullptr;
   if (!THPVariable_CheckExact(args[0]) || !THPVariable_CheckExact(args[1]) || !THPVariable_CheckExact(args[2]) ||
       !is_unwatched()) {
     Py_RETURN_NOTIMPLEMENTED;
@@ -270,7 +405,7 @@ inline PyObject* attention(PyObject*, PyObject* const* args, Py_ssize_t count) {
                       read(args[9], options.deterministic) && args[10] == Py_False &&
                       read(args[11], options.batch_invariant);
   if (!serves) Py_RETURN_NOTIMPLEMENTED;
-  const bool records = at::GradMode::is_enabled() && (q.requires_grad() || k.requires_grad() || v.requires_grad());
+  const bool records = records_gradients({&q, &k, &v});
   if (records && (q.is_inference() || k.is_inference() || v.is_inference())) Py_RETURN_NOTIMPLEMENTED;
   return THPVariable_Wrap(flash::attention(q, k, v, options, records));
   END_HANDLE_TH_ERRORS
@@ -279,9 +414,12 @@ inline PyObject* attention(PyObject*, PyObject* const* args, Py_ssize_t count) {
 }  // namespace python
 
 inline void define_attention(py::module_& m) {
+  const auto function = [](auto* fast) { return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(fast)); };
   static PyMethodDef functions[] = {
-      {"attention", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&python::attention)), METH_FASTCALL,
+      {"attention", function(&python::attention), METH_FASTCALL,
        "Dense attention of plain CUDA tensors, recorded by autograd; NotImplemented for every other call"},
+      {"attention_over_cache", function(&python::attention_over_cache), METH_FASTCALL,
+       "Attention of plain CUDA tensors over a KV cache; NotImplemented for every other call"},
       {nullptr, nullptr, 0, nullptr}};
   if (PyModule_AddFunctions(m.ptr(), functions) != 0) throw py::error_already_set();
   static PyTypeObject node_type;
