@@ -58,6 +58,10 @@ struct BlockList {
   FLASH_HOST_DEVICE BlockEntry at(int step) const {
     return {entries[step < whole ? step : capacity - 1 - (step - whole)]};
   }
+  // Whole blocks downwards, then partial ones downwards: n_blocks of a head that start together read the same rows.
+  FLASH_HOST_DEVICE BlockEntry downwards(int step) const {
+    return {entries[step < whole ? whole - 1 - step : capacity - total + step]};
+  }
 };
 
 }  // namespace flash

@@ -148,11 +148,11 @@ constexpr FwdPolicy kRows[kNumFwdVariants][kNumSm90FwdHeadDims] = {
     },
     // kListed
     {
-        {64, kSpeculativeAfterPv | kIntFlags, 1},
+        {64, kFetchNextTileLate | kSpeculativeAfterPv | kIntFlags, 1},
         {96, 0, 0},
-        {128, kEarlyStored | kSpeculativeExp | kSpeculativeOnMasked | kIntFlags, 1},
+        {128, kEarlyStored | kFetchNextTileLate | kSpeculativeExp | kSpeculativeOnMasked | kIntFlags, 1},
         {192, 0, 0},
-        {256, kExpBeforePvWait | kSpeculativeExp | kIntFlags, 1},
+        {256, kFetchNextTileLate | kExpBeforePvWait | kSpeculativeExp | kIntFlags, 1},
     },
     // kStatic: those of kOneWave without splits and store warp
     {

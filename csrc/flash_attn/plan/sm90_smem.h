@@ -160,7 +160,8 @@ constexpr int sm90_bwd_smem_bytes(const Sm90BwdTile& tile, bool may_drop, bool d
       .add(sizeof(RandomBits) * tile.stages * (may_drop ? m : 2), 16)
       .add(sizeof(RandomBits) * tile.stages * (may_drop ? n / 2 : 1), alignof(RandomBits))
       .add(kBarrierBytes * barriers, kBarrierBytes)
-      .add(2 * 4, 4);
+      .add(2 * 4, 4)
+      .add(2 * 4 * tile.stages, 4);
   return storage.size(kSwizzleBytes);
 }
 

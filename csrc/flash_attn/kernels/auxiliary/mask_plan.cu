@@ -5,6 +5,7 @@
 #include "core/block_class.h"
 #include "kernels/common/launch.h"
 #include "kernels/common/sequence.h"
+#include "kernels/common/transpose_bits.h"
 #include "params/mask.h"
 
 namespace flash {
@@ -82,17 +83,6 @@ __global__ void __launch_bounds__(kThreads) mask_bounds_kernel(const __grid_cons
     if (lane == 0) (of_rows ? params.row_bounds : params.key_bounds)[at] = bounds;
     if (lane < kStripWords) (of_rows ? seen.rows : seen.keys)[at * kStripWords + lane] = 0u;
   }
-}
-
-// Bit i of lane j becomes bit j of lane i.
-__device__ uint32_t transpose_bits(uint32_t word) {
-  const int lane = threadIdx.x % 32;
-  uint32_t mask = 0xffffu;  // bits whose number lacks that of `distance`
-  for (int distance = 16; distance > 0; distance /= 2, mask ^= mask << distance) {
-    const uint32_t other = __shfl_xor_sync(0xffffffffu, word, distance);
-    word = lane & distance ? (word & ~mask) | (other >> distance & mask) : (word & mask) | (other & mask) << distance;
-  }
-  return word;
 }
 
 // find_seen() by a warp whose lanes have the same rectangle: a row a lane, 32 rows at a time, and of key_hidden two

@@ -9,6 +9,7 @@
 #include "kernels/common/differentiate.h"
 #include "kernels/common/score_bias.h"
 #include "kernels/common/seen_bits.h"
+#include "kernels/common/seen_lines.h"
 #include "kernels/common/sequence.h"
 #include "params/flash.h"
 
@@ -71,11 +72,15 @@ __device__ __forceinline__ uint32_t unseen_of_lane(const uint32_t* seen, int beg
   return valid ? ~seen[first / kMaskWordKeys] & MaskFactors::interval_word(0, length, first) : 0u;
 }
 
-// A step of a work tile of the backward by list: of each query head its list of m_blocks, head after head.
-struct ListedQStep : QStep {
+// A step of a work tile of the backward by list.
+struct ListedStep : QStep {
+  BlockEntry entry;
+};
+
+// The same where it is found: of each query head its list of m_blocks, head after head.
+struct ListedQStep : ListedStep {
   int index = -1;
   BlockList list;
-  BlockEntry entry;
 };
 
 // By all lanes of a warp together.
@@ -99,7 +104,7 @@ struct ListedQOrder {
   __device__ __forceinline__ int count() const { return total; }
 
   __device__ __forceinline__ ListedQStep start() const {
-    ListedQStep at{{first_head - 1, 0}};
+    ListedQStep at{{{first_head - 1, 0}}};
     if (total > 0) advance(at);
     return at;
   }
@@ -113,114 +118,37 @@ struct ListedQOrder {
       at.list = list_of(at.head);
       at.index = 0;
     }
-    at.entry.bits = __shfl_sync(0xffffffffu, at.list.at(at.index).bits, 0);
+    at.entry.bits = __shfl_sync(0xffffffffu, at.list.downwards(at.index).bits, 0);
     at.m_block = at.entry.block();
   }
 };
 
-// What a thread sees of its scores: a bit for each, those of a row or of a key in one word. Loops over them are rolled
-// where they compute words and unrolled where they read them: the code is a third of what it would be otherwise.
-
-// Bits of the columns of a row of `coords`, whole pairs in 32 keys from `key` on: those of an octet of lanes.
-__device__ __forceinline__ uint32_t bits_of_octets(uint32_t word, int first_col) {
-  word >>= first_col;
-  return (word & 0x3u) | (word >> 6 & 0xcu) | (word >> 12 & 0x30u) | (word >> 18 & 0xc0u);
-}
-
-// Hides scores whose bit of `seen` is 0 or whose key is hidden from the row. row_begin, key_begin: of the tile.
-template <int kRows, class Scores, class Coords>
-__device__ __forceinline__ void hide_unseen(Scores& scores, const Coords& coords, const MaskFactors& factors,
-                                            int seqlen_k, int row_begin, int key_begin, uint32_t (&seen)[kRows]) {
-  constexpr int kCols = decltype(cute::size<1>(scores))::value;
-  static_assert(kCols <= 32, "a word holds a bit for each column");
-  if (factors.key_hidden != nullptr) {
-#pragma unroll 4
-    for (int ni = 0; ni < kCols; ++ni) {
-      const Intervals hidden = factors.hidden_rows_of(min(key_begin + coords.col(ni), seqlen_k - 1));
+// Hides what is not seen of a warp's scores by its rows, or of S^T by its keys: of the two the one of length 2.
+template <int kWords, class Scores>
+__device__ __forceinline__ void hide_unseen(Scores& scores, const SeenLines<kWords>& seen) {
+  constexpr int kRows = decltype(cute::size<0>(scores))::value, kCols = decltype(cute::size<1>(scores))::value;
+  constexpr bool kByKeys = kCols == 2;
+  static_assert(kByKeys ? kRows == 8 * kWords : kRows == 2 && kCols == 8 * kWords, "a bit for each score");
 #pragma unroll
-      for (int mi = 0; mi < kRows; ++mi) {
-        if (hidden.contain(row_begin + coords.row(mi))) seen[mi] &= ~(1u << ni);
-      }
-    }
-  }
+  for (int line = 0; line < 2; ++line) {
+    const uint32_t bits = seen.of_thread(line);
 #pragma unroll
-  for (int mi = 0; mi < kRows; ++mi) {
-#pragma unroll
-    for (int ni = 0; ni < kCols; ++ni) {
-      if (!(seen[mi] >> ni & 1u)) scores(mi, ni) = -INFINITY;
+    for (int i = 0; i < 8 * kWords; ++i) {
+      if (!(bits >> i & 1u)) scores(kByKeys ? i : line, kByKeys ? line : i) = -INFINITY;
     }
   }
 }
 
-// For rows from row_begin and keys from key_begin on, a multiple of kMaskWordKeys.
-template <class Scores, class Coords>
-__device__ __forceinline__ void apply_factors(Scores& scores, const Coords& coords, const MaskFactors& factors,
-                                              const Visibility& window, int row_begin, int key_begin) {
-  using namespace cute;
-  constexpr int kRows = 2, kCols = decltype(size<1>(scores))::value, kColsOfWord = kMaskWordKeys / 4;
-  static_assert(decltype(size<0>(scores))::value == kRows && kCols <= 32 && kCols % kColsOfWord == 0,
-                "a word holds a bit for each column");
-  uint32_t seen[kRows] = {};
-#pragma unroll 1
-  for (int i = 0; i < kCols / kColsOfWord; ++i) {
-    const int key = key_begin + kMaskWordKeys * i;
-#pragma unroll
-    for (int mi = 0; mi < kRows; ++mi) {
-      const int row = min(row_begin + coords.row(mi), window.seqlen_q - 1);
-      const uint32_t in_window = MaskFactors::interval_word(window.key_begin(row), window.key_end(row), key);
-      seen[mi] |= bits_of_octets(in_window & factors.row_word(row, key), coords.col(0)) << (kColsOfWord * i);
-    }
-  }
-  hide_unseen(scores, coords, factors, window.seqlen_k, row_begin, key_begin, seen);
-}
-
-// The same where a thread's columns are two keys, 8 apart within a word, and its rows are many queries: accumulators of
-// S^T. row_begin, key_begin: of the tile.
-template <class Scores, class Coords>
-__device__ __forceinline__ void apply_factors_transposed(Scores& scores, const Coords& coords,
-                                                         const MaskFactors& factors, const Visibility& window,
-                                                         int row_begin, int key_begin) {
-  using namespace cute;
-  constexpr int kRows = decltype(size<0>(scores))::value, kCols = 2;
-  static_assert(kRows <= 32 && decltype(size<1>(scores))::value == kCols, "two keys of one word");
-  const int word_key = key_begin + coords.col(0) / kMaskWordKeys * kMaskWordKeys;
-  Intervals hidden[kCols];
-#pragma unroll
-  for (int ni = 0; ni < kCols; ++ni) {
-    if (factors.key_hidden != nullptr) {
-      hidden[ni] = factors.hidden_rows_of(min(key_begin + coords.col(ni), window.seqlen_k - 1));
-    }
-  }
-  uint32_t seen[kCols] = {};
-#pragma unroll 2
-  for (int mi = 0; mi < kRows; ++mi) {
-    const int row = min(row_begin + coords.row(mi), window.seqlen_q - 1);
-    const uint32_t in_window = MaskFactors::interval_word(window.key_begin(row), window.key_end(row), word_key);
-    const uint32_t word = in_window == 0u ? 0u : in_window & factors.row_word(row, word_key);
-#pragma unroll
-    for (int ni = 0; ni < kCols; ++ni) {
-      const bool sees = (word >> (coords.col(ni) % kMaskWordKeys) & 1u) && !hidden[ni].contain(row);
-      seen[ni] |= static_cast<uint32_t>(sees) << mi;
-    }
-  }
-#pragma unroll
-  for (int mi = 0; mi < kRows; ++mi) {
-#pragma unroll
-    for (int ni = 0; ni < kCols; ++ni) {
-      if (!(seen[ni] >> mi & 1u)) scores(mi, ni) = -INFINITY;
-    }
-  }
-}
-
-// Rows of the scores are queries; keys are two, of S^T, or a multiple of 8.
+// Rows of the scores are queries; keys are two, of S^T, or a multiple of 16.
 template <int kBlockM, int kBlockN, class Scores, class Coords, class Element>
 __device__ __forceinline__ void mask_scores(Scores& scores, const Coords& coords, const FactorMask<Element>& mask,
                                             const TileCoords& tile_coords) {
   if (!mask.hides) return;
+  const int row = tile_coords.row_begin, key = tile_coords.key_begin;
   if constexpr (decltype(cute::size<1>(scores))::value == 2) {
-    apply_factors_transposed(scores, coords, mask.factors, mask, tile_coords.row_begin, tile_coords.key_begin);
+    hide_unseen(scores, seen_by_keys(mask.factors, mask, row, key + coords.col(0) / 16 * 16));
   } else {
-    apply_factors(scores, coords, mask.factors, mask, tile_coords.row_begin, tile_coords.key_begin);
+    hide_unseen(scores, seen_by_rows<kBlockN>(mask.factors, mask, row + coords.row(0) / 16 * 16, key));
   }
 }
 

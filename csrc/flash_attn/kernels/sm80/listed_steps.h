@@ -140,7 +140,33 @@ struct GeneralMask : BiasedVisibility<Element> {
   bool hides;
 };
 
-// For rows from row_begin and keys from key_begin on, multiples of the tile's sizes.
+// Hides scores whose bit of `seen` is 0 or whose key is hidden from the row. row_begin, key_begin: of the tile.
+template <int kRows, class Scores, class Coords>
+__device__ __forceinline__ void hide_unseen(Scores& scores, const Coords& coords, const MaskFactors& factors,
+                                            int seqlen_k, int row_begin, int key_begin, uint32_t (&seen)[kRows]) {
+  constexpr int kCols = decltype(cute::size<1>(scores))::value;
+  static_assert(kCols <= 32, "a word holds a bit for each column");
+  if (factors.key_hidden != nullptr) {
+#pragma unroll 4
+    for (int ni = 0; ni < kCols; ++ni) {
+      const Intervals hidden = factors.hidden_rows_of(min(key_begin + coords.col(ni), seqlen_k - 1));
+#pragma unroll
+      for (int mi = 0; mi < kRows; ++mi) {
+        if (hidden.contain(row_begin + coords.row(mi))) seen[mi] &= ~(1u << ni);
+      }
+    }
+  }
+#pragma unroll
+  for (int mi = 0; mi < kRows; ++mi) {
+#pragma unroll
+    for (int ni = 0; ni < kCols; ++ni) {
+      if (!(seen[mi] >> ni & 1u)) scores(mi, ni) = -INFINITY;
+    }
+  }
+}
+
+// For rows from row_begin and keys from key_begin on, multiples of the tile's sizes. Loops over words are rolled: the
+// code is a third of what it would be otherwise.
 template <class Scores, class Coords>
 __device__ __forceinline__ void apply_factors(Scores& scores, const Coords& coords, const MaskFactors& factors,
                                               const Visibility& window, int row_begin, int key_begin) {

@@ -63,6 +63,9 @@ __device__ __forceinline__ void load_statistics(const Launch& launch, Storage& s
     if constexpr (Config::kMayDrop) {
       if (params.has_dropout) store_dropout_bits<Config>(params, storage, tile, at, state.stage);
     }
+    if constexpr (Config::kPassesSteps) {
+      if (lane == 0) storage.steps[state.stage] = {at.head, at.entry};
+    }
     storage.q_full[state.stage].arrive();
     storage.do_empty[state.stage].wait(state.phase ^ 1);
 #pragma unroll

@@ -23,6 +23,8 @@ template <class Config>
 using BwdSteps = std::conditional_t<Config::kListed, ListedQOrder, QBlockOrder>;
 template <class Config>
 using BwdStep = std::conditional_t<Config::kListed, ListedQStep, QStep>;
+template <class Config>
+using BwdVisit = std::conditional_t<Config::kListed, ListedStep, QStep>;
 
 // Fully masked rows of a tile, as loaders clear them.
 template <class Config>
@@ -60,7 +62,7 @@ __device__ __forceinline__ MaskedRows<Config> masked_keys_of(const Launch& launc
 
 // The mask of a step for the 64 keys of a strip of the work tile.
 template <class Config, class Launch>
-__device__ __forceinline__ auto mask_of_step(const Launch& launch, const BwdWorkTile& tile, const BwdStep<Config>& at,
+__device__ __forceinline__ auto mask_of_step(const Launch& launch, const BwdWorkTile& tile, const BwdVisit<Config>& at,
                                              int strip) {
   const MaskOf<Config> window = mask_of<Config>(launch.params, tile);
   if constexpr (Config::kListed) {

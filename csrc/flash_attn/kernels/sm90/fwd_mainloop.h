@@ -58,7 +58,8 @@ struct FwdMainloop {
   int alibi_row;                    // position of the warpgroup's first row on the axis of the keys, for ALiBi
   ShortSoftcapSeries short_series;  // of the softcap
   BlockEntry entry;                 // kListed: of the block that is masked
-  bool clears_next = true;          // kListed: the next P V is the tile's first
+  SeenLines<Config::kListed ? Config::kBlockN / kMaskWordKeys : 2> seen;  // kListed: of its scores, if it hides some
+  bool clears_next = true;                                                // kListed: the next P V is the tile's first
   // kBiased
   static constexpr int kWholeBoxes = Config::kBlockN / (kBiasBoxBytes / 2);  // of 16-bit elements, of a block
   static constexpr bool kReadsBoxesEarly = kWholeBoxes == 1;
@@ -214,8 +215,11 @@ struct FwdMainloop {
     return {__shfl_sync(0xffffffffu, work.order.at(i).bits, 0)};
   }
   __device__ __forceinline__ bool hides_some() const { return entry.strip(group) != BlockClass::kWhole; }
-  __device__ __forceinline__ MaskFactors factors(const WorkTile& tile) const {
-    return factors_of(params, mask.factors, tile, tile.head);
+  __device__ __forceinline__ void find_seen(const Work& work, int key) {
+    const WorkTile& tile = work.tile;
+    const int row = row_begin(work) + threadIdx.x % 128 / 32 * 16;  // of this warp
+    seen = seen_by_rows<Config::kBlockN>(factors_of(params, mask.factors, tile, tile.head),
+                                         mask_of<Config>(params, tile), row, key);
   }
 
   // kBiased: the biases of a tile's sequence and head, and where its scores of a block lie.
@@ -264,6 +268,9 @@ struct FwdMainloop {
       n_block = kMaskFirstOnDemand ? work.steps.first_to_mask : work.order.block(0);
     }
     const int key = n_block * Config::kBlockN;
+    if constexpr (Config::kListed) {
+      if (hides_some()) find_seen(work, key);
+    }
     dropout.begin_tile(params, work.tile, row_begin(work) + coords.row(0));
     if constexpr (Config::kHasScoreMod) {
       slope_log2 = ScoreMod::head_slope_log2(params, work.tile.batch, work.tile.head);
@@ -303,6 +310,9 @@ struct FwdMainloop {
       key = n_block * Config::kBlockN;
     } else {
       key = (Config::kMaskBoundsInRegs ? n_block : work.order.block(i)) * Config::kBlockN;
+    }
+    if constexpr (Config::kListed && kMasked) {
+      if (hides_some()) find_seen(work, key);  // its loads take as long as S
     }
     if constexpr (Config::kBiased && !kMasked && kReadsBoxesEarly) read_boxes(*this);
     wait_for<Config::kExpAfterPvWait && !kMasked ? 0 : 1>(acc_s);

@@ -32,7 +32,7 @@ __device__ __forceinline__ void modify_scores(Mainloop& m, Scores& scores, const
       ScoreMod(m.params, work.tile.batch, work.tile.head).apply(scores, m.coords, diagonal, key);
       if constexpr (Config::kBiased) m.add_biases_to(scores, work, key, diagonal);
     }
-    if (m.hides_some()) apply_factors(scores, m.coords, m.factors(work.tile), visibility, first_row, key);
+    if (m.hides_some()) hide_unseen(scores, m.seen);
   } else if constexpr (kMasked) {
     const int row_end = min(first_row + 64, work.tile.seqlen_q), key_end = key + Config::kBlockN;
     if constexpr (Config::kMaskBoundsInRegs) {

@@ -20,6 +20,7 @@ struct BwdOnePassConfig {
   using Element = ElementOf<kDtype>;
   static constexpr bool kBiased = kVariant_ == BwdVariant::kBiased;
   static constexpr bool kListed = kVariant_ == BwdVariant::kListed || kBiased;
+  static constexpr bool kPassesSteps = kListed;  // consumers get their steps from the statistics warp
   static constexpr bool kIsGeneral = kVariant_ == BwdVariant::kGeneral;  // P is made after dP
   static constexpr bool kMayAccumulate = kVariant_ != BwdVariant::kPlain && !kListed;
   static constexpr bool kDqInSmem = kDqLocation == DqLocation::kShared;

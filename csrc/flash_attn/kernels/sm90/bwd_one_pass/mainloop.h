@@ -39,6 +39,9 @@ struct BwdMainloop {
       cute::Layout<cute::Shape<cute::Shape<cute::_2, cute::_2, cute::_2>, cute::_1, cute::Int<Config::kBlockM / 16>>>;
   using Coords = TransposedCoords<AccumulatorCoords<4>>;
 
+  struct Nothing {};
+  using Seen = std::conditional_t<Config::kListed, SeenLines<Config::kBlockM / 32>, Nothing>;
+  using Visit = BwdVisit<Config>;
   using RowValues = SmemRowValues<Coords>;
   static constexpr bool kRowValuesInRegs = !Config::kIsGeneral && !Config::kHasDqWarpgroup && !Config::kBiased;
   using EarlyRowValues =
@@ -115,27 +118,41 @@ struct BwdMainloop {
     start_gemm(mma, a, mma.get_slice(thread).partition_fragment_B(cols), acc, false);
   }
 
-  // One m_block of one query head, without a dQ warpgroup.
-  __device__ __forceinline__ void step(const BwdStep<Config>& at, int i) {
+  // One m_block of one query head, without a dQ warpgroup; the visit that it was.
+  __device__ __forceinline__ Visit step(const Visit& given, int i) {
     using namespace cute;
     const int stage = state.stage;
     AccSdP acc_s, acc_dp;
     storage.q_full[stage].wait(state.phase);
+    const Visit at = visit_at(given);
     const RowValues lse_rows{storage.lse_log2[stage], coords};
     const EarlyRowValues lse_log2(lse_rows);
     start_scores(storage.k[0], storage.q[stage], acc_s);
     storage.do_full[stage].wait(state.phase);
     start_scores(storage.v[0], storage.dout[stage], acc_dp);
+    const Seen seen = seen_at(at);
     wait_for<1>(acc_s);
-    differentiate<true>(at, Config::kListed && is_whole(at), lse_log2, acc_s, acc_dp);
+    differentiate<true>(at, Config::kListed && is_whole(at), seen, lse_log2, acc_s, acc_dp);
     const auto ds = convert<Element>(acc_dp);
     store_ds(ds, i == 0);
     start_dkv(ds, storage.q[stage], acc_dk);
     wait_for<0>(acc_dk);
+    return at;
+  }
+
+  // kPassesSteps: the step whose Q has landed. Shuffled, so that ptxas sees uniform branches.
+  __device__ __forceinline__ Visit visit_at(const Visit& given) const {
+    if constexpr (Config::kPassesSteps) {
+      const auto passed = storage.steps[state.stage];
+      const BlockEntry entry{__shfl_sync(0xffffffffu, passed.entry.bits, 0)};
+      return {{__shfl_sync(0xffffffffu, passed.head, 0), entry.block()}, entry};
+    } else {
+      return given;
+    }
   }
 
   // kListed: whether every query of the step sees all keys of this consumer.
-  __device__ __forceinline__ bool is_whole(const BwdStep<Config>& at) const {
+  __device__ __forceinline__ bool is_whole(const Visit& at) const {
     if constexpr (Config::kListed) {
       return at.entry.strip(group) == BlockClass::kWhole;
     } else {
@@ -143,7 +160,18 @@ struct BwdMainloop {
     }
   }
 
-  __device__ __forceinline__ decltype(auto) mask_at(const BwdStep<Config>& at) const {
+  // kListed: what this warp sees of a step's scores, unless that is all.
+  __device__ __forceinline__ Seen seen_at(const Visit& at) const {
+    if constexpr (Config::kListed) {
+      if (is_whole(at)) return {};
+      return seen_by_keys(factors_of(params, launch.mask.factors, tile, at.head), visibility,
+                          at.m_block * Config::kBlockM, key_begin() + thread / 32 * 16);
+    } else {
+      return {};
+    }
+  }
+
+  __device__ __forceinline__ decltype(auto) mask_at(const Visit& at) const {
     if constexpr (Config::kListed) {
       return mask_of_step<Config>(launch, tile, at, group);
     } else {
@@ -154,8 +182,8 @@ struct BwdMainloop {
   // On entry S is complete and dP in flight; on exit acc_s holds P and acc_dp holds dS. kStartsDv: starts dV += P^T dO
   // before it waits for dP.
   template <bool kStartsDv, class LseRows>
-  __device__ __forceinline__ void differentiate(const BwdStep<Config>& at, bool is_unmasked, const LseRows& lse_log2,
-                                                AccSdP& acc_s, AccSdP& acc_dp) {
+  __device__ __forceinline__ void differentiate(const Visit& at, bool is_unmasked, const Seen& seen,
+                                                const LseRows& lse_log2, AccSdP& acc_s, AccSdP& acc_dp) {
     const int stage = state.stage;
     const TileCoords tile_coords{tile.batch, at.head, at.m_block * Config::kBlockM, key_begin()};
     auto scores = transposed_row_col_view(acc_s);  // ((2, M / 8), 2)
@@ -165,7 +193,7 @@ struct BwdMainloop {
                                       coords};
     if constexpr (Config::kBiased) {
       add_biases_of(at, tile_coords, scores);
-      if (!is_unmasked) mask_scores<Config::kBlockM, 64>(scores, coords, mask_at(at), tile_coords);
+      if (!is_unmasked) hide_unseen(scores, seen);
       exponentiate_scores(scores, params.softmax_scale_log2, lse_log2);
       if constexpr (Config::kMayDrop) {
         if (params.has_dropout) mark_dropped(params, coords, bits, scores);
@@ -184,7 +212,7 @@ struct BwdMainloop {
         ScoreMod(params, tile.batch, at.head).apply(scores, coords, diagonal, tile_coords.key_begin);
         flash::add_biases_of(mask_at(at), tile_coords, diagonal, coords, scores);
       }
-      if (!is_unmasked) mask_scores<Config::kBlockM, 64>(scores, coords, mask_at(at), tile_coords);
+      if (!is_unmasked) hide_unseen(scores, seen);
       exponentiate_scores(scores, params.softmax_scale_log2, lse_log2);
       if (params.has_dropout) mark_dropped(params, coords, bits, scores);
       const EarlyRowValues softmax_d_of_rows(softmax_d);
@@ -209,8 +237,7 @@ struct BwdMainloop {
 
   // kBiased: turns raw scores of a step into those of the softmax, without the mask.
   template <class Scores>
-  __device__ __forceinline__ void add_biases_of(const BwdStep<Config>& at, const TileCoords& tile_coords,
-                                                Scores& scores) {
+  __device__ __forceinline__ void add_biases_of(const Visit& at, const TileCoords& tile_coords, Scores& scores) {
     const ScoreBias& bias = launch.mask.bias;
     const int diagonal = alibi_diagonal(params, tile.batch, visibility, tile_coords.row_begin);
     const ScoreMod score_mod(params, tile.batch, at.head);
@@ -311,7 +338,7 @@ struct BwdMainloop {
 
   // Steps [begin, end) of the work tile, the first of them at `at`. S of the next step is in flight together with dK of
   // this one.
-  __device__ __forceinline__ void run_visible(BwdStep<Config> at, int begin, int end) {
+  __device__ __forceinline__ void run_visible(Visit at, int begin, int end) {
     using namespace cute;
     const RowRange unmasked =
         Config::kListed ? RowRange{} : unmasked_rows(visibility, key_begin(), key_begin() + 64, Config::kBlockM);
@@ -323,13 +350,15 @@ struct BwdMainloop {
     wait_for<0>(acc_s);
     for (int i = begin; i < end; ++i) {
       const int stage = state.stage;
+      at = visit_at(at);
       AccSdP acc_dp;
       storage.do_full[stage].wait(state.phase);
       start_scores(values, storage.dout[stage], acc_dp);
+      const Seen seen = seen_at(at);
       wait_for_order_barrier<Config>(group);
       const bool is_unmasked =
           Config::kListed ? is_whole(at) : at.m_block >= unmasked.begin && at.m_block < unmasked.end;
-      differentiate<false>(at, is_unmasked, RowValues{storage.lse_log2[state.stage], coords}, acc_s, acc_dp);
+      differentiate<false>(at, is_unmasked, seen, RowValues{storage.lse_log2[state.stage], coords}, acc_s, acc_dp);
       const auto p = convert_p(acc_s), ds = convert<Element>(acc_dp);
       arrive_at_order_barrier<Config>(group);
       store_ds(ds, i == 0);
@@ -337,7 +366,7 @@ struct BwdMainloop {
       start_dkv(p, storage.dout[stage], acc_dv);
       start_dkv(ds, storage.q[stage], acc_dk);
       state.advance();
-      order.advance(at);
+      if constexpr (!Config::kPassesSteps) order.advance(at);
       if (i + 1 < end) {
         AccSdP next;
         storage.q_full[state.stage].wait(state.phase);
@@ -363,7 +392,7 @@ struct BwdMainloop {
   // With a dQ warpgroup. Steps whose rows see no key of this consumer are the first and the last ones.
   __device__ __forceinline__ void run_with_dq_warpgroup(int count) {
     if constexpr (Config::kListed) {
-      run_visible(order.start(), 0, count);
+      run_visible({}, 0, count);
     } else {
       run_visible_range(count);
     }
@@ -391,10 +420,11 @@ struct BwdMainloop {
   __device__ __forceinline__ void run_alternating(int count) {
     const RowRange visible =
         Config::kListed ? RowRange{} : row_range(visibility, key_begin() / 64, Config::kBlockM, 64);
-    BwdStep<Config> at = order.start();
+    Visit at{};
+    if constexpr (!Config::kPassesSteps) at = order.start();
     for (int i = 0; i < count; ++i) {
       if (Config::kListed || (at.m_block >= visible.begin && at.m_block < visible.end)) {
-        step(at, i);
+        at = step(at, i);
       } else {
         store_zero_ds(i == 0);
       }
@@ -402,7 +432,7 @@ struct BwdMainloop {
       state.advance();
       if (i > 0) compute_own_dq();
       if constexpr (Config::kBiased) last_step = at;
-      order.advance(at);
+      if constexpr (!Config::kPassesSteps) order.advance(at);
     }
     compute_own_dq();
     storage.kv_empty[0][0].arrive();

@@ -57,6 +57,12 @@ struct BwdStorage : BiasRing<Config::kBiasStages, Config::kWarpGroups * Config::
 
   int work[2];  // work tile indices: the current one and the next
 
+  struct PassedStep {
+    int head;
+    BlockEntry entry;
+  };
+  PassedStep steps[Config::kStages];  // kPassesSteps: stages of Q
+
   // Where dK and dV are staged for their TMA store; with kDqInSmem in the consumer's rows of dS.
   static_assert(!Config::kDqInSmem || Config::kSmemDs == Config::kSmemK,
                 "a consumer's rows of dK and dV take its rows of dS");

@@ -18,6 +18,7 @@ struct BwdTwoPassConfig {
   static constexpr Dtype kDtype = kDtype_;
   using Element = ElementOf<kDtype>;
   static constexpr bool kListed = kVariant == BwdVariant::kListed;
+  static constexpr bool kPassesSteps = false;
   static constexpr bool kIsGeneral = kVariant == BwdVariant::kGeneral || kListed;
   static constexpr bool kMayDrop = kIsGeneral;
   static constexpr bool kMayAccumulate = kVariant != BwdVariant::kPlain && !kListed;

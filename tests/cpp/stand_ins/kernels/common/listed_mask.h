@@ -8,6 +8,7 @@
 
 namespace flash {
 
+struct ListedStep {};
 struct ListedQStep {};
 struct ListedQOrder {
   template <class... T>

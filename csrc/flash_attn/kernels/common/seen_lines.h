@@ -1,0 +1,85 @@
+// Masks as data on the scores of a warp, a bit for each: its lanes share the work.
+#pragma once
+
+#include "core/mask_factors.h"
+#include "core/visibility.h"
+#include "kernels/common/transpose_bits.h"
+
+namespace flash {
+
+// What a warp sees of its scores. A line is a row of scores, or a key of S^T; a warp has 16. Lane l makes words l / 16,
+// l / 16 + 2, ... of line l % 16, and gets those of the two lines of its scores from other lanes.
+template <int kWords>
+struct SeenLines {
+  static_assert(kWords % 2 == 0 && kWords <= 4, "two or four words of a line");
+  uint32_t words[kWords / 2];
+
+  // The bits of this thread's scores in one of its two lines: pairs, 8 apart, from 2 (lane % 4) on.
+  __device__ __forceinline__ uint32_t of_thread(int line) const {
+    const int lane = threadIdx.x % 32;
+    uint32_t bits = 0;
+#pragma unroll
+    for (int j = 0; j < kWords; ++j) {
+      const uint32_t word =
+          __shfl_sync(0xffffffffu, words[j / 2], lane / 4 + 8 * line + 16 * (j % 2)) >> 2 * (lane % 4);
+      bits |= ((word & 0x3u) | (word >> 6 & 0xcu) | (word >> 12 & 0x30u) | (word >> 18 & 0xc0u)) << (8 * j);
+    }
+    return bits;
+  }
+};
+
+// The numbers of both intervals from `first` on, as interval_word().
+__device__ __forceinline__ uint32_t word_of(const Intervals& intervals, int first) {
+  return MaskFactors::interval_word(intervals.begin[0], intervals.end[0], first) |
+         MaskFactors::interval_word(intervals.begin[1], intervals.end[1], first);
+}
+
+// What a row sees by the factors of rows and the window. key: a multiple of kMaskWordKeys.
+__device__ __forceinline__ uint32_t word_of_row(const MaskFactors& factors, const Visibility& window, int row,
+                                                int key) {
+  const int valid_row = min(row, window.seqlen_q - 1);
+  return MaskFactors::interval_word(window.key_begin(valid_row), window.key_end(valid_row), key) &
+         factors.row_word(valid_row, key);
+}
+
+// Lines are 16 rows from `row` on. key: a multiple of kMaskWordKeys. By all lanes of a warp.
+template <int kKeys>
+__device__ __forceinline__ SeenLines<kKeys / kMaskWordKeys> seen_by_rows(const MaskFactors& factors,
+                                                                         const Visibility& window, int row, int key) {
+  const int lane = threadIdx.x % 32;
+  SeenLines<kKeys / kMaskWordKeys> seen;
+#pragma unroll
+  for (int i = 0; i < kKeys / 64; ++i) {
+    const int first = key + 64 * i;
+    seen.words[i] = word_of_row(factors, window, row + lane % 16, first + kMaskWordKeys * (lane / 16));
+    if (factors.key_hidden == nullptr) continue;
+    uint32_t hidden = 0;  // 16 rows of a key of each half
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int hidden_key = min(first + kMaskWordKeys * half + lane, window.seqlen_k - 1);
+      hidden |= (word_of(factors.hidden_rows_of(hidden_key), row) & 0xffffu) << 16 * half;
+    }
+    seen.words[i] &= ~transpose_bits(hidden);
+  }
+  return seen;
+}
+
+// Lines are 16 keys of S^T from `key` on, a multiple of 16; 64 rows from `row` on.
+__device__ __forceinline__ SeenLines<2> seen_by_keys(const MaskFactors& factors, const Visibility& window, int row,
+                                                     int key) {
+  const int lane = threadIdx.x % 32;
+  uint32_t by_rows = 0;  // 16 keys of a row of each half
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const uint32_t word = word_of_row(factors, window, row + 32 * half + lane, key / kMaskWordKeys * kMaskWordKeys);
+    by_rows |= (word >> key % kMaskWordKeys & 0xffffu) << 16 * half;
+  }
+  SeenLines<2> seen{{transpose_bits(by_rows)}};
+  if (factors.key_hidden != nullptr) {
+    const Intervals hidden = factors.hidden_rows_of(min(key + lane % 16, window.seqlen_k - 1));
+    seen.words[0] &= ~word_of(hidden, row + 32 * (lane / 16));
+  }
+  return seen;
+}
+
+}  // namespace flash
