@@ -358,7 +358,7 @@ class AttentionMask:
 
     @property
     def shape(self) -> tuple[int | None, ...]:
-        """The shape of `to_dense()`, None where it is not known: callers tell masks of scores from token masks by it."""
+        """The shape of `to_dense()`, None where it is not known: callers tell it from a token mask by it."""
         require(not self.is_packed, "mask", "a dense mask", "a packed one")
         tensors = self.factors.tensors().values()
         return (

@@ -52,7 +52,7 @@ def test_pairwise(device, problem_case, method, layout, ranks):
 def test_errors_do_not_grow_with_the_number_of_ranks(device, method):
     """bfloat16: partial results are float32 or rounded once."""
     problem, weights = self_attention(Case(1, 257, 257, 16, 16, 32, "bfloat16", causal=True), device)
-    for ranks in (2, 8, 16):
+    for ranks in (2, 16):
         check_result(problem, weights, run_local(problem, weights, ranks, method=method))
 
 

@@ -76,31 +76,34 @@ void wait_for_products_but() {
 template <class Registers>
 void hold(Registers&) {}
 
-inline int product_col(int j, int i) { return 8 * j + threadIdx.x % 4 * 2 + i % 2; }
+// acc += rows * cols of a slice of 16: two rows of this thread, and for each of its columns 16 elements, kStride apart.
+template <int kStride, class Column>
+void multiply(float (&acc)[16][4], const float* rows, const Column& column) {
+  for (int j = 0; j < 16; ++j) {
+    for (int i = 0; i < 2; ++i) {
+      const bf16* const first = column(8 * j + threadIdx.x % 4 * 2 + i);
+      for (int k = 0; k < 16; ++k) {
+        const float value = to_float(*swizzled(first + k * kStride));
+        acc[j][i] += rows[k] * value;
+        acc[j][2 + i] += rows[16 + k] * value;
+      }
+    }
+  }
+}
 
 inline void start_product(float (&acc)[16][4], const bf16* a, const bf16* b, bool adds) {
   mine().open.push_back([=, &acc] {
-    for (int j = 0; j < 16; ++j) {
-      for (int i = 0; i < 4; ++i) {
-        const bf16 *const row = a + emulation::Wgmma::row(i / 2) * 64, *const col = b + product_col(j, i) * 64;
-        float sum = adds ? acc[j][i] : 0.0f;
-        for (int k = 0; k < 16; ++k) sum += to_float(*swizzled(row + k)) * to_float(*swizzled(col + k));
-        acc[j][i] = sum;
-      }
-    }
+    float rows[32];
+    for (int i = 0; i < 32; ++i) rows[i] = to_float(*swizzled(a + emulation::Wgmma::row(i / 16) * 64 + i % 16));
+    if (!adds) std::memset(acc, 0, sizeof(acc));
+    multiply<1>(acc, rows, [b](int col) { return b + col * 64; });
   });
 }
 
 template <int kRows>
 void start_product_transposed(float (&acc)[16][4], const uint32_t (&a)[4], const bf16* b) {
   mine().open.push_back([=, &acc, rows = emulation::Wgmma::rows_of(a, 1)] {
-    for (int j = 0; j < 16; ++j) {
-      for (int i = 0; i < 4; ++i) {
-        const int col = product_col(j, i);
-        const bf16* const first = b + col / 64 * kRows * 64 + col % 64;
-        for (int k = 0; k < 16; ++k) acc[j][i] += rows[i / 2 * 16 + k] * to_float(*swizzled(first + k * 64));
-      }
-    }
+    multiply<64>(acc, rows.data(), [b](int col) { return b + col / 64 * kRows * 64 + col % 64; });
   });
 }
 
@@ -153,7 +156,7 @@ void report(const char* name) {
   for (const bool causal : {false, true}) {
     worst = std::max(worst, worst_error<T>({2, 1, 1, 128}, causal, mixed));
     worst = std::max(worst, worst_error<T>({1, 130, 2, 128}, causal, early));
-    worst = std::max(worst, worst_error<T>({1, 400, 1, 128}, causal, late));
+    worst = std::max(worst, worst_error<T>({1, causal ? 400 : 280, 1, 128}, causal, late));
     worst = std::max(worst, worst_error<T>({1, 280, 1, 128}, causal, mixed));
   }
   std::printf("%s %.4f\n", name, worst);

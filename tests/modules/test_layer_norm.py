@@ -123,6 +123,7 @@ def test_features(device, dtype, rms, feature):
         assert results[-1].dtype == (torch.float32 if wide else dtype)
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 @pytest.mark.parametrize("rms", (False, True), ids=("layer", "rms"))
 @pytest.mark.parametrize("columns", (1, 5, 128, 1023, 4096, 8200, 20000, 40000))

@@ -90,7 +90,7 @@ def test_experiments_run_in_miniature_on_a_cpu(name, tmp_path, monkeypatch, capf
     monkeypatch.setattr(pages, "stored", lambda _: result)
     blocks = {block: lines for of_page in pages.BLOCKS.values() for block, lines in of_page.items()}
     expected = {
-        "deterministic": "| `ours_deterministic` |",
+        "deterministic": "bwd, `ours_deterministic` |",
         "accuracy": "| `ours` |",
         "gains": "| decoding alone, 1 × 128",
     }

@@ -22,15 +22,20 @@ struct MlaProducts : emulation::Wgmma {
   }
   uint32_t prob_pair(int sixteen, int i) const { return probs[sixteen * 4 + i]; }
 
-  void add_scores(const Element* q, const Element* keys, int begin, int end) {
-    for (int i = 0; i < 2; ++i) {
-      for (int eight = 0; eight < 8; ++eight) {
-        for (int col = 0; col < 2; ++col) {
-          const int at = row(i), key = eight * 8 + threadIdx.x % 4 * 2 + col;
-          for (int k = begin; k < end; ++k) score(eight, i, col) += element(q, at, k) * element(keys, key, k);
-        }
+  // An atom of columns of both rows' queries.
+  void add_atom(const float* const (&queries)[2], const Element* keys, int atom) {
+    for (int eight = 0; eight < 8; ++eight) {
+      for (int col = 0; col < 2; ++col) {
+        const auto key = row_of(keys, eight * 8 + threadIdx.x % 4 * 2 + col, atom * Config::kAtomCols);
+        for (int i = 0; i < 2; ++i) add_products(score(eight, i, col), queries[i], key);
       }
     }
+  }
+
+  void add_scores(const Element* q, const Element* keys, int atom) {
+    const auto first = row_of(q, row(0), atom * Config::kAtomCols),
+               second = row_of(q, row(1), atom * Config::kAtomCols);
+    add_atom({first.data(), second.data()}, keys, atom);
   }
 
   void hold_query(int slice, const uint32_t (&registers)[4]) {
@@ -40,16 +45,8 @@ struct MlaProducts : emulation::Wgmma {
 
   // place: of the atom among those that are held
   void add_held(const Element* keys, int place, int atom) {
-    constexpr int kCols = Config::kAtomCols;
-    for (int i = 0; i < 2; ++i) {
-      const float* const query = held_rows.data() + i * 16 * Config::kHeldSlices + place * kCols;
-      for (int eight = 0; eight < 8; ++eight) {
-        for (int col = 0; col < 2; ++col) {
-          const int key = eight * 8 + threadIdx.x % 4 * 2 + col;
-          for (int k = 0; k < kCols; ++k) score(eight, i, col) += query[k] * element(keys, key, atom * kCols + k);
-        }
-      }
-    }
+    const float* const first = held_rows.data() + place * Config::kAtomCols;
+    add_atom({first, first + 16 * Config::kHeldSlices}, keys, atom);
   }
 
   template <int kFirst, class Landed>
@@ -60,7 +57,7 @@ struct MlaProducts : emulation::Wgmma {
       landed(atom);
       issue([=] {
         if (place >= 0) add_held(keys, place, atom);
-        if (place < 0) add_scores(q, keys, atom * Config::kAtomCols, (atom + 1) * Config::kAtomCols);
+        if (place < 0) add_scores(q, keys, atom);
       });
     }
   }
@@ -69,10 +66,11 @@ struct MlaProducts : emulation::Wgmma {
   template <class Prob>
   void add_values(const Prob& prob, const Element* half) {
     for (int key = 0; key < 64; ++key) {
+      const float weights[2] = {prob(0, key), prob(1, key)};
       for (int eight = 0; eight < 32; ++eight) {
+        const Element* const values = at(half, key, eight * 8 + threadIdx.x % 4 * 2);
         for (int col = 0; col < 2; ++col) {
-          const float value = element(half, key, eight * 8 + threadIdx.x % 4 * 2 + col);
-          for (int i = 0; i < 2; ++i) out(eight, i, col) += prob(i, key) * value;
+          for (int i = 0; i < 2; ++i) out(eight, i, col) += weights[i] * to_float(values[col]);
         }
       }
     }
