@@ -182,13 +182,12 @@ inline BwdPlan plan_bwd_wgmma(const BwdProblem& problem, const Device& device) {
   plan.family = Family::kWgmma;
   plan.variant = wgmma_bwd_variant(problem);
   const bool dq_in_smem = prefers_dq_in_smem(problem, device);
-  const Sm90BwdTile tile = dq_in_smem                 ? kSm90SharedDqTile
-                           : problem.has_mask()       ? listed_tile(problem)
-                           : prefers_dq_pass(problem) ? kSm90TwoPassTile
-                           : prefers_tall_tile(problem)
-                               ? kSm90TallBwdTile
-                               : sm90_bwd_tile(problem.head_dim, problem.head_dim_v,
-                                               plan.variant == BwdVariant::kGeneral);
+  const Sm90BwdTile tile = dq_in_smem                   ? kSm90SharedDqTile
+                           : problem.has_mask()         ? listed_tile(problem)
+                           : prefers_dq_pass(problem)   ? kSm90TwoPassTile
+                           : prefers_tall_tile(problem) ? kSm90TallBwdTile
+                                                        : sm90_bwd_tile(problem.head_dim, problem.head_dim_v,
+                                                                        plan.variant == BwdVariant::kGeneral);
   const bool has_random_bits = may_drop(plan.variant, tile);
   plan.head_dim = tile.head_dim;
   plan.head_dim_v = tile.value_dim();

@@ -79,7 +79,7 @@ struct BwdOnePassConfig {
   static constexpr int kSmemQ = kBlockM * kHeadDim;  // elements; of dO too
   static constexpr int kSmemK = kBlockN * kHeadDim;  // and of V
   static constexpr int kSmemDs = kBlockM * kBlockN;
-  static constexpr int kKvStages = kDqInSmem ? 1 : plan::sm90_bwd_kv_stages(kTile);  // buffers of K and V
+  static constexpr int kKvStages = kHeadDim <= 64 && !kDqInSmem ? 2 : 1;  // buffers of K and V
   struct Nothing {};
   template <class State>
   using IfBiased = std::conditional_t<kBiased, State, Nothing>;

@@ -2,11 +2,13 @@
 // the fp32 tile to DqReduceWarp.
 #pragma once
 
+#include <cute/arch/copy_sm90.hpp>
 #include <cute/tensor.hpp>
 
 #include "kernels/common/dq_tile.h"
 #include "kernels/sm90/bwd_one_pass/storage.h"
 #include "kernels/sm90/gemm.h"
+#include "kernels/tma/swizzle.h"
 #include "kernels/tma/tile_copy.h"
 
 namespace flash {
@@ -38,6 +40,24 @@ struct DsStore {
     }
   }
 };
+
+// Stores dS^T of a consumer warp's 16 keys transposed, as rows of queries (stmatrix.trans): a 16-byte vector holds 8
+// keys of one query. Rows 16 apart have the same swizzle. The wgmma that reads dS is of the async proxy: fence_buffer()
+// must follow.
+template <class Config, class Values>
+__device__ __forceinline__ void write_ds(const Values& values, typename Config::Element* ds, int group, int thread) {
+  constexpr int kAtomCols = Config::kAtomCols;
+  const int lane = thread % 32, row = lane / 16 * 8 + lane % 8;
+  const int key = 64 * group + thread / 32 * 16 + lane / 8 % 2 * kVectorCols;
+  typename Config::Element* const first = ds + key / kAtomCols * Config::kBlockM * kAtomCols +
+                                          swizzle_offset(kAtomCols, row, key % kAtomCols / kVectorCols);
+  const auto pairs = cute::recast<uint32_t>(values);  // pairs of queries; then keys 8 apart, then queries 8 apart
+#pragma unroll
+  for (int i = 0; i < decltype(cute::size(pairs))::value; i += 4) {
+    cute::SM90_U16x8_STSM_T::copy(pairs(i), pairs(i + 1), pairs(i + 2), pairs(i + 3),
+                                  *reinterpret_cast<cute::uint128_t*>(first + i / 4 * 16 * kAtomCols));
+  }
+}
 
 // dQ = dS K. Waits for ds_full[stage] (arrived on by both consumers), arrives on ds_empty[stage].
 template <class Config, class Accumulator>

@@ -4,7 +4,6 @@
 // the LSE: Dao et al. 2022, appendix B.
 #pragma once
 
-#include <cute/arch/copy_sm90.hpp>
 #include <cute/arch/copy_sm90_tma.hpp>
 #include <cute/tensor.hpp>
 
@@ -20,7 +19,6 @@
 #include "kernels/sm90/bwd_steps.h"
 #include "kernels/sm90/gemm.h"
 #include "kernels/tma/bulk_reduce.h"
-#include "kernels/tma/swizzle.h"
 
 namespace flash {
 namespace sm90 {
@@ -119,24 +117,6 @@ struct BwdMainloop {
     start_gemm(mma, a, mma.get_slice(thread).partition_fragment_B(cols), acc, false);
   }
 
-  // Stores dS^T of this warp's 16 keys transposed, as rows of queries (stmatrix.trans): a 16-byte vector holds 8 keys
-  // of one query. Rows 16 apart have the same swizzle. The wgmma that reads dS is of the async proxy: fence_buffer()
-  // must follow.
-  template <class Values>
-  __device__ __forceinline__ void write_ds(const Values& values, int buffer) const {
-    constexpr int kAtomCols = Config::kAtomCols;
-    const int lane = thread % 32, row = lane / 16 * 8 + lane % 8;
-    const int key = 64 * group + thread / 32 * 16 + lane / 8 % 2 * kVectorCols;
-    Element* const first = storage.ds[buffer] + key / kAtomCols * Config::kBlockM * kAtomCols +
-                           swizzle_offset(kAtomCols, row, key % kAtomCols / kVectorCols);
-    const auto pairs = cute::recast<uint32_t>(values);  // pairs of queries; then keys 8 apart, then queries 8 apart
-#pragma unroll
-    for (int i = 0; i < decltype(cute::size(pairs))::value; i += 4) {
-      cute::SM90_U16x8_STSM_T::copy(pairs(i), pairs(i + 1), pairs(i + 2), pairs(i + 3),
-                                    *reinterpret_cast<cute::uint128_t*>(first + i / 4 * 16 * kAtomCols));
-    }
-  }
-
   // One m_block of one query head, without a dQ warpgroup.
   __device__ __forceinline__ void step(const BwdStep<Config>& at, int i) {
     using namespace cute;
@@ -151,16 +131,11 @@ struct BwdMainloop {
     wait_for<1>(acc_s);
     constexpr bool kStartsDv = !Config::kIsTall;  // P in both precisions beside dP takes too many registers
     differentiate<kStartsDv>(at, Config::kListed && is_whole(at), lse_log2, acc_s, acc_dp);
-    if constexpr (kStartsDv) {
-      compute_dk(acc_dp, i);
-    } else {
-      const auto p = convert<Element>(acc_s);
-      const auto ds = convert<Element>(acc_dp);
-      store_ds(ds, i == 0);
-      start_dkv(p, storage.dout[stage], acc_dv);
-      start_dkv(ds, storage.q[stage], acc_dk);
-      wait_for<0>(acc_dk);
-    }
+    const auto p = convert<Element>(acc_s), ds = convert<Element>(acc_dp);
+    store_ds(ds, i == 0);
+    if constexpr (!kStartsDv) start_dkv(p, storage.dout[stage], acc_dv);
+    start_dkv(ds, storage.q[stage], acc_dk);
+    wait_for<0>(acc_dk);
   }
 
   __device__ __forceinline__ int kv_stage() const { return Config::kKvStages == 1 ? 0 : kv_state.stage; }
@@ -280,14 +255,6 @@ struct BwdMainloop {
     }
   }
 
-  // kAlternateDq: stores dS and computes dK; dV is in flight.
-  __device__ __forceinline__ void compute_dk(const AccSdP& acc_ds, int i) {
-    const auto ds = convert<Element>(acc_ds);
-    store_ds(ds, i == 0);
-    start_dkv(ds, storage.q[state.stage], acc_dk);
-    wait_for<0>(acc_dk);
-  }
-
   __device__ __forceinline__ QStep own_dq_step() const {
     if constexpr (Config::kBiased) return last_step;
     return {};  // nothing depends on it
@@ -330,7 +297,7 @@ struct BwdMainloop {
   __device__ __forceinline__ void store_ds(const Values& ds, bool is_first) {
     storage.ds_empty[ds_state.stage].wait(ds_state.phase ^ 1);
     if (!Config::kSeparateDkvSmem && is_first) wait_for_dkv_stores();
-    write_ds(ds, ds_state.stage);
+    write_ds<Config>(ds, storage.ds[ds_state.stage], group, thread);
     storage.ds_full[ds_state.stage].arrive();
     ds_state.advance();
   }
