@@ -64,7 +64,7 @@ std::vector<Row> table() {
   const auto wide = [](BwdProblem& problem) { problem.head_dim = 192; };
   const BwdProblem long_64 = dense(2, 8192, 32, 64), long_128 = dense(2, 8192, 16, 128);
   return {
-      {"d 64", long_64, kH100, kWgmma, V::kPlain, 64, 128, 3, 512, 215040, 132, true},
+      {"d 64", dense(16, 1000, 32, 64), kH100, kWgmma, V::kPlain, 64, 128, 3, 512, 215040, 132, true},
       {"d 64, dropout", changed(long_64, dropout), kH100, kWgmma, V::kGeneral, 64, 128, 3, 512, 218112, 132, true},
       {"d 64, dQ in shared memory", dense(32, 512, 32, 64), kH100, kWgmma, V::kPlain, 64, 128, 2, 512, 231424, 132,
        false},
@@ -187,6 +187,32 @@ void check_dq_pass() {
   check::that(plan_of(problem, kH100).dq_tiles == 24 * (1000 / 128 + 2 + 2), "slots of packed rows");
   check::that(!plan_of(dense(2, 1000, 24, 128), kH100).dq_pass, "head dim 128");
   check::that(!plan_of(dense(2, 1000, 24, 256), kA100).dq_pass, "mma.sync");
+}
+
+// At head dim 64 steps of 128 rows where sequences are long, in calls whose bits may depend on that.
+void check_tall_tile() {
+  const auto block_m = [](int64_t rows, int head_dim, const auto& change) {
+    return plan_of(changed(dense(2, rows, 32, head_dim), change), kH100).block_m;
+  };
+  const auto same = [](BwdProblem&) {};
+  const int64_t rows = flash::plan::kTallRows;
+  for (int head_dim : {40, 64}) {
+    check::that(block_m(rows, head_dim, same) == 128 && block_m(rows - 1, head_dim, same) == 64, "rows", head_dim);
+  }
+  check::that(block_m(rows, 72, same) == 64, "wider heads");
+  check::that(block_m(rows, 64, [](BwdProblem& problem) { problem.deterministic = true; }) == 128, "deterministic");
+  check::that(block_m(rows, 64, [](BwdProblem& problem) { problem.seqlen_k = 8; }) == 128, "few keys");
+  check::that(block_m(rows, 64, [](BwdProblem& problem) { problem.seqlen_q = 8; }) == 64, "few rows");
+  check::that(block_m(rows, 64, [](BwdProblem& problem) { problem.is_varlen = true; }) == 64, "packed: the mean");
+  check::that(block_m(rows, 64, [](BwdProblem& problem) { problem.has_dropout = true; }) == 64, "dropout");
+  check::that(block_m(rows, 64, [](BwdProblem& problem) { problem.accumulates_dkv = true; }) == 64, "sums");
+  check::that(block_m(rows, 64, [](BwdProblem& problem) { problem.batch_invariant = true; }) == 64, "batch-invariant");
+  check::that(block_m(rows, 64, [](BwdProblem& problem) { problem.stage = flash::plan::BwdStage::kAdd; }) == 64,
+              "stage");
+  const BwdPlan plan = plan_of(dense(2, 8192, 32, 64), kH100);
+  check::that(plan.stages == 2 && plan.threads == 384 && plan.smem_bytes == 232448, "kernel", plan.smem_bytes);
+  check::that(plan.dq_tiles == 2 * 32 * 64 && plan.dq_tile_floats == 128 * 64 && plan.dq_smem_bytes == 2 * 128 * 64,
+              "tiles of dQ", plan.dq_tiles, plan.dq_tile_floats);
 }
 
 // At head dim 128 a separate pass where sequences are short, in calls whose bits may depend on that.
@@ -391,6 +417,7 @@ int main() {
   check_memory();
   check_stages();
   check_dq_pass();
+  check_tall_tile();
   check_two_passes();
   check_other_families();
   check_limit();

@@ -182,11 +182,12 @@ inline BwdPlan plan_bwd_wgmma(const BwdProblem& problem, const Device& device) {
   plan.family = Family::kWgmma;
   plan.variant = wgmma_bwd_variant(problem);
   const bool dq_in_smem = prefers_dq_in_smem(problem, device);
-  const Sm90BwdTile tile = dq_in_smem                 ? kSm90SharedDqTile
-                           : problem.has_mask()       ? listed_tile(problem)
-                           : prefers_dq_pass(problem) ? kSm90TwoPassTile
-                                                      : sm90_bwd_tile(problem.head_dim, problem.head_dim_v,
-                                                                      plan.variant == BwdVariant::kGeneral);
+  const Sm90BwdTile tile = dq_in_smem                   ? kSm90SharedDqTile
+                           : problem.has_mask()         ? listed_tile(problem)
+                           : prefers_dq_pass(problem)   ? kSm90TwoPassTile
+                           : prefers_tall_tile(problem) ? kSm90TallBwdTile
+                                                        : sm90_bwd_tile(problem.head_dim, problem.head_dim_v,
+                                                                        plan.variant == BwdVariant::kGeneral);
   const bool has_random_bits = may_drop(plan.variant, tile);
   plan.head_dim = tile.head_dim;
   plan.head_dim_v = tile.value_dim();
@@ -207,7 +208,7 @@ inline BwdPlan plan_bwd_wgmma(const BwdProblem& problem, const Device& device) {
   if (problem.has_mask()) plan.mask = plan_mask(problem, true, tile.block_n, tile.block_m);
   const bool is_ordered = problem.deterministic && !has_dq_pass(tile);
   plan.running_n_blocks =
-      running_n_blocks(is_ordered, problem.window.may_mask_right(), rows / tile.block_m, problem.group(), tile.block_n);
+      running_n_blocks(is_ordered, problem.window.may_mask_right(), rows / 64, problem.group(), tile.block_n);
   plan.order = n_block_grid(problem, tile.block_n, device.multiprocessors, plan.running_n_blocks);
   plan.grid = persistent_grid(plan.order.blocks, device, plan.is_dynamic);
   if (has_dq_pass(tile)) {

@@ -98,6 +98,15 @@ constexpr bool prefers_dq_pass(const BwdProblem& problem) {
   return m_blocks >= kTwoPassMBlocks && keys <= longest;
 }
 
+// kSm90TallBwdTile: sequences of many rows. Packed ones count with their mean length.
+constexpr int kTallRows = 1024;
+
+constexpr bool prefers_tall_tile(const BwdProblem& problem) {
+  if (!may_leave_one_pass(problem) || problem.max_head_dim() > kSm90TallBwdTile.head_dim) return false;
+  const int64_t sequences = problem.is_varlen && problem.batch > 0 ? problem.batch : 1;
+  return problem.seqlen_q / sequences >= kTallRows;
+}
+
 // n_blocks of a head that run at a time: they read the same rows, and in deterministic mode each adds to a tile of dQ
 // after the one before it, so that the last one starts about one step later for each of them.
 // - Few steps: as many n_blocks as an eighth of the steps, within the bounds of the row.

@@ -139,7 +139,7 @@ constexpr int sm90_bwd_smem_bytes(const Sm90BwdTile& tile, bool may_drop, bool d
                                   bool biased = false) {
   const int element = dtype_bytes(dtype), m = tile.block_m, n = tile.block_n;
   const bool has_group = has_dq_warpgroup(tile);
-  const int kv_stages = has_group && !dq_in_smem ? 2 : 1, key_parts = has_group ? 2 : 1;
+  const int kv_stages = tile.head_dim <= 64 && !dq_in_smem ? 2 : 1, key_parts = has_group ? 2 : 1;
   const int64_t staged_dq = int64_t{has_group ? 2 : 1} * m * tile.head_dim;
   const int64_t dq_floats = dq_in_smem ? int64_t{kSharedDqRows} * tile.head_dim : staged_dq;
   const int64_t gradients = has_group && !dq_in_smem && !biased ? n * (tile.head_dim + tile.value_dim()) : 1;

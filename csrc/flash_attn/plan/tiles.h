@@ -364,11 +364,13 @@ struct Sm90BwdTile {
   constexpr int value_dim() const { return head_dim_v > 0 ? head_dim_v : head_dim; }
 };
 
-// Whether dQ has a dedicated warpgroup: if dK and dV of 128 keys leave the registers for it.
-constexpr bool has_dq_warpgroup(const Sm90BwdTile& tile) { return tile.block_n == 128 && tile.head_dim <= 64; }
+// Whether dQ has a dedicated warpgroup: if dK and dV of 128 keys leave the registers for it, unless steps are long.
+constexpr bool has_dq_warpgroup(const Sm90BwdTile& tile) {
+  return tile.block_n == 128 && tile.head_dim * tile.block_m <= 64 * 64;
+}
 
 // Row ranges of a K or V tile with separate barriers: with a dQ warpgroup those of each consumer.
-constexpr int sm90_bwd_kv_parts(int head_dim) { return head_dim <= 64 ? 2 : 1; }
+constexpr int sm90_bwd_kv_parts(int head_dim, int block_m) { return head_dim * block_m <= 64 * 64 ? 2 : 1; }
 
 // Whether dQ has a separate kernel: if dK and dV leave no registers for it, if with 64 keys fp32 additions to dQ
 // would be the bound, or where sequences are so short that clearing and converting its sum takes too long.
@@ -403,14 +405,13 @@ constexpr Sm90BwdTile kSm90BwdTiles[kNumSm90BwdTiles] = {
     {256, 64, 64, 2},
 };
 
-// Short dense batches of this head dim: a CTA takes whole heads and accumulates dQ of all rows in shared memory
-// (prefers_dq_in_smem()).
+// Short dense batches of this head dim: a CTA sums dQ of whole heads in shared memory (prefers_dq_in_smem()).
 constexpr Sm90BwdTile kSm90SharedDqTile = {64, 64, 128, 2};
 constexpr int kSharedDqRows = 512;
-
+// Long sequences of this head dim: half as many steps (prefers_tall_tile()).
+constexpr Sm90BwdTile kSm90TallBwdTile = {64, 128, 128, 2};
 // Short sequences of this head dim: dQ in a separate kernel (prefers_dq_pass()).
 constexpr Sm90BwdTile kSm90TwoPassTile = {128, 64, 128, 4, 128, true};
-
 // With dropout or score modifiers, dK and dV of 64 keys in one consumer take too many registers.
 constexpr Sm90BwdTile kSm90BwdValueDimTile = {192, 64, 128, 2, 128};
 constexpr Sm90BwdTile kSm90BwdGeneralValueDimTile = {192, 64, 64, 2, 128};

@@ -12,9 +12,9 @@ namespace sm90 {
 // dS.
 enum class BwdVariant { kPlain, kGeneral, kAccumulate, kListed, kBiased };
 
-// Where dQ is accumulated. kGlobal: in fp32 tiles in global memory, into which every n_block reduces. kShared: in
-// shared memory, by a thread block that computes all n_blocks of a head.
-enum class DqLocation { kGlobal, kShared };
+// Where dQ is accumulated. kGlobal: in fp32 tiles in global memory, into which every n_block reduces. kGlobalTall: the
+// same with plan::kSm90TallBwdTile. kShared: in shared memory, by a thread block that computes all n_blocks of a head.
+enum class DqLocation { kGlobal, kGlobalTall, kShared };
 
 }  // namespace sm90
 }  // namespace flash

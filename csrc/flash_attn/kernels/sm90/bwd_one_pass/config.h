@@ -24,8 +24,10 @@ struct BwdOnePassConfig {
   static constexpr bool kIsGeneral = kVariant_ == BwdVariant::kGeneral;  // P is made after dP
   static constexpr bool kMayAccumulate = kVariant_ != BwdVariant::kPlain && !kListed;
   static constexpr bool kDqInSmem = kDqLocation == DqLocation::kShared;
-  static constexpr plan::Sm90BwdTile kTile =
-      kDqInSmem ? plan::kSm90SharedDqTile : plan::sm90_bwd_tile(kHeadDim_, kHeadDim_);
+  static constexpr bool kIsTall = kDqLocation == DqLocation::kGlobalTall;
+  static constexpr plan::Sm90BwdTile kTile = kDqInSmem ? plan::kSm90SharedDqTile
+                                             : kIsTall ? plan::kSm90TallBwdTile
+                                                       : plan::sm90_bwd_tile(kHeadDim_, kHeadDim_);
   static constexpr bool kMayDrop = kIsGeneral || (kBiased ? plan::sm90_biased_bwd_may_drop(kTile) : kListed);
   // A dedicated warpgroup computes dQ from the dS of both consumers, so that neither consumer waits for the other's dS.
   static constexpr bool kHasDqWarpgroup = plan::has_dq_warpgroup(kTile);
@@ -35,7 +37,7 @@ struct BwdOnePassConfig {
   static constexpr int kStages = kTile.stages;
   static constexpr int kWarpGroups = 2;
   static_assert(kBlockN == 64 * kWarpGroups, "a consumer owns 64 keys, the rows of a wgmma");
-  static_assert(kBlockM == 64, "a row of dS^T is a whole number of 128-byte swizzle atoms");
+  static_assert(kBlockM % 64 == 0, "a row of dS^T is a whole number of 128-byte swizzle atoms");
 
   // Without a dQ warpgroup the consumers compute dQ of alternate steps, one step late: by then the other consumer's dS
   // is complete, and steps of unequal length keep one consumer exponentiating while the other uses the tensor cores.
@@ -78,13 +80,13 @@ struct BwdOnePassConfig {
   static constexpr int kSmemQ = kBlockM * kHeadDim;  // elements; of dO too
   static constexpr int kSmemK = kBlockN * kHeadDim;  // and of V
   static constexpr int kSmemDs = kBlockM * kBlockN;
-  static constexpr int kKvStages = kHasDqWarpgroup && !kDqInSmem ? 2 : 1;  // buffers of K and V
+  static constexpr int kKvStages = kHeadDim <= 64 && !kDqInSmem ? 2 : 1;  // buffers of K and V
   struct Nothing {};
   template <class State>
   using IfBiased = std::conditional_t<kBiased, State, Nothing>;
   static constexpr int kBiasStages = kBiased ? plan::kSm90BwdBiasStages : 0;  // boxes for each consumer
   static constexpr int kKvParts =
-      plan::sm90_bwd_kv_parts(kHeadDim);  // row ranges of a K/V tile, each with separate barriers
+      plan::sm90_bwd_kv_parts(kHeadDim, kBlockM);  // row ranges of a K/V tile, each with separate barriers
   static_assert(kKvParts == (kHasDqWarpgroup ? kWarpGroups : 1));
   static constexpr int kDqTile = kBlockM * kHeadDim;  // floats
   static constexpr int kWarpDq = kDqTile / kDqWarps;  // floats of one warp

@@ -33,7 +33,7 @@ inline cudaError_t make_tensor_maps(BwdLaunch& launch, const plan::BwdPlan& plan
   const Flash_bwd_params& params = launch.params;
   constexpr int kStoredRows = 16;  // of one warp
   constexpr int kAtomCols = 64;
-  const int kv_rows = plan.block_n / plan::sm90_bwd_kv_parts(plan.head_dim);
+  const int kv_rows = plan.block_n / plan::sm90_bwd_kv_parts(plan.head_dim, plan.block_m);
   struct Matrix {
     CUtensorMap& map;
     const void* data;
@@ -114,7 +114,7 @@ cudaError_t run_flash_bwd(const Flash_bwd_mask_params& params, const plan::BwdPl
   } else {
     if (plan.runs(plan::BwdStage::kAdd)) status = launch_kernel<Config>(flash_bwd_kernel<Config>, launch, plan, stream);
     if (status != cudaSuccess || !plan.runs(plan::BwdStage::kEnd)) return status;
-    using Plain = BwdOnePassConfig<kDtype, kHeadDim, BwdVariant::kPlain, DqLocation::kGlobal>;
+    using Plain = BwdOnePassConfig<kDtype, kHeadDim, BwdVariant::kPlain, kDqLocation>;
     return run_flash_bwd_convert_dq<Plain>(params, plan, stream);
   }
 }
@@ -124,6 +124,11 @@ cudaError_t run_mha_bwd_one_pass(const Flash_bwd_mask_params& params, const plan
   if constexpr (kHeadDim == plan::kSm90SharedDqTile.head_dim) {
     if (plan.dq_in_smem) {
       return run_flash_bwd<kDtype, kHeadDim, BwdVariant::kPlain, DqLocation::kShared>(params, plan, stream);
+    }
+  }
+  if constexpr (kHeadDim == plan::kSm90TallBwdTile.head_dim) {
+    if (plan.block_m == plan::kSm90TallBwdTile.block_m) {
+      return run_flash_bwd<kDtype, kHeadDim, BwdVariant::kPlain, DqLocation::kGlobalTall>(params, plan, stream);
     }
   }
   const auto run = [&](auto variant) {

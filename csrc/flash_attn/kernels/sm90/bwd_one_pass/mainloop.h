@@ -33,7 +33,8 @@ struct BwdMainloop {
   using Accumulator = decltype(cute::partition_fragment_C(Mma{}, cute::Shape<cute::_64, cute::Int<kCols>>{}));
   using AccSdP = Accumulator<typename Config::MmaSdP, Config::kBlockM>;   // ((2, 2, M / 8), 1, 1)
   using AccDkv = Accumulator<typename Config::MmaDkv, Config::kHeadDim>;  // ((2, 2, columns / 8), 1, 1)
-  using AccDq = Accumulator<typename Config::MmaDq, Config::kHeadDim>;
+  using AccDq = decltype(cute::partition_fragment_C(
+      typename Config::MmaDq{}, cute::Shape<cute::Int<Config::kBlockM>, cute::Int<Config::kHeadDim>>{}));
   // P^T and dS^T as A operands: the layout of their accumulator registers.
   using LayoutP =
       cute::Layout<cute::Shape<cute::Shape<cute::_2, cute::_2, cute::_2>, cute::_1, cute::Int<Config::kBlockM / 16>>>;
@@ -43,7 +44,8 @@ struct BwdMainloop {
   using Seen = std::conditional_t<Config::kListed, SeenLines<Config::kBlockM / 32>, Nothing>;
   using Visit = BwdVisit<Config>;
   using RowValues = SmemRowValues<Coords>;
-  static constexpr bool kRowValuesInRegs = !Config::kIsGeneral && !Config::kHasDqWarpgroup && !Config::kBiased;
+  static constexpr bool kRowValuesInRegs =
+      !Config::kIsGeneral && !Config::kHasDqWarpgroup && !Config::kBiased && !Config::kIsTall;
   using EarlyRowValues =
       std::conditional_t<kRowValuesInRegs, RegisterRowValues<Coords, Config::kBlockM / 4>, RowValues>;
 
@@ -127,14 +129,16 @@ struct BwdMainloop {
     const Visit at = visit_at(given);
     const RowValues lse_rows{storage.lse_log2[stage], coords};
     const EarlyRowValues lse_log2(lse_rows);
-    start_scores(storage.k[0], storage.q[stage], acc_s);
+    start_scores(storage.k[kv_stage()], storage.q[stage], acc_s);
     storage.do_full[stage].wait(state.phase);
-    start_scores(storage.v[0], storage.dout[stage], acc_dp);
+    start_scores(storage.v[kv_stage()], storage.dout[stage], acc_dp);
     const Seen seen = seen_at(at);
     wait_for<1>(acc_s);
-    differentiate<true>(at, Config::kListed && is_whole(at), seen, lse_log2, acc_s, acc_dp);
-    const auto ds = convert<Element>(acc_dp);
+    constexpr bool kStartsDv = !Config::kIsTall;  // P in both precisions beside dP takes too many registers
+    differentiate<kStartsDv>(at, Config::kListed && is_whole(at), seen, lse_log2, acc_s, acc_dp);
+    const auto p = convert<Element>(acc_s), ds = convert<Element>(acc_dp);
     store_ds(ds, i == 0);
+    if constexpr (!kStartsDv) start_dkv(p, storage.dout[stage], acc_dv);
     start_dkv(ds, storage.q[stage], acc_dk);
     wait_for<0>(acc_dk);
     return at;
@@ -150,6 +154,8 @@ struct BwdMainloop {
       return given;
     }
   }
+
+  __device__ __forceinline__ int kv_stage() const { return Config::kKvStages == 1 ? 0 : kv_state.stage; }
 
   // kListed: whether every query of the step sees all keys of this consumer.
   __device__ __forceinline__ bool is_whole(const Visit& at) const {
@@ -285,7 +291,7 @@ struct BwdMainloop {
   __device__ __forceinline__ void compute_own_dq() {
     if (dq_state.stage == group) {
       AccDq acc_dq;
-      compute_dq<Config>(storage, dq_state, 0, thread, {launch, tile, own_dq_step()}, acc_dq);
+      compute_dq<Config>(storage, dq_state, kv_stage(), thread, {launch, tile, own_dq_step()}, acc_dq);
       stage_dq_tile<Config>(storage, dq_state, acc_dq, thread);
       __syncwarp();  // wgmma needs converged warps
     }
@@ -435,9 +441,9 @@ struct BwdMainloop {
       if constexpr (!Config::kPassesSteps) order.advance(at);
     }
     compute_own_dq();
-    storage.kv_empty[0][0].arrive();
+    storage.kv_empty[kv_stage()][0].arrive();
     wait_for_ds_readers();
-    wait_for_dq_buffer<Config>(storage, ds_state);
+    if constexpr (!Config::kDsHoldsDkv) wait_for_dq_buffer<Config>(storage, ds_state);
   }
 
   // Waits until the warpgroup that computes dQ has read all dS of this consumer.
