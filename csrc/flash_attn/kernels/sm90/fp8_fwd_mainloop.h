@@ -1,7 +1,7 @@
-// Mainloop of the e4m3 forward: consumers of 64 rows share the tensor cores. A KV block is two steps of S, the lower
-// keys, then the upper ones; P V of the whole block follows, in slices of columns, each of which goes to T and is added
-// to O in fp32. S, P and T of a consumer take turns in the same registers. If there are enough of them (not at head dim
-// 128), S of the upper keys overlaps P of the lower ones, and S of the next block the last slice.
+// Mainloop of the e4m3 forward: consumers of 64 rows share the tensor cores. A KV block is two steps of S, a half of its
+// keys each; P V of the whole block follows, in slices of columns, each of which goes to T and is added to O in fp32. S,
+// P and T of a consumer take turns in the same registers. If there are enough of them (not at head dim 128), S of the
+// second half overlaps P of the first, and S of the next block the last slice.
 #pragma once
 
 #include "kernels/sm90/fp8_fwd_mainloop_base.h"
@@ -32,6 +32,8 @@ struct Fp8FwdMainloop : Fp8FwdMainloopBase<Config> {
   static_assert(kSlices * kCols == Config::kHeadDimV);
   static_assert(kOverlapsSlices || Config::kOnesBytes == 0, "the last slice includes the ones");
   enum Half { kLower, kUpper };  // keys of a block
+  static constexpr Half kFirstHalf = Config::kLowerKeysFirst ? kLower : kUpper;
+  static constexpr Half kSecondHalf = Config::kLowerKeysFirst ? kUpper : kLower;
 
   AccS acc_s[Config::kScoreBuffers];
   // One accumulator for all slices, or for the sums of P alone; that of the last slice includes them. With several,
@@ -44,16 +46,15 @@ struct Fp8FwdMainloop : Fp8FwdMainloopBase<Config> {
 
   template <Half kHalf>
   __device__ __forceinline__ AccS& scores() {
-    return acc_s[kHalf == kLower ? 0 : Config::kScoreBuffers - 1];
+    return acc_s[kHalf == kFirstHalf ? 0 : Config::kScoreBuffers - 1];
   }
   template <Half kHalf>
   __device__ __forceinline__ void issue_qk(int q_stage) {
     Base::issue_qk(scores<kHalf>(), q_stage, kHalf);
   }
-  // S of a tile's first half block: the lower keys, since a causal mask may leave a row none or few of the upper ones,
-  // and a row max of those would have to be taken again.
-  __device__ __forceinline__ void issue_first_qk(int q_stage) { issue_qk<kLower>(q_stage); }
-  __device__ __forceinline__ void wait_for_scores() { wait_for<0>(scores<kLower>()); }
+  // S of a tile's first half block.
+  __device__ __forceinline__ void issue_first_qk(int q_stage) { issue_qk<kFirstHalf>(q_stage); }
+  __device__ __forceinline__ void wait_for_scores() { wait_for<0>(scores<kFirstHalf>()); }
 
   // Issues P V of kRows columns from kFirst on of the block at v_state; does not wait.
   template <int kFirst, int kRows, class Acc>
@@ -128,25 +129,25 @@ struct Fp8FwdMainloop : Fp8FwdMainloopBase<Config> {
     if (kFirst || !updates) return;
     auto out = row_col_view(acc_o);
     softmax.rescale(out, correction);
-    if constexpr (kHalf == kUpper) {
-      auto words = cute::recast<uint32_t>(half(kLower));
+    if constexpr (kHalf == kSecondHalf) {
+      auto words = cute::recast<uint32_t>(half(kFirstHalf));
       softmax.rescale_p(words, correction);
     }
   }
 
-  // P of the current KV block; S of its lower keys is complete and, with kOverlaps, S of the upper ones is issued.
+  // P of the current KV block; S of its first half is complete and, with kOverlaps, that of the second issued.
   template <bool kFirst, bool kMayMask>
   __device__ __forceinline__ void make_block(const BlockIterator& at, int q_stage) {
-    make_half<kLower, kFirst, kMayMask>(at);
-    if constexpr (!kOverlaps) issue_qk<kUpper>(q_stage);
-    wait_for<0>(scores<kUpper>());
+    make_half<kFirstHalf, kFirst, kMayMask>(at);
+    if constexpr (!kOverlaps) issue_qk<kSecondHalf>(q_stage);
+    wait_for<0>(scores<kSecondHalf>());
     this->release_k();
-    make_half<kUpper, false, kMayMask>(at);
+    make_half<kSecondHalf, false, kMayMask>(at);
   }
 
-  // P of a tile's first block; S of its lower keys is complete.
+  // P of a tile's first block; S of its first half is complete.
   __device__ __forceinline__ void first_step(int slot, int q_stage) {
-    if constexpr (kOverlaps) issue_qk<kUpper>(q_stage);
+    if constexpr (kOverlaps) issue_qk<kSecondHalf>(q_stage);
     this->reset();
     make_block<true, true>(this->iterator(slot), q_stage);
   }
@@ -158,14 +159,14 @@ struct Fp8FwdMainloop : Fp8FwdMainloopBase<Config> {
     --at.n_block;
     if constexpr (kOverlaps) {
       this->wait_for_k();
-      issue_qk<kLower>(q_stage);
+      issue_qk<kFirstHalf>(q_stage);
       finish_pv<1>();
-      issue_qk<kUpper>(q_stage);
-      wait_for<1>(scores<kLower>());
+      issue_qk<kSecondHalf>(q_stage);
+      wait_for<1>(scores<kFirstHalf>());
     } else {
       finish_pv<0>();
       this->wait_for_k();
-      issue_qk<kLower>(q_stage);
+      issue_qk<kFirstHalf>(q_stage);
       wait_for_scores();
     }
     make_block<false, kMayMask>(at, q_stage);
