@@ -85,8 +85,8 @@ struct Fp8FwdConfig {
   // P V of this many columns at a time goes to a separate accumulator, which is added to O in fp32 after each block: a
   // wgmma accumulator of e4m3 products keeps 13 bits.
   static constexpr int kSliceCols = 64;
-  // The lower keys of a block first: a causal mask may leave a row none or few of the upper ones, and a row max of those
-  // would have to be taken again. With kExpBits ptxas would serialise the products of head dim 128.
+  // The lower keys of a block first: a causal mask may leave a row none or few of the upper ones, and a row max of
+  // those would have to be taken again. With kExpBits ptxas would serialise the products of head dim 128.
   static constexpr bool kLowerKeysFirst = !kExpBits || kHeadDim < 128;
   // Accumulators of S: one for each step of a block if there are registers for them.
   static constexpr int kScoreBuffers = kHeadDim == 128 ? 1 : 2;

@@ -135,8 +135,8 @@ struct Fp8FwdConsumer {
 #pragma unroll
     for (int first = 0; first < Config::kHeadDimV; first += kStagedCols) {
       const bool is_over_q = Config::kStagesOverQ && (first > 0 || !Config::kSeparateOSmem);
-      auto* const buffer = is_over_q ? reinterpret_cast<OutElement*>(storage.q[q_stage][mainloop.group])
-                                     : storage.o[mainloop.group];
+      auto* const buffer =
+          is_over_q ? reinterpret_cast<OutElement*>(storage.q[q_stage][mainloop.group]) : storage.o[mainloop.group];
       const bool is_stored_from = !is_over_q || (first > 0 && !Config::kSeparateOSmem);  // here, by the last store
       if (issues && is_stored_from) cute::tma_store_wait<0>();
       __syncwarp();
@@ -180,7 +180,9 @@ __device__ __forceinline__ void fill_ones(FwdStorage<Config>& storage) {
   if constexpr (Config::kOnesBytes > 0) {
     fill(storage.ones);
   } else {
-    for (int stage = 0; stage < Config::kKvStages; ++stage) fill(storage.v[stage] + Config::kHeadDimV * Config::kBlockN);
+    for (int stage = 0; stage < Config::kKvStages; ++stage) {
+      fill(storage.v[stage] + Config::kHeadDimV * Config::kBlockN);
+    }
   }
   fence_buffer();
 }

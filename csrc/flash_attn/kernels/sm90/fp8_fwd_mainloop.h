@@ -1,7 +1,7 @@
-// Mainloop of the e4m3 forward: consumers of 64 rows share the tensor cores. A KV block is two steps of S, a half of its
-// keys each; P V of the whole block follows, in slices of columns, each of which goes to T and is added to O in fp32. S,
-// P and T of a consumer take turns in the same registers. If there are enough of them (not at head dim 128), S of the
-// second half overlaps P of the first, and S of the next block the last slice.
+// Mainloop of the e4m3 forward: consumers of 64 rows share the tensor cores. A KV block is two steps of S, a half of
+// its keys each; P V of the whole block follows, in slices of columns, each of which goes to T and is added to O in
+// fp32. S, P and T of a consumer take turns in the same registers. If there are enough of them (not at head dim 128), S
+// of the second half overlaps P of the first, and S of the next block the last slice.
 #pragma once
 
 #include "kernels/sm90/fp8_fwd_mainloop_base.h"

@@ -44,9 +44,9 @@ struct alignas(16) Slot {
 
 static_assert(sizeof(WorkTile) == plan::kWorkTileBytes, "plan and kernels agree");
 
-// A ring of V that two warps transpose, a swizzle atom of columns in a stage. full: every lane of the load warp, plus the tile's bytes; empty: every lane of
-// those warps. Plain loads read what plain stores clear, and racecheck does not see that a warp's lanes are ordered
-// before one lane that arrives for all.
+// A ring of V that two warps transpose, a swizzle atom of columns in a stage. full: every lane of the load warp, plus
+// the tile's bytes; empty: every lane of those warps. Plain loads read what plain stores clear, and racecheck does not
+// see that a warp's lanes are ordered before one lane that arrives for all.
 template <class Config, int kStages>
 struct RawVRing {
   alignas(1024) char raw_v[kStages][Config::kBlockN * Config::kAtomCols];
