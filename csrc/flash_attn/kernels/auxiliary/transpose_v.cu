@@ -16,6 +16,7 @@ namespace flash {
 namespace {
 
 constexpr int kThreads = 256, kKeys = e4m3::kVtKeys;
+constexpr int kBlocksPerSm = 8;  // all threads of a multiprocessor: loads in flight hide latency
 
 // kCols columns of 128 keys, in words of four columns.
 template <int kCols>
@@ -115,7 +116,8 @@ __device__ __forceinline__ void store_columns(const Flash_fwd_fp8_params& params
 }
 
 template <int kCols>
-__global__ void __launch_bounds__(kThreads) transpose_v_kernel(const __grid_constant__ Flash_fwd_fp8_params params) {
+__global__ void __launch_bounds__(kThreads, kBlocksPerSm)
+    transpose_v_kernel(const __grid_constant__ Flash_fwd_fp8_params params) {
   __shared__ uint32_t words[KeyWords<kCols>::kWords];
   wait_for_previous_kernel();
   allow_next_kernel();  // it calls wait_for_previous_kernel() before it reads any of this
