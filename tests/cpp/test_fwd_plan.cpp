@@ -473,10 +473,11 @@ void check_masks() {
   for (int head_dim : {8, 32, 64, 96, 128, 160, 192, 256, 512}) {
     for (int head_dim_v : {head_dim, 128}) {
       for (int64_t seqlen : {1, 100, 1000, 100000}) {
-        for (int options = 0; options < 32; ++options) {
+        for (int options = 0; options < 64; ++options) {
           FwdProblem problem = options & 1 ? packed(3, seqlen, 8, head_dim) : dense(3, seqlen, 8, head_dim);
           problem.head_dim_v = head_dim_v;
           problem.mask_matrices = options & 2 ? 6 : 1;
+          problem.mask_block_rows = options & 32 ? 128 : options & 2 ? 384 : 0;
           if (options & 4) problem.window = kCausal;
           problem.has_dropout = options & 8;
           problem.batch_invariant = options & 16;
@@ -488,9 +489,11 @@ void check_masks() {
             }
             check::that(plan.family == Family::kWgmma && plan.num_splits == 1 && !plan.pdl, "kernel", head_dim, seqlen,
                         options, flash::plan::family_name(plan.family));
-            check::that(plan.variant == FwdVariant::kListed, "variant", head_dim,
-                        flash::plan::variant_name(plan.variant));
             const int wide = problem.max_head_dim();
+            const bool is_short = options & 32 && wide <= 128;
+            check::that(plan.variant == (is_short ? FwdVariant::kListedShort : FwdVariant::kListed), "variant",
+                        head_dim, flash::plan::variant_name(plan.variant));
+            if (is_short) check::that(plan.block_m == 128, "a row of blocks is a tile", plan.block_m);
             check::that(plan.head_dim == (wide <= 64    ? 64
                                           : wide <= 128 ? 128
                                                         : 256) &&

@@ -205,6 +205,7 @@ inline plan::FwdProblem make_problem(const FwdCall& call, Flash_fwd_params& para
   plan::FwdProblem problem =
       call.has_8bit_kv() ? quantized_problem(call, params) : fwd_problem(params, dtype_of(call.q));
   if (call.scores.mask.given()) problem.mask_matrices = mask_matrix_count(call.scores.mask, params);
+  if (call.scores.mask.block_map.has_value()) problem.mask_block_rows = call.scores.mask.block_q;
   problem.has_bias = call.scores.bias.given() && has_scores(params);
   problem.has_key_lengths = params.varlen.seqused_k != nullptr || params.varlen.leftpad_k != nullptr;
   problem.returns_max_logit = call.return_max_logit;

@@ -208,9 +208,17 @@ inline bool takes_short_variant(const FwdProblem& problem, const Device& device,
   return sm90_takes_short_tile(problem, device, plain, short_tile);
 }
 
+// Whether a mask's blocks are whole tiles of kListedShort, but not of kListed.
+constexpr bool takes_listed_short(const FwdProblem& problem, int head_dim) {
+  const int rows = sm90_fwd_tile(head_dim, FwdVariant::kListed).block_m;
+  return problem.mask_block_rows > 0 && problem.mask_block_rows % rows != 0 &&
+         sm90_fwd_tile(head_dim, FwdVariant::kListedShort).block_m < rows;
+}
+
 inline FwdVariant sm90_variant(const FwdProblem& problem, const Device& device, const FamilyChoice& choice,
                                int head_dim) {
-  if (problem.has_mask()) return problem.has_bias ? FwdVariant::kBiased : FwdVariant::kListed;
+  if (problem.has_mask() && problem.has_bias) return FwdVariant::kBiased;
+  if (problem.has_mask()) return takes_listed_short(problem, head_dim) ? FwdVariant::kListedShort : FwdVariant::kListed;
   if (problem.has_score_mod()) return score_mod_variant(problem);
   if (problem.has_dropout) return FwdVariant::kDropout;
   if (choice.num_splits > 1 || choice.is_one_wave) {

@@ -63,7 +63,7 @@ struct FwdPolicy {
   constexpr bool has(fwd_feature::Feature feature) const { return (features & feature) != 0; }
 };
 
-constexpr int kNumFwdVariants = 12;
+constexpr int kNumFwdVariants = 13;
 
 namespace fwd_policy_table {
 
@@ -169,6 +169,14 @@ constexpr FwdPolicy kRows[kNumFwdVariants][kNumSm90FwdHeadDims] = {
         {128, kSpeculativeAfterPv | kIntFlags, 1},
         {192, 0, 0},
         {256, kExpBeforePvWait | kSpeculativeExp | kIntFlags, 1},
+    },
+    // kListedShort
+    {
+        {64, kFetchNextTileLate | kSpeculativeAfterPv | kIntFlags, 1},
+        {96, 0, 0},
+        {128, kEarlyStored | kFetchNextTileLate | kSpeculativeAfterPv | kIntFlags, 1},
+        {192, 0, 0},
+        {256, 0, 0},
     },
 };
 

@@ -30,9 +30,10 @@ struct Problem {
   Window window;
   Modifiers modifiers = Modifiers::kNone;
   bool has_dropout = false;
-  bool has_origins = false;   // ALiBi and dropout count from other positions than those of the sequence
-  int64_t mask_matrices = 0;  // of a mask as data (batch entries x mask heads); 0: no mask
-  bool has_bias = false;      // as data
+  bool has_origins = false;     // ALiBi and dropout count from other positions than those of the sequence
+  int64_t mask_matrices = 0;    // of a mask as data (batch entries x mask heads); 0: no mask
+  int64_t mask_block_rows = 0;  // of its block map; 0: it has none
+  bool has_bias = false;        // as data
   bool has_softcap = false;
   bool has_key_lengths = false;  // seqused_k or leftpad_k
   bool batch_invariant = false;  // only options and head dims may choose a kernel

@@ -30,6 +30,7 @@ constexpr int kNumHeadDims = 7;
 // kDirect: kOneWave's tile, for the calls among them that need no schedule: dense, without splits and pages.
 // kStatic: kOneWave's tile without a scheduler, for a few whole waves; a thread block has one m_block of each wave.
 // kListed: blocks by list, of a mask as data (core/block_list.h), with dropout and score modifiers as run-time options.
+// kListedShort: kListed with fewer rows a tile, for masks of blocks.
 // kBiased: kListed with biases as data; whole blocks take a faster loop if boxes of 16-bit elements are all they add.
 enum class FwdVariant {
   kPlain,
@@ -44,6 +45,7 @@ enum class FwdVariant {
   kListed,
   kStatic,
   kBiased,
+  kListedShort,
 };
 
 constexpr const char* variant_name(FwdVariant variant) {
@@ -60,6 +62,7 @@ constexpr const char* variant_name(FwdVariant variant) {
     case FwdVariant::kListed: return "listed";
     case FwdVariant::kStatic: return "static";
     case FwdVariant::kBiased: return "biased";
+    case FwdVariant::kListedShort: return "listed_short";
   }
   return "";
 }
@@ -74,7 +77,7 @@ constexpr bool modifies_scores(FwdVariant variant) {
 }
 
 constexpr bool visits_by_list(FwdVariant variant) {
-  return variant == FwdVariant::kListed || variant == FwdVariant::kBiased;
+  return variant == FwdVariant::kListed || variant == FwdVariant::kListedShort || variant == FwdVariant::kBiased;
 }
 
 // mma.sync family, sm_80 and up. Each fits the 99 KB of shared memory of sm_86/89/120, at head dim 512 all but kPlain.
@@ -230,6 +233,13 @@ constexpr Sm90FwdTile kSm90ListedTiles[] = {
     {256, 128, 64, 2, 1, false, 1, 0, 128},
 };
 
+// kListedShort: a block of 128 rows is one tile. A tile of 192 rows visits what either of two rows of blocks lists.
+constexpr Sm90FwdTile kSm90ListedShortTiles[] = {
+    {64, 128, 128, 3, 2, true, 1},
+    {128, 128, 128, 2, 2, false, 1},
+    {256, 128, 64, 2, 1, false, 1, 0, 128},
+};
+
 // kBiased: 192 rows need a third fewer bytes of K, V and a 16-bit bias per score than 128 rows do.
 constexpr int kBiasBoxBytes = 128;
 constexpr Sm90FwdTile kSm90BiasedTiles[] = {
@@ -239,8 +249,10 @@ constexpr Sm90FwdTile kSm90BiasedTiles[] = {
 };
 
 // Of head dims that it has a tile for: up to kMaxWgmmaHeadDim.
-constexpr Sm90FwdTile sm90_listed_tile(int head_dim, bool biased) {
-  const Sm90FwdTile* tile = biased ? kSm90BiasedTiles : kSm90ListedTiles;
+constexpr Sm90FwdTile sm90_listed_tile(int head_dim, FwdVariant variant) {
+  const Sm90FwdTile* tile = variant == FwdVariant::kBiased        ? kSm90BiasedTiles
+                            : variant == FwdVariant::kListedShort ? kSm90ListedShortTiles
+                                                                  : kSm90ListedTiles;
   while (tile->head_dim < head_dim) ++tile;
   return *tile;
 }
@@ -250,7 +262,7 @@ constexpr Sm90FwdTile sm90_fwd_tile(int head_dim, FwdVariant variant) {
     if (head_dim_index(head_dim) == head_dim_index(kSm90MaskedTile.head_dim)) return kSm90MaskedTile;
     variant = FwdVariant::kPlain;
   }
-  if (visits_by_list(variant)) return sm90_listed_tile(head_dim, variant == FwdVariant::kBiased);
+  if (visits_by_list(variant)) return sm90_listed_tile(head_dim, variant);
   if (variant == FwdVariant::kOneWave || has_static_tiles(variant)) {
     Sm90FwdTile tile = kSm90OneWaveTiles[head_dim_index(head_dim) - kSm90FirstHeadDim];
     if (variant == FwdVariant::kDirect) tile.q_stages = 1, tile.overlaps = false;
@@ -283,6 +295,9 @@ constexpr bool sm90_has_variant(int head_dim, FwdVariant variant) {
   }
   if (variant == FwdVariant::kDirect) return plain.head_dim == 64 || plain.head_dim == 128;
   if (variant == FwdVariant::kStatic) return plain.head_dim == 128;  // at 64 kShort holds two m_blocks at a time
+  if (variant == FwdVariant::kListedShort && own.block_m == sm90_fwd_tile(head_dim, FwdVariant::kListed).block_m) {
+    return false;
+  }
   if (visits_by_list(variant)) return own.head_dim == plain.head_dim;
   return variant != FwdVariant::kMasked || sm90_splits_masked(head_dim);
 }

@@ -141,6 +141,7 @@ cudaError_t run_mha_fwd_wgmma_(const Flash_fwd_split_params& params, const plan:
       case FwdVariant::kDirect: return sm90::run_variant<kDtype, kHeadDim, FwdVariant::kDirect>(params, plan, stream);
       case FwdVariant::kStatic: return sm90::run_variant<kDtype, kHeadDim, FwdVariant::kStatic>(params, plan, stream);
       case FwdVariant::kListed:
+      case FwdVariant::kListedShort:
       case FwdVariant::kBiased:
         if constexpr (plan::sm90_has_variant(kHeadDim, FwdVariant::kListed)) {
           return run_mha_fwd_listed_wgmma_<kDtype, kHeadDim>(params, plan, stream);

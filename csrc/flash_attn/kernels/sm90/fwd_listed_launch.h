@@ -11,6 +11,8 @@ cudaError_t run_mha_fwd_listed_wgmma_(const Flash_fwd_split_params& params, cons
   using plan::FwdVariant;
   switch (plan.variant) {
     case FwdVariant::kListed: return sm90::run_variant<kDtype, kHeadDim, FwdVariant::kListed>(params, plan, stream);
+    case FwdVariant::kListedShort:
+      return sm90::run_variant<kDtype, kHeadDim, FwdVariant::kListedShort>(params, plan, stream);
     case FwdVariant::kBiased: return sm90::run_variant<kDtype, kHeadDim, FwdVariant::kBiased>(params, plan, stream);
     default: return cudaErrorInvalidValue;
   }
