@@ -30,6 +30,7 @@
 #include "params/jvp.h"
 #include "params/kvcache.h"
 #include "plan/bwd_plan.h"
+#include "plan/bwd_tiles.h"
 #include "plan/explain.h"
 #include "plan/fwd_plan.h"
 #include "plan/tiles.h"

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.devices("cuda")
 
 DTYPE = "bfloat16"
 LIMIT = 99 * 1024
-SMALL_TILES = kernel_tables.head_dims("kSmallBwdTiles")
+SMALL_TILES = kernel_tables.head_dims("kSmallBwdTiles", "bwd_tiles.h")
 HEAD_DIMS = (136, 160, 224, *SMALL_TILES)
 
 

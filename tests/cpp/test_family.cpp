@@ -2,6 +2,7 @@
 #include <string>
 
 #include "check.h"
+#include "plan/bwd_tiles.h"
 #include "plan/family.h"
 #include "plan/fwd_policy_sm90.h"
 #include "plan/sm90_smem.h"

@@ -1,6 +1,6 @@
 // The tile table against the limits of the hardware and of the kernels.
 #include "check.h"
-#include "plan/tiles.h"
+#include "plan/bwd_tiles.h"
 
 namespace {
 

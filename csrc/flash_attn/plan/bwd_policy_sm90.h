@@ -5,10 +5,10 @@
 
 #include <cstdint>
 
+#include "plan/bwd_tiles.h"
 #include "plan/device.h"
 #include "plan/grid.h"
 #include "plan/problem.h"
-#include "plan/tiles.h"
 
 namespace flash {
 namespace plan {

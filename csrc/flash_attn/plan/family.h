@@ -6,9 +6,9 @@
 #include <cstdlib>
 #include <cstring>
 
+#include "plan/bwd_tiles.h"
 #include "plan/grid.h"
 #include "plan/kv_tiles.h"
-#include "plan/tiles.h"
 
 namespace flash {
 namespace plan {

@@ -9,7 +9,7 @@
 #include "core/dropout_mask.h"
 #include "core/softcap_series.h"
 #include "core/trip_count.h"
-#include "plan/tiles.h"
+#include "plan/bwd_tiles.h"
 
 namespace flash {
 namespace plan {

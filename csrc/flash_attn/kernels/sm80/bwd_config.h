@@ -8,7 +8,7 @@
 #include "kernels/sm80/bwd_launch_params.h"
 #include "kernels/sm80/operand_layouts.h"
 #include "params/flash.h"
-#include "plan/tiles.h"
+#include "plan/bwd_tiles.h"
 
 namespace flash {
 namespace sm80 {

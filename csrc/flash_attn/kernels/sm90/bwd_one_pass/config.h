@@ -9,7 +9,7 @@
 #include "kernels/common/row_loader.h"
 #include "kernels/sm90/bwd_variant.h"
 #include "params/flash.h"
-#include "plan/tiles.h"
+#include "plan/bwd_tiles.h"
 
 namespace flash {
 namespace sm90 {

@@ -12,6 +12,7 @@
 #include "kernels/common/dq_semaphore.h"
 #include "kernels/common/dq_tile.h"
 #include "kernels/common/mask.h"
+#include "kernels/sm90/bwd_one_pass/biases.h"
 #include "kernels/sm90/bwd_one_pass/dq_product.h"
 #include "kernels/sm90/bwd_one_pass/named_barriers.h"
 #include "kernels/sm90/bwd_one_pass/storage.h"
@@ -198,7 +199,7 @@ struct BwdMainloop {
     const SmemRandomBits<Coords> bits{storage.dropout_row_bits[stage], storage.dropout_col_bits[stage] + 32 * group,
                                       coords};
     if constexpr (Config::kBiased) {
-      add_biases_of(at, tile_coords, scores);
+      add_step_biases(*this, at.head, tile_coords, scores);
       if (!is_unmasked) hide_unseen(scores, seen);
       exponentiate_scores(scores, params.softmax_scale_log2, lse_log2);
       if constexpr (Config::kMayDrop) {
@@ -238,38 +239,6 @@ struct BwdMainloop {
       differentiate_general<Config::kBlockM, 64, true>(params, mask_at(at), tile_coords, coords, bits, lse_log2,
                                                        softmax_d, scores, dp);
       if constexpr (kStartsDv) start_dkv(convert<Element>(acc_s), storage.dout[stage], acc_dv);
-    }
-  }
-
-  // kBiased: turns raw scores of a step into those of the softmax, without the mask.
-  template <class Scores>
-  __device__ __forceinline__ void add_biases_of(const Visit& at, const TileCoords& tile_coords, Scores& scores) {
-    const ScoreBias& bias = launch.mask.bias;
-    const int diagonal = alibi_diagonal(params, tile.batch, visibility, tile_coords.row_begin);
-    const ScoreMod score_mod(params, tile.batch, at.head);
-#pragma unroll
-    for (int i = 0; i < cute::size(scores); ++i) scores(i) *= score_mod.scale_log2;
-    score_mod.add_bias(scores, coords, diagonal, tile_coords.key_begin);
-    const BiasTile bias_tile{tile_coords.row_begin, tile_coords.key_begin, tile.seqlen_q, tile.seqlen_k, diagonal};
-    const ScoreBias own = bias.of(tile.batch, at.head, tile.q_begin);
-    if (!bias.loads_boxes) add_data<Element>(scores, coords, own, bias_tile);
-    if (bias.loads_boxes) bias.is_float ? add_boxes<true>(scores) : add_boxes<false>(scores);
-    if (bias.table != nullptr) add_table(scores, coords, own, bias_tile);
-  }
-  template <bool kFloat, class Scores>
-  __device__ __forceinline__ void add_boxes(Scores& scores) {
-#pragma unroll
-    for (int warp = thread / 32, i = 0; i < (kFloat ? 2 : 1); ++i) {
-      storage.bias_full[bias_state.stage].wait(bias_state.phase);
-      const char* const box = storage.bias[bias_state.stage] + group * Config::kBlockM * kBiasBoxBytes;
-      if constexpr (!kFloat) {
-        add_transposed_box<Element>(scores, box, 16 * warp, launch.mask.bias.row_stride != 0);
-      } else if (warp / 2 == i) {  // half of the keys
-        add_transposed_float_box(scores, box, 16 * (warp % 2), launch.mask.bias.row_stride != 0);
-      }
-      tma::fence_buffer();  // the arrival waits for no load
-      storage.bias_empty[bias_state.stage].arrive();
-      bias_state.advance();
     }
   }
 

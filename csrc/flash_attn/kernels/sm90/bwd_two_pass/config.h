@@ -8,7 +8,7 @@
 #include "kernels/common/convert.h"
 #include "kernels/sm90/bwd_variant.h"
 #include "params/flash.h"
-#include "plan/tiles.h"
+#include "plan/bwd_tiles.h"
 
 namespace flash {
 namespace sm90 {
