@@ -4,8 +4,8 @@
 // apply() modifies scores, in the forwards; grad() also turns dS into the gradient of raw scores, in the backwards.
 // Callers pass the coordinates of their tile of scores, so that a modifier's arithmetic is here alone. Of kernels/
 // these are sm80/fwd_mainloop.h, sm80/bias_gradient.cu, sm90/fwd_softmax_step.h (by the faster apply<Modifiers>(), with
-// a slope from sm90/fwd_mainloop.h), sm90/bwd_one_pass/mainloop.h, common/differentiate.h, auxiliary/dropout_probs.cu
-// and, with a loop for rows of several heads, decode/packed_rows.h.
+// a slope from sm90/fwd_mainloop.h), sm90/bwd_one_pass/mainloop.h, sm90/bwd_one_pass/biases.h, common/differentiate.h,
+// auxiliary/dropout_probs.cu and, with a loop for rows of several heads, decode/packed_rows.h.
 #pragma once
 
 #include <cute/tensor_impl.hpp>
