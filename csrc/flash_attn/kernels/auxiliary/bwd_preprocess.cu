@@ -24,9 +24,8 @@ namespace {
 
 constexpr int kRows = 128;  // per thread block
 static_assert(kRows == plan::kSoftmaxDGap, "the last block of a dense head covers its padding rows");
-// Short calls take all rows at once, since nothing else hides the latency of a row: kShortRows per thread block.
-constexpr int kShortRows = kRows / 2;
-// Threads of a thread block otherwise: few in large calls, so that several blocks fill a multiprocessor.
+// Threads of a thread block: few in large calls, so that several blocks fill a multiprocessor; in calls of one wave as
+// many as take all rows at once, since nothing else hides the latency of a row.
 constexpr int kLeastThreads = 256, kMostThreads = 1024;
 constexpr int kThreadsAtATime = 132 * kMostThreads;  // on most Hopper GPUs
 // Registers for as many threads as a multiprocessor holds: 2048, or 1536.
@@ -85,11 +84,11 @@ struct SoftmaxDLaunch {
   int64_t cleared_vectors;  // of the workspace, by each thread block
   Params params;
 
-  // blocks: of kRows rows, at least one; thread_blocks: as many, or twice as many.
-  SoftmaxDLaunch(const Params& params_, int64_t blocks, int64_t thread_blocks)
+  // blocks: at least one.
+  SoftmaxDLaunch(const Params& params_, int64_t blocks)
       : heads(params_.h),
         blocks_of_head(static_cast<int>(blocks / params_.h / (params_.is_varlen() ? 1 : params_.b))),
-        cleared_vectors((params_.workspace_vectors + thread_blocks - 1) / thread_blocks),
+        cleared_vectors((params_.workspace_vectors + blocks - 1) / blocks),
         params(params_) {}
 
   // As work_tile_at().
@@ -99,23 +98,15 @@ struct SoftmaxDLaunch {
     const int batch = heads.divide(head);
     return equal_work_tile(params, kRows, batch, head - batch * heads.divisor, block);
   }
-
-  // The same for a dense call.
-  __device__ WorkTile equal_tile(int index) const {
-    const int head = blocks_of_head.divide(index), batch = heads.divide(head);
-    return equal_work_tile(params, kRows, batch, head - batch * heads.divisor, index - head * blocks_of_head.divisor);
-  }
 };
 
-// Clears this thread block's part of the fp32 dQ and of the semaphores. Returns the index after a thread's last vector.
+// Clears this thread block's part of the fp32 dQ and of the semaphores.
 template <class Params>
-__device__ int64_t clear_workspace(const SoftmaxDLaunch<Params>& launch, int cta) {
+__device__ void clear_workspace(const SoftmaxDLaunch<Params>& launch, int cta) {
   const int64_t begin = launch.cleared_vectors * cta;
   const int64_t end = min(begin + launch.cleared_vectors, launch.params.workspace_vectors);
-  int64_t i = begin + threadIdx.x;
 #pragma unroll 1  // to unroll it, nvcc would divide by the number of threads first
-  for (; i < end; i += blockDim.x) launch.params.workspace_ptr[i] = float4{};
-  return i;
+  for (int64_t i = begin + threadIdx.x; i < end; i += blockDim.x) launch.params.workspace_ptr[i] = float4{};
 }
 
 // The sum over a thread block of kLeastThreads, in a fixed order, valid in thread 0.
@@ -127,49 +118,6 @@ __device__ float block_sum(float value) {
   float sum = 0.0f;
   for (const float part : warp_sums) sum += part;
   return sum;
-}
-
-// Until here nobody waits for the load of `vector`: nvcc would unpack it at once.
-__device__ void use_from_here(uint4& vector) {
-  asm volatile("" : "+r"(vector.x), "+r"(vector.y), "+r"(vector.z), "+r"(vector.w));
-}
-
-// A dense call of few rows, without sinks: each lane of a row has one load of dO and one of O, and all are on their way
-// before anything is cleared. Rows have as many lanes as there are threads for.
-template <class Pair>
-__global__ void __launch_bounds__(kMostThreads, kLargestBlocksPerSm)
-    softmax_d_short_kernel(const __grid_constant__ SoftmaxDLaunch<Flash_bwd_params> launch) {
-  const Flash_bwd_params& params = launch.params;
-  wait_for_previous_kernel();  // the order matters: see softmax_d_kernel()
-  allow_next_kernel();
-  const int thread_block = reversed_block();
-  const WorkTile tile = launch.equal_tile(thread_block / 2);
-  const int lanes = blockDim.x / kShortRows, lane = threadIdx.x & (lanes - 1), col = lane * kVectorCols;
-  const int first = tile.row_begin + thread_block % 2 * kShortRows;  // perhaps of padding rows only
-  const int row = first + (threadIdx.x >> (__ffs(lanes) - 1));
-  const int first_row = first_visible_row(Visibility{tile.seqlen_q, tile.seqlen_k, params.window});
-  const int64_t lse_row = lse_offset(tile, params);
-  uint4 dout{}, out{};
-  if (row < tile.row_end && col < params.d_v && has_keys(params, tile, lse_row, row, first_row)) {
-    const auto load = [&](const void* data, const MatrixStrides& strides) {
-      const int64_t offset = matrix_offset(strides, false, tile.batch, row, tile.head) + col;
-      return *reinterpret_cast<const uint4*>(static_cast<const uint16_t*>(data) + offset);
-    };
-    dout = load(params.do_ptr, params.do_strides);
-    out = load(params.o_ptr, params.o_strides);
-  }
-  // Never true, but ptxas, which would wait for the loads first, cannot know that.
-  if (clear_workspace(launch, thread_block) < 0) return;
-  use_from_here(dout);
-  use_from_here(out);
-  float sum = dot<Pair>(dout, out);
-#pragma unroll
-  for (int distance = 16; distance > 0; distance /= 2) {
-    if (distance < lanes) sum += __shfl_xor_sync(0xffffffffu, sum, distance);
-  }
-  if (lane != 0) return;
-  if (row < tile.row_end) apply_lse(params, lse_row + row, 0.0f, sum);
-  params.softmax_d_ptr[softmax_d_offset(params, tile.batch, tile.head, 0) + row] = sum;
 }
 
 // Padding rows of a dense softmax_d are set to 0 here, so that it needs no fill; those of a packed one stay
@@ -227,36 +175,15 @@ __global__ void __launch_bounds__(kMostThreads, kHasMask<Params> ? 1 : kLargestB
   if (threadIdx.x == 0) params.dsinks_ptr[reversed_block()] = dsink;
 }
 
-// The threads of softmax_d_short_kernel(), if all of them fit on the GPU at once; otherwise 0.
-int short_threads(const Flash_bwd_params& params, int64_t blocks) {
-  int threads = 4 * kShortRows;
-  while (threads < kMostThreads && threads / kShortRows * kVectorCols < params.d_v) threads *= 2;
-  const bool takes_rows = threads / kShortRows * kVectorCols >= params.d_v;
-  const bool is_plain = !params.is_varlen() && params.dsinks_ptr == nullptr;
-  return is_plain && takes_rows && blocks * threads <= kThreadsAtATime ? threads : 0;
-}
-
-template <class Pair>
-cudaError_t run_short(const Flash_bwd_params& params, int64_t blocks, int threads, cudaStream_t stream) {
-  static std::atomic<uint64_t> configured_devices{0};
-  return launch_dependent(softmax_d_short_kernel<Pair>, 2 * blocks, threads, 0,
-                          SoftmaxDLaunch<Flash_bwd_params>(params, blocks, 2 * blocks), params.device, stream,
-                          configured_devices);
-}
-
 template <class Pair, class Params>
 cudaError_t run(const Params& params, cudaStream_t stream) {
   static std::atomic<uint64_t> configured_devices{0};
   const int64_t blocks = params.h * plan::m_blocks(params.is_varlen(), params.b, params.seqlen_q, kRows);
   if (blocks == 0) return cudaSuccess;
-  if constexpr (!kHasMask<Params>) {
-    const int threads_of_all = short_threads(params, blocks);
-    if (threads_of_all > 0) return run_short<Pair>(params, blocks, threads_of_all, stream);
-  }
   int threads = params.dsinks_ptr != nullptr ? kLeastThreads : kMostThreads;
   while (threads > kLeastThreads && blocks * threads > kThreadsAtATime) threads /= 2;
-  return launch_dependent(softmax_d_kernel<Pair, Params>, blocks, threads, 0,
-                          SoftmaxDLaunch<Params>(params, blocks, blocks), params.device, stream, configured_devices);
+  return launch_dependent(softmax_d_kernel<Pair, Params>, blocks, threads, 0, SoftmaxDLaunch<Params>(params, blocks),
+                          params.device, stream, configured_devices);
 }
 
 }  // namespace
