@@ -358,9 +358,8 @@ void check_e4m3() {
   transposed(fp8(dense(32, 512, 16, 64)), "attention", "few blocks a tile of head dim 64");
   transposed(fp8(dense(1, 128, 2, 128)), "attention", "few tiles");
   transposed(fp8(packed(8, 2048, 16, 64, kCausal)), "prepare,attention", "packed");
-  transposed(fp8(dense(1, 128, 2, 256)), "attention", "few tiles of head dim 256");
-  transposed(fp8(dense(1, 16384, 8, 256)), "transpose_v,attention", "long rows of head dim 256");
-  transposed(fp8(packed(8, 2048, 8, 256, kCausal)), "prepare,attention", "packed, head dim 256");
+  transposed(fp8(dense(1, 128, 2, 256)), "transpose_v,attention", "no room for V beside V^T");
+  transposed(fp8(packed(8, 2048, 8, 256, kCausal)), "prepare,transpose_v,attention", "packed, head dim 256");
   check::that(stages(decoded) == "widen_query,attention", "decoded", stages(decoded));
   check::that(stages(prefill, "mma_sync") == "widen_query,dequantize,convert_query,attention,rescale", "dequantised",
               stages(prefill, "mma_sync"));

@@ -20,7 +20,6 @@ constexpr Sm90FwdTile kSm90Fp8FwdTiles[] = {
 constexpr Sm90FwdTile kSm90Fp8TransposingTiles[] = {
     {64, 192, 128, 4, 2, false, 1, 0, 64},
     {128, 192, 128, 3, 2, false, 1, 0, 64},
-    {256, 128, 128, 2, 2, false, 1},
 };
 constexpr int kFp8RawVStages = 2;
 
@@ -35,13 +34,10 @@ constexpr Sm90FwdTile sm90_fp8_fwd_tile(int head_dim, bool transposes_v = false)
   return Sm90FwdTile{};
 }
 
-// Rows of ones, of which P V makes the row sums. They end each stage of V^T; without a buffer for O they are apart,
-// since shared memory holds them once only.
-constexpr int kFp8OnesRows = 8;
-constexpr int fp8_vt_rows(const Sm90FwdTile& tile) { return tile.value_dim() + (tile.o_cols > 0 ? kFp8OnesRows : 0); }
-constexpr int fp8_ones_bytes(const Sm90FwdTile& tile) { return tile.o_cols > 0 ? 0 : kFp8OnesRows * tile.block_n; }
+// Rows of V^T in shared memory; the last ones are ones, of which P V makes the row sums.
+constexpr int fp8_vt_rows(const Sm90FwdTile& tile) { return tile.value_dim() + 8; }
 
-// Columns of a swizzle atom of Q, K and V before its transposition, and of the TMA box that writes it.
+// Columns of a swizzle atom of Q and K, and of the TMA box that writes it.
 constexpr int fp8_atom_cols(int head_dim) { return head_dim < 128 ? head_dim : 128; }
 
 // Whether a kernel takes P straight from the scores (exp="fast"): at head dim 256 the products bound both.
@@ -53,13 +49,12 @@ constexpr int sm90_fp8_fwd_smem_bytes(const Sm90FwdTile& tile, bool transposes_v
   const int barriers = 4 * tile.kv_stages + 1 + 3 * tile.q_stages * groups + 2 * 3;
   const int raw_v_stages = transposes_v ? kFp8RawVStages : 0;
   SmemLayout storage;
-  storage.add(raw_v_stages * tile.block_n * fp8_atom_cols(tile.value_dim()), kSwizzleBytes)
-      .add(fp8_ones_bytes(tile), kSwizzleBytes)
+  storage.add(raw_v_stages * tile.block_n * tile.value_dim(), kSwizzleBytes)
       .add(2 * kBarrierBytes * raw_v_stages, kBarrierBytes)
       .add(tile.q_stages * tile.block_m * tile.head_dim, kSwizzleBytes)
       .add(tile.kv_stages * tile.block_n * tile.head_dim, kSwizzleBytes)
       .add(tile.kv_stages * tile.block_n * fp8_vt_rows(tile), kSwizzleBytes)
-      .add(2 * groups * (tile.o_cols > 0 ? 64 * tile.o_cols : 1), tile.o_cols > 0 ? kSwizzleBytes : 8)
+      .add(2 * groups * 64 * tile.o_cols, kSwizzleBytes)
       .add(16 * 4, 16)
       .add(kBarrierBytes * barriers, kBarrierBytes)
       .add(2 * slot_bytes(kWorkTileBytes), 16)

@@ -69,7 +69,6 @@ struct Fp8FwdConfig {
   static constexpr bool kDescending = true;
   static constexpr bool kTransposedV = !kTransposesV;
   static constexpr int kRawVStages = kTransposesV ? plan::kFp8RawVStages : 0, kTransposeWarps = kTransposesV ? 2 : 0;
-  static constexpr int kOnesBytes = plan::fp8_ones_bytes(kTile);  // apart from V^T
   static constexpr bool kListed = false;
   using Order = KvBlockOrder;
   using TripCount = DescendingTripCount<typename MaskOf<Fp8FwdConfig>::Bounds>;
@@ -114,13 +113,12 @@ struct Fp8FwdConfig {
   static constexpr int kSmemK = kBlockN * kHeadDim;
   static constexpr int kSmemV = kBlockN * kVtRows;
 
-  static constexpr bool kSeparateOSmem = kTile.o_cols > 0;
+  static constexpr bool kSeparateOSmem = true;
   static constexpr int kOutAtomCols = plan::swizzle_atom_cols(kHeadDim);  // columns of O in a swizzle atom
-  // Columns of O staged at a time.
-  static constexpr int kStagedCols = kSeparateOSmem ? kTile.o_cols : kHeadDim / 2;
+  static constexpr int kStagedCols = kTile.o_cols;                        // columns of O staged at a time
   static constexpr int kSmemO = 64 * kStagedCols;
-  // Half of the columns of O take as much as Q: the second half is staged over Q, so that no warp waits for a store;
-  // without a buffer both are, one after the other. With kExpBits ptxas would serialise the products.
+  // Half of the columns of O take as much as Q: the second half is staged over Q, so that no warp waits for a store.
+  // With kExpBits ptxas would serialise the products.
   static constexpr bool kStagesOverQ = kHeadDim > 64 && !kExpBits;
   static_assert(!kStagesOverQ || (2 * kStagedCols == kHeadDim && 2 * kSmemO == kSmemQ));
 };

@@ -124,7 +124,7 @@ struct Fp8FwdConsumer {
   }
 
   // Each warp stores its 16 rows, kStagedCols columns at a time: from a buffer, once its last store has read it, and
-  // with kStagesOverQ the second half, or without a buffer both, from over its rows of Q.
+  // with kStagesOverQ the second half from over its rows of Q.
   __device__ __forceinline__ void store_o(const WorkTile& tile, int row_begin, int q_stage,
                                           const float (&o_scale)[kRows]) {
     using OutElement = typename Config::OutElement;
@@ -134,11 +134,10 @@ struct Fp8FwdConsumer {
     const TmaRows rows(launch.params.is_varlen(), tile.batch, tile.q_begin, tile.seqlen_q);
 #pragma unroll
     for (int first = 0; first < Config::kHeadDimV; first += kStagedCols) {
-      const bool is_over_q = Config::kStagesOverQ && (first > 0 || !Config::kSeparateOSmem);
+      const bool is_over_q = Config::kStagesOverQ && first > 0;
       auto* const buffer =
           is_over_q ? reinterpret_cast<OutElement*>(storage.q[q_stage][mainloop.group]) : storage.o[mainloop.group];
-      const bool is_stored_from = !is_over_q || (first > 0 && !Config::kSeparateOSmem);  // here, by the last store
-      if (issues && is_stored_from) cute::tma_store_wait<0>();
+      if (issues && !is_over_q) cute::tma_store_wait<0>();
       __syncwarp();
       const auto columns = cute::make_tensor(mainloop.acc_o.data() + first / 2, cute::Int<kStagedCols / 2>{});
       stage_o<kCols, kStagedCols>(columns, buffer, o_scale);
@@ -170,19 +169,13 @@ struct Fp8FwdConsumer {
   }
 };
 
-// Fills the columns of ones, after V^T in every stage or apart; TMA never writes them.
+// Fills the columns of ones after V^T in every stage; TMA never writes them.
 template <class Config>
 __device__ __forceinline__ void fill_ones(FwdStorage<Config>& storage) {
-  const auto fill = [](void* ones) {
-    constexpr int kWords = plan::kFp8OnesRows * Config::kBlockN / 4;
-    for (int i = threadIdx.x; i < kWords; i += Config::kThreads) static_cast<uint32_t*>(ones)[i] = e4m3::kOnes;
-  };
-  if constexpr (Config::kOnesBytes > 0) {
-    fill(storage.ones);
-  } else {
-    for (int stage = 0; stage < Config::kKvStages; ++stage) {
-      fill(storage.v[stage] + Config::kHeadDimV * Config::kBlockN);
-    }
+  constexpr int kWords = (Config::kVtRows - Config::kHeadDimV) * Config::kBlockN / 4;
+  for (int stage = 0; stage < Config::kKvStages; ++stage) {
+    auto* const ones = reinterpret_cast<uint32_t*>(storage.v[stage] + Config::kHeadDimV * Config::kBlockN);
+    for (int i = threadIdx.x; i < kWords; i += Config::kThreads) ones[i] = e4m3::kOnes;
   }
   fence_buffer();
 }

@@ -20,7 +20,7 @@ struct Fp8FwdMainloop : Fp8FwdMainloopBase<Config> {
   using typename Base::AccS;
   using typename Base::BlockIterator;
   using typename Base::Storage;
-  static constexpr int kCols = Config::kSliceCols, kOnes = plan::kFp8OnesRows;
+  static constexpr int kCols = Config::kSliceCols, kOnes = Config::kVtRows - Config::kHeadDimV;
   static constexpr int kSlices = Config::kHeadDimV / kCols;
   static constexpr bool kOverlaps = Config::kScoreBuffers == 2;
   // Whether a slice is in flight while the one before is added. Both take the accumulators of S, and a separate
@@ -29,8 +29,7 @@ struct Fp8FwdMainloop : Fp8FwdMainloopBase<Config> {
   // Whether the last P V overlaps S of the next tile. Otherwise ptxas runs out of registers and serialises the
   // products.
   static constexpr bool kOverlapsTiles = kOverlaps || Config::kWarpGroups == 2;
-  static_assert(kSlices * kCols == Config::kHeadDimV);
-  static_assert(kOverlapsSlices || Config::kOnesBytes == 0, "the last slice includes the ones");
+  static_assert(kOnes == 8 && kSlices * kCols == Config::kHeadDimV);
   enum Half { kLower, kUpper };  // keys of a block
   static constexpr Half kFirstHalf = Config::kLowerKeysFirst ? kLower : kUpper;
   static constexpr Half kSecondHalf = Config::kLowerKeysFirst ? kUpper : kLower;
@@ -63,10 +62,7 @@ struct Fp8FwdMainloop : Fp8FwdMainloopBase<Config> {
     using Mma = decltype(make_tiled_mma(Fp8PvAtom<kRows>{}));
     Mma mma;
     auto acc = make_tensor(target.data(), typename Base::template Accumulator<kRows>::layout_type{});
-    const auto* rows = storage.v[v_state.stage] + kFirst * Config::kBlockN;
-    if constexpr (Config::kOnesBytes > 0 && kFirst == Config::kHeadDimV) {
-      rows = reinterpret_cast<const typename Config::Element*>(storage.ones);
-    }
+    const auto* const rows = storage.v[v_state.stage] + kFirst * Config::kBlockN;
     auto vt = make_tensor(make_smem_ptr(rows), typename Config::template SmemLayoutVt<kRows>{});
     start_gemm(mma, tOrP, mma.get_slice(threadIdx.x % 128).partition_fragment_B(vt)(_, _, _, _0{}), acc, true);
   }

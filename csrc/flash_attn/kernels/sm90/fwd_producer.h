@@ -232,15 +232,15 @@ struct FwdProducer {
   __device__ __forceinline__ FwdProducer(const FwdLaunch& launch_, Storage& storage_)
       : launch(launch_), storage(storage_), issues(threadIdx.x % 32 == 0) {}
 
-  // Loads kRows rows from coordinate `row` on, atom by atom from column `col` on.
+  // Loads kRows rows from coordinate `row` on, atom by atom.
   template <int kRows, int kAtoms>
   __device__ __forceinline__ void load(const CUtensorMap& map, Barrier& full, Element* smem, const TmaRows& rows,
-                                       int row, int head, cute::TMA::CacheHintSm90 hint, int col = 0) const {
+                                       int row, int head, cute::TMA::CacheHintSm90 hint) const {
 #pragma unroll
     for (int atom = 0; atom < kAtoms; ++atom) {
       cute::SM90_TMA_LOAD_5D::copy(&map, &full.state, static_cast<uint64_t>(hint),
-                                   smem + atom * kRows * Config::kAtomCols, col + atom * Config::kAtomCols,
-                                   row + rows.shift, head, rows.outer, rows.origin);
+                                   smem + atom * kRows * Config::kAtomCols, atom * Config::kAtomCols, row + rows.shift,
+                                   head, rows.outer, rows.origin);
     }
   }
 
@@ -251,7 +251,7 @@ struct FwdProducer {
   template <int kAtoms, bool kClears = false, class State>
   __device__ __forceinline__ void load_kv(const CUtensorMap& map, Barrier* full, Barrier* empty, Element* smem,
                                           State& state, int n_block, const TmaRows& rows, int head,
-                                          ClearedRows cleared = {}, int col = 0) {
+                                          ClearedRows cleared = {}) {
     constexpr int kElements = Config::kBlockN * kAtoms * Config::kAtomCols;
     constexpr bool kEveryLane = kClears && Config::kRawVStages > 0;  // of raw V arrives (RawVRing)
     bool clears;
@@ -266,7 +266,7 @@ struct FwdProducer {
       if (kEveryLane && !clears) full[state.stage].arrive(31);  // for the other lanes
       tma_full.arrive_and_expect(kElements * static_cast<int>(sizeof(Element)));
       load<Config::kBlockN, kAtoms>(map, tma_full, smem + state.stage * kElements, rows, n_block * Config::kBlockN,
-                                    head, cute::TMA::CacheHintSm90::EVICT_LAST, col);
+                                    head, cute::TMA::CacheHintSm90::EVICT_LAST);
     }
     if (clears) {
       tma_full.wait(pre_clear_phase);
@@ -333,12 +333,9 @@ struct FwdProducer {
     if constexpr (Config::kTransposedV) {
       load_vt(work, n_block);
     } else if constexpr (Config::kRawVStages > 0) {
-#pragma unroll 1
-      for (int col = 0; col < Config::kHeadDimV; col += Config::kAtomCols) {
-        load_kv<1, true>(launch.v_map, storage.raw_v_full, storage.raw_v_empty,
-                         reinterpret_cast<Element*>(storage.raw_v[0]), raw_v_state, n_block, work.rows, work.head_k,
-                         unseen_rows(work.tile, n_block), col);
-      }
+      load_kv<Config::kAtoms, true>(launch.v_map, storage.raw_v_full, storage.raw_v_empty,
+                                    reinterpret_cast<Element*>(storage.raw_v[0]), raw_v_state, n_block, work.rows,
+                                    work.head_k, unseen_rows(work.tile, n_block));
     } else {
       load_kv<Config::kAtomsV, !Config::kNoMask>(launch.v_map, storage.v_full, storage.v_empty, &storage.v[0][0],
                                                  v_state, n_block, work.rows, work.head_k,

@@ -44,13 +44,12 @@ struct alignas(16) Slot {
 
 static_assert(sizeof(WorkTile) == plan::kWorkTileBytes, "plan and kernels agree");
 
-// A ring of V that two warps transpose, a swizzle atom of columns in a stage. full: every lane of the load warp, plus
-// the tile's bytes; empty: every lane of those warps. Plain loads read what plain stores clear, and racecheck does not
-// see that a warp's lanes are ordered before one lane that arrives for all.
-template <class Config, int kStages>
+// A ring of V that two warps transpose. full: every lane of the load warp, plus the tile's bytes; empty: every lane of
+// those warps. Plain loads read what plain stores clear, and racecheck does not see that a warp's lanes are ordered
+// before one lane that arrives for all.
+template <int kStages, int kBytes>
 struct RawVRing {
-  alignas(1024) char raw_v[kStages][Config::kBlockN * Config::kAtomCols];
-  alignas(Config::kOnesBytes > 0 ? 1024 : 8) char ones[Config::kOnesBytes > 0 ? Config::kOnesBytes : 1];
+  alignas(1024) char raw_v[kStages][kBytes];
   Barrier raw_v_full[kStages], raw_v_empty[kStages];
 
   __device__ __forceinline__ void init_raw_v_barriers(int reading_warps) {
@@ -61,14 +60,14 @@ struct RawVRing {
     }
   }
 };
-template <class Config>
-struct RawVRing<Config, 0> {
+template <int kBytes>
+struct RawVRing<0, kBytes> {
   __device__ __forceinline__ void init_raw_v_barriers(int) {}
 };
 
 template <class Config>
 struct FwdStorage : BiasRing<Config::kTile.bias_stages * Config::kWarpGroups, 64>,
-                    RawVRing<Config, Config::kRawVStages> {
+                    RawVRing<Config::kRawVStages, Config::kBlockN * Config::kHeadDimV> {
   using Element = typename Config::Element;
   using OutElement = typename Config::OutElement;
   using TripCount = typename Config::TripCount;

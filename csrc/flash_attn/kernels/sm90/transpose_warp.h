@@ -13,10 +13,10 @@ namespace sm90 {
 
 template <class Config>
 struct TransposeWarp {
-  using Lane = TransposeLane<Config::kAtomCols>;
+  using Lane = TransposeLane<Config::kHeadDimV>;
   static constexpr int kWarps = Config::kTransposeWarps;
   static constexpr int kKeySteps = Config::kBlockN / Lane::kKeys;
-  static constexpr int kColSteps = Config::kAtomCols / Lane::kCols;
+  static constexpr int kColSteps = Config::kHeadDimV / Lane::kCols;
   static_assert(Config::kBlockN == e4m3::kVtKeys && kColSteps % kWarps == 0);
 
   FwdStorage<Config>& storage;
@@ -56,18 +56,14 @@ struct TransposeWarp {
       const int count = work.order.count();
 #pragma unroll 1
       for (int i = 0; i < count; ++i) {
+        storage.raw_v_full[raw.stage].wait(raw.phase);
         storage.v_empty[state.stage].wait(state.phase ^ 1);
-        char* const vt = reinterpret_cast<char*>(storage.v[state.stage]);
-#pragma unroll 1
-        for (int col = 0; col < Config::kHeadDimV; col += Config::kAtomCols) {
-          storage.raw_v_full[raw.stage].wait(raw.phase);
-          transpose(storage.raw_v[raw.stage], vt + col * Config::kBlockN);
-          fence_buffer();  // of the loads too: TMA writes over V next
-          storage.raw_v_empty[raw.stage].arrive();
-          raw.advance();
-        }
+        transpose(storage.raw_v[raw.stage], reinterpret_cast<char*>(storage.v[state.stage]));
+        fence_buffer();  // of the loads too: TMA writes over V next
+        storage.raw_v_empty[raw.stage].arrive();
         __syncwarp();
         if (threadIdx.x % 32 == 0) storage.v_full[state.stage].arrive();
+        raw.advance();
         state.advance();
       }
     }
