@@ -59,7 +59,6 @@ struct Copy {
   void* to;
   const void* from;
   bool valid;
-  int bytes = 16;
 };
 
 // What a lane shows to its warp at a collective operation.
@@ -356,17 +355,14 @@ Value __shfl_sync(uint32_t, Value value, int lane) {
 
 namespace emulation {
 
-inline void land(const Copy& copy) {
-  copy.valid ? std::memcpy(copy.to, copy.from, copy.bytes) : std::memset(copy.to, 0, copy.bytes);
-}
+inline void land(const Copy& copy) { copy.valid ? std::memcpy(copy.to, copy.from, 16) : std::memset(copy.to, 0, 16); }
 
 }  // namespace emulation
 
-inline void copy_async(void* to, const void* from, bool valid, int bytes = 16) {
-  const auto is_aligned = [bytes](const void* at) { return reinterpret_cast<uintptr_t>(at) % bytes == 0; };
-  if (!is_aligned(to) || !is_aligned(from)) emulation::fail("unaligned copy");
-  if (emulation::lands_early) return emulation::land({to, from, valid, bytes});
-  emulation::fibers[emulation::current].open_copies.push_back({to, from, valid, bytes});
+inline void copy_async(bf16* to, const bf16* from, bool valid) {
+  if (reinterpret_cast<uintptr_t>(to) % 16 || reinterpret_cast<uintptr_t>(from) % 16) emulation::fail("unaligned copy");
+  if (emulation::lands_early) return emulation::land({to, from, valid});
+  emulation::fibers[emulation::current].open_copies.push_back({to, from, valid});
 }
 
 inline void commit_copies() {

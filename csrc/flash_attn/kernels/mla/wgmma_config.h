@@ -70,8 +70,6 @@ struct MlaWgmmaStorage {
   // By the consumer that wrote them. Arrivals: each lane that wrote references. racecheck does not see that a warp's
   // lanes are ordered before one lane that arrives for all.
   tma::Barrier probs_full[Config::kConsumers];
-  tma::Barrier query_held;  // its rotated columns, by both consumers; this and what follows: for FP8 rows
-  float scales_ahead[Config::kProducerWarps][2][8];
 };
 
 constexpr int kCopyLanes = 8;  // of a row's 128 bytes: each 128-byte line by one instruction

@@ -10,10 +10,8 @@ namespace flash {
 namespace mla {
 
 // All warps work on the same half of the latent columns, in the order in which consumers release them: of each step
-// the half of the consumer that has it, then the other, which is released soon after. 12 instructions convert 4
-// columns, 770 a step. A lane holds the bytes of the first half ahead. Half of those of the second one are ahead in
-// shared memory, where the query's rotated columns were, which consumers hold in registers: they are converted while
-// the rest arrives.
+// the half of the consumer that has it, then the other. A lane holds the bytes of the next half while it waits, so that
+// a released half is filled at the speed of conversion alone: 12 instructions for 4 columns, 770 of a step.
 //
 // Loads come after all conversions of the previous half, and its fence. All loads share a scoreboard: a conversion
 // after a load would wait for the newest load.
@@ -42,11 +40,6 @@ struct MlaFp8Producer {
   };
   uint4 values[kVectors];
   float scales[kVectors];
-
-  static constexpr int kAhead = kVectors / 2, kThreads = 32 * Config::kProducerWarps;  // kAhead: vectors of a lane
-  static constexpr int kGroups = Config::kHalf / kMlaScaleCols;  // of columns of a half that have a scale
-  static_assert(kAhead * kThreads * kVectorBytes <= Config::kAtomBytes);
-  static_assert(kAhead * kKeysAtATime == 8 && kGroups * kKeys == 32, "sizes of scales_ahead");
 
   __device__ __forceinline__ MlaFp8Producer(const Flash_mla_params& params_, MlaWgmmaStorage<Config>& storage_,
                                             const MlaWork& work_, int warp_)
@@ -81,12 +74,12 @@ struct MlaFp8Producer {
   }
 
   // Keys that do not exist become 0: NaN there would pass a probability of 0.
-  __device__ __forceinline__ void load(const Rows& rows, int half, int first) {
+  __device__ __forceinline__ void load(const Rows& rows, int half) {
     const int first_col = half * Config::kHalf + vector * kVectorBytes;
     const int scale_byte = kMlaLatentDim + first_col / kMlaScaleCols * static_cast<int>(sizeof(float));
     const uint32_t exists = rows.exists >> key_of_lane;
 #pragma unroll
-    for (int i = first; i < kVectors; ++i) {
+    for (int i = 0; i < kVectors; ++i) {
       const char* const row = row_of(rows, i * kKeysAtATime + key_of_lane);
       values[i] = uint4{};
       scales[i] = 0.0f;
@@ -97,58 +90,28 @@ struct MlaFp8Producer {
     }
   }
 
-  // Of shared memory that no other thread reads.
-  __device__ __forceinline__ uint4* vector_ahead(int i) const {
-    return reinterpret_cast<uint4*>(storage.q + Config::kRopeAtom * Config::kAtomElements) + i * kThreads + warp * 32 +
-           lane;
-  }
-
-  // The first vectors of a half: each lane its own, scales for all lanes of the warp.
-  __device__ __forceinline__ void copy_ahead(const Rows& rows, int half) const {
-    const int first_col = half * Config::kHalf + vector * kVectorBytes;
-#pragma unroll
-    for (int i = 0; i < kAhead; ++i) {
-      const int key = i * kKeysAtATime + key_of_lane;
-      sm80::copy16_async(vector_ahead(i), row_of(rows, key) + first_col, rows.exists >> key & 1);
-    }
-    const int key = lane % kKeys, group = lane / kKeys;
-    if (key < kAhead * kKeysAtATime) {
-      const char* const row = static_cast<const char*>(params.latent_ptr) + rows.at + kMlaLatentDim;
-      sm80::copy4_async(&storage.scales_ahead[warp][group][key],
-                        row + (half * kGroups + group) * static_cast<int>(sizeof(float)), rows.exists >> key & 1);
-    }
-    sm80::commit_copies();
-  }
-
   __device__ __forceinline__ static uint4 dequantise(uint32_t first, uint32_t second, float scale) {
     const auto two = [scale](float2 pair) { return pack_pair(pair.x * scale, pair.y * scale, Element{}); };
     return {two(decode::e4m3_to_floats<false>(first)), two(decode::e4m3_to_floats<true>(first)),
             two(decode::e4m3_to_floats<false>(second)), two(decode::e4m3_to_floats<true>(second))};
   }
 
-  // Keys of a lane are an even number of rows apart, so that the swizzle is an XOR of constants.
-  __device__ __forceinline__ void store(const uint4& bytes, float scale, int stage, int half, int i) const {
+  // Stores the loaded half. Keys of a lane are an even number of rows apart, so that the swizzle is an XOR of
+  // constants.
+  __device__ __forceinline__ void store(int stage, int half) const {
     const int atom = half * Config::kHalfAtoms + vector / kAtomLanes, first = vector % kAtomLanes * 2;
     const int at = tma::swizzle_offset(Config::kAtomCols, warp * kKeys + key_of_lane, first);
     Element* const atom_begin = storage.kv[stage] + atom * Config::kAtomElements;
-    const int row = i * kKeysAtATime;
-    const auto store_vector = [&](int place, uint32_t low, uint32_t high) {
-      Element* const to = atom_begin + (at ^ (row % 8 ^ place) * tma::kVectorCols) + row * Config::kAtomCols;
-      *reinterpret_cast<uint4*>(to) = dequantise(low, high, scale);
-    };
-    store_vector(0, bytes.x, bytes.y);
-    store_vector(1, bytes.z, bytes.w);
-  }
-
-  __device__ __forceinline__ void store_loaded(int stage, int half, int first) const {
 #pragma unroll
-    for (int i = first; i < kVectors; ++i) store(values[i], scales[i], stage, half, i);
-  }
-
-  __device__ __forceinline__ void store_ahead(int stage, int half) const {
-    const float* const ahead = storage.scales_ahead[warp][lane / kKeys];
-#pragma unroll
-    for (int i = 0; i < kAhead; ++i) store(*vector_ahead(i), ahead[i * kKeysAtATime + key_of_lane], stage, half, i);
+    for (int i = 0; i < kVectors; ++i) {
+      const int row = i * kKeysAtATime;
+      const auto store_vector = [&](int place, uint32_t low, uint32_t high) {
+        Element* const to = atom_begin + (at ^ (row % 8 ^ place) * tma::kVectorCols) + row * Config::kAtomCols;
+        *reinterpret_cast<uint4*>(to) = dequantise(low, high, scales[i]);
+      };
+      store_vector(0, values[i].x, values[i].y);
+      store_vector(1, values[i].z, values[i].w);
+    }
   }
 
   __device__ __forceinline__ void copy_rope(const Rows& rows, int stage) const {
@@ -169,32 +132,26 @@ struct MlaFp8Producer {
     Rows next = rows_of(work.from + 1, find_page(work.from + 1));
     int page = find_page(work.from + 2);  // read a step before the row is asked for
     prefetch(next);
-    load(rows, 0, 0);
-    storage.query_held.wait(0);
-    copy_ahead(rows, 1);
+    load(rows, 0);
 #pragma unroll 1
     for (int i = 0; i < count; ++i) {
       const int stage = i % Config::kStages, other = 1 - stage;
       const uint32_t free = (i / Config::kStages & 1) ^ 1;
       storage.kv_empty[stage][stage].wait(free);
       copy_rope(rows, stage);
-      store_loaded(stage, stage, 0);
+      store(stage, stage);
       sm80::wait_for_copies_but(0);
       arrive_landed(storage, stage, stage);
-      load(rows, other, kAhead);
+      load(rows, other);
       rows = next;
       next = rows_of(work.from + i + 2, page);
       prefetch(next);
       page = find_page(work.from + i + 3);
       storage.kv_empty[stage][other].wait(free);
-      store_ahead(stage, other);
-      storage.query_held.wait(0);  // over, but a branch: ptxas would move conversions, which wait for loads, before it
-      store_loaded(stage, other, kAhead);
+      store(stage, other);
       arrive_landed(storage, stage, other);
-      load(rows, other, 0);  // of the next step, which begins with this half
-      copy_ahead(rows, stage);
+      load(rows, other);  // the first half of the next step
     }
-    sm80::wait_for_copies_but(0);
   }
 };
 

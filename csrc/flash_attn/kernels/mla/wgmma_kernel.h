@@ -8,9 +8,9 @@
 //
 // Clocks of a step, of an SM: tensor cores 2176 (S 1152, O 1024); shared memory 2240 (S 1024, O 576, keys written 576,
 // P 64); exp2 256; L2, 72 KB, 1992 at 37 bytes each. So products bind where rows fill the tile, memory where they do
-// not. Shared memory holds two stages. So the keys of a step cannot be loaded before O += P V of the last step but one,
-// and their latency is exposed. To hide some of it, each half of a stage is loaded again as soon as its consumer is
-// done, and S starts with the first atom of columns that has landed.
+// not. Two stages hold all that fits, so latency is exposed: from O += P V of a step to S of the next but one, whose
+// keys take its place. Hence halves, each asked for again as soon as its consumer is done, and products of an atom of
+// columns as soon as it has landed.
 #pragma once
 
 #include "kernels/mla/wgmma_config.h"
@@ -227,10 +227,6 @@ struct MlaConsumer {
     tma::fence_buffer();
     const bool is_valid = !any_at_barrier(kBarrier, kConsumerThreads, lacks_pages) && work.is_valid;
     hold_query();
-    if constexpr (Config::kFp8) {
-      __syncwarp();
-      if (lane == 0) storage.query_held.arrive();
-    }
     const int count = work.to - work.from;
 #pragma unroll 1
     for (int i = kIndex; i < count; i += Config::kStages) run_step(i);
@@ -306,7 +302,6 @@ __device__ __forceinline__ void init_barriers(MlaWgmmaStorage<Config>& storage) 
   }
   constexpr int kWriters = Config::kRows / MlaConsumer<Config, 0>::kThreadRows;
   for (tma::Barrier& barrier : storage.probs_full) barrier.init(kWriters);
-  if (Config::kFp8) storage.query_held.init(4 * Config::kConsumers);
   tma::Barrier::fence_init();
 }
 

@@ -9,8 +9,9 @@ inline void load_matrices_transposed(uint32_t (&r)[4], const void* row) {
   ::load_matrices_transposed(r, static_cast<const bf16*>(row));
 }
 inline void multiply(float (&acc)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, bf16) { mma(acc, a, b0, b1); }
-inline void copy16_async(void* to, const void* from, bool valid) { copy_async(to, from, valid); }
-inline void copy4_async(void* to, const void* from, bool valid) { copy_async(to, from, valid, 4); }
+inline void copy16_async(void* to, const void* from, bool valid) {
+  copy_async(static_cast<bf16*>(to), static_cast<const bf16*>(from), valid);
+}
 inline void prefetch_line(const void* global) { static_cast<void>(*static_cast<const volatile char*>(global)); }
 inline void commit_copies() { ::commit_copies(); }
 inline void wait_for_copies_but(int newest) { newest == 0 ? ::wait_for_copies_but<0>() : ::wait_for_copies_but<1>(); }
