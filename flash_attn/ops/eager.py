@@ -50,8 +50,9 @@ def backward(
 
     saved: q, k, v, out and lse, and with dropout rng_state.
     """
-    rng_state = saved[5] if dropout_p > 0.0 else dout.new_zeros(2, dtype=torch.int64)
-    tensors = (*saved[:5], rng_state, None, None, None, None)
+    q, k, v, out, lse, *drawn = saved
+    rng_state = drawn[0] if drawn else dout.new_zeros(2, dtype=torch.int64)
+    tensors = (q, k, v, out, lse, rng_state, None, None, None, None)
     options = (
         0, 0, dropout_p, softmax_scale, causal, window_left, window_right, softcap, deterministic, batch_invariant, 0,
     )  # fmt: skip

@@ -118,18 +118,14 @@ def test_held_operands_are_loaded_before_others_land(hopper, monkeypatch):
         assert all(torch.equal(a, b) for a, b in zip(first, again))
 
 
-@pytest.mark.parametrize(
-    "features",
-    ({}, {"causal": True}, {"window": (100, 20)}, {"window": (300, 0)}, {"sinks": True, "causal": True}),
-    ids=str,
-)
+@pytest.mark.parametrize("features", ({}, {"sinks": True}), ids=str)
 @pytest.mark.parametrize(
     "seqlen_q, seqlen_k, head_dim, dtype",
-    [(1024, 1024, 64, DTYPE), (1100, 1300, 64, DTYPE), (1300, 700, 64, DTYPE), (1153, 1153, 40, "float16")],
+    [(4096, 4096, 64, DTYPE), (4100, 4300, 64, DTYPE), (4300, 1700, 64, DTYPE), (4225, 4225, 40, "float16")],
 )
 def test_steps_of_128_rows(hopper, monkeypatch, seqlen_q, seqlen_k, head_dim, dtype, features):
-    """Long sequences at head dim 64; equal bits in deterministic mode."""
-    problem = make_problem(Case(2, seqlen_q, seqlen_k, 4, 2, head_dim, dtype, **features), hopper)
+    """Long causal sequences at head dim 64; equal bits in deterministic mode."""
+    problem = make_problem(Case(1, seqlen_q, seqlen_k, 2, 1, head_dim, dtype, causal=True, **features), hopper)
     results, dout, dlse, _ = gradients(problem, monkeypatch, "wgmma")
     check_gradients(problem, dout, results, None, dlse)
     ordered = [gradients(problem, monkeypatch, "wgmma", deterministic=True)[0] for _ in range(2)]

@@ -189,10 +189,12 @@ void check_dq_pass() {
   check::that(!plan_of(dense(2, 1000, 24, 256), kA100).dq_pass, "mma.sync");
 }
 
-// At head dim 64 steps of 128 rows where sequences are long, in calls whose bits may depend on that.
+// At head dim 64 steps of 128 rows where a causal mask has many, in calls whose bits may depend on that.
 void check_tall_tile() {
   const auto block_m = [](int64_t rows, int head_dim, const auto& change) {
-    return plan_of(changed(dense(2, rows, 32, head_dim), change), kH100).block_m;
+    BwdProblem problem = dense(2, rows, 32, head_dim);
+    problem.window = kCausal;
+    return plan_of(changed(problem, change), kH100).block_m;
   };
   const auto same = [](BwdProblem&) {};
   const int64_t rows = flash::plan::kTallRows;
@@ -200,6 +202,8 @@ void check_tall_tile() {
     check::that(block_m(rows, head_dim, same) == 128 && block_m(rows - 1, head_dim, same) == 64, "rows", head_dim);
   }
   check::that(block_m(rows, 72, same) == 64, "wider heads");
+  check::that(block_m(rows, 64, [](BwdProblem& problem) { problem.window = {}; }) == 64, "no mask");
+  check::that(block_m(rows, 64, [](BwdProblem& problem) { problem.window.left = 1024; }) == 64, "window");
   check::that(block_m(rows, 64, [](BwdProblem& problem) { problem.deterministic = true; }) == 128, "deterministic");
   check::that(block_m(rows, 64, [](BwdProblem& problem) { problem.seqlen_k = 8; }) == 128, "few keys");
   check::that(block_m(rows, 64, [](BwdProblem& problem) { problem.seqlen_q = 8; }) == 64, "few rows");
@@ -209,7 +213,9 @@ void check_tall_tile() {
   check::that(block_m(rows, 64, [](BwdProblem& problem) { problem.batch_invariant = true; }) == 64, "batch-invariant");
   check::that(block_m(rows, 64, [](BwdProblem& problem) { problem.stage = flash::plan::BwdStage::kAdd; }) == 64,
               "stage");
-  const BwdPlan plan = plan_of(dense(2, 8192, 32, 64), kH100);
+  BwdProblem causal = dense(2, 8192, 32, 64);
+  causal.window = kCausal;
+  const BwdPlan plan = plan_of(causal, kH100);
   check::that(plan.stages == 2 && plan.threads == 384 && plan.smem_bytes == 232448, "kernel", plan.smem_bytes);
   check::that(plan.dq_tiles == 2 * 32 * 64 && plan.dq_tile_floats == 128 * 64 && plan.dq_smem_bytes == 2 * 128 * 64,
               "tiles of dQ", plan.dq_tiles, plan.dq_tile_floats);
