@@ -233,7 +233,7 @@ def test_the_wgmma_family_is_compiled_for_its_architecture_only():
             ("fwd_listed", (64, 128, 256)),
             ("fwd_fp8", kernel_tables.head_dims("kSm90Fp8FwdTiles", "fp8_fwd_plan.h")),
             ("fwd_jvp", kernel_tables.head_dims("kSm90JvpFwdTiles", "jvp_fwd_plan.h")),
-            ("bwd", (*kernel_tables.head_dims("kSm90BwdTiles"), 512)),
+            ("bwd", (*kernel_tables.head_dims("kSm90BwdTiles", "bwd_tiles.h"), 512)),
         )
         for d in head_dims
     }
