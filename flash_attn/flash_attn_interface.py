@@ -74,7 +74,7 @@ _wrapped_flash_attn_varlen_backward = _flash_attn_varlen_backward
 flash_attn_gpu = backends.cuda_extension() or backends.get("cpu")
 
 _is_compiling = torch.compiler.is_compiling
-_EAGER = cast(AttentionContext, object())  # stands for the ctx of a call that nothing records or observes
+_EAGER = cast(AttentionContext, object())  # the ctx of calls that nothing records or observes
 _Rare = tuple[bool, Optional[Tensor], Options]  # is_grad_enabled, sinks, options
 
 

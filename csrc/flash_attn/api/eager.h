@@ -58,7 +58,7 @@ inline bool is_index(const at::Tensor& x) {
   return is_plain(x) && x.scalar_type() == at::kInt && (x.dim() < 2 ? x.is_contiguous() : x.stride(-1) == 1);
 }
 
-// Whether a kernel may write it behind autograd's back.
+// Whether a kernel may write to it: autograd refuses writes to inference tensors in other modes.
 inline bool is_writable(const at::Tensor& x) { return !x.is_inference() || c10::InferenceMode::is_enabled(); }
 
 inline bool records_gradients(std::initializer_list<const at::Tensor*> tensors) {

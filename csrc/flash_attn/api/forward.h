@@ -266,7 +266,7 @@ struct DropoutOutputs {
   }
 };
 
-// With room behind it for rng_state, which kernels write in every call, if no tensor of its own has it.
+// Kernels write rng_state in every call. If the call returns none, it takes words after the LSE, in its storage.
 inline at::Tensor allocate_lse(Flash_fwd_params& params, const FwdCall& call) {
   if (call.returns_dropout) return new_empty(call.q, call.lse_shape, at::kFloat);
   const int64_t rows = c10::multiply_integers(call.lse_shape), words = rows + rows % 2;

@@ -92,9 +92,9 @@ constexpr bool has_dq_pass(const Sm90BwdTile& tile) {
 // Whether P waits for dP in shared memory in the dK and dV pass: for the other consumer, or when registers run out.
 constexpr bool sm90_dkv_has_p_in_smem(const Sm90BwdTile& tile) { return tile.block_n == 64 || tile.head_dim > 128; }
 
-// The dQ pass: rows of a work tile, 64 for each consumer; keys of a step; stages of K, and of V, which is loaded in
-// parts of so many columns: whole blocks, or halves where two blocks do not fit. A third stage of K, where it fits,
-// lets S of the next block precede dQ, which gives K back later.
+// The dQ pass: rows of a work tile, 64 for each consumer; keys of a step; stages of K and of V; columns of V in a load.
+// V is loaded in whole blocks, or in halves where two blocks do not fit. A third stage of K, where it fits, lets S of the
+// next block start before dQ releases K.
 constexpr int kSm90DqBlockM = 128;
 constexpr int kSm90DqBlockN = 64;
 constexpr int kSm90DqVStages = 2;

@@ -71,8 +71,8 @@ struct Fp8FwdConsumer {
     if constexpr (Config::kStagesOverQ) cute::tma_store_wait<0>();
     storage.q_empty[q_stage][mainloop.group].arrive();
   }
-  // With kStagesOverQ the Q of the previous tile is released behind the first step of this one, so that its store has
-  // had time.
+  // With kStagesOverQ the Q of the previous tile is released after the first step of this tile: its store has ended by
+  // then.
   __device__ __forceinline__ void release_previous_q(bool is_first) {
     static_assert(Config::kQStages == 2);
     if (Config::kStagesOverQ && !is_first) release_q(1 - q_state.stage);

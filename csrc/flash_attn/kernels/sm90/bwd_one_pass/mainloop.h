@@ -41,8 +41,7 @@ struct BwdMainloop {
       cute::Layout<cute::Shape<cute::Shape<cute::_2, cute::_2, cute::_2>, cute::_1, cute::Int<Config::kBlockM / 16>>>;
   using Coords = TransposedCoords<AccumulatorCoords<4>>;
 
-  struct Nothing {};
-  using Seen = std::conditional_t<Config::kListed, SeenLines<Config::kBlockM / 32>, Nothing>;
+  using Seen = std::conditional_t<Config::kListed, SeenLines<Config::kBlockM / 32>, typename Config::Nothing>;
   using Visit = BwdVisit<Config>;
   using RowValues = SmemRowValues<Coords>;
   static constexpr bool kRowValuesInRegs =
@@ -135,7 +134,7 @@ struct BwdMainloop {
     start_scores(storage.v[kv_stage()], storage.dout[stage], acc_dp);
     const Seen seen = seen_at(at);
     wait_for<1>(acc_s);
-    constexpr bool kStartsDv = !Config::kIsTall;  // P in both precisions beside dP takes too many registers
+    constexpr bool kStartsDv = !Config::kIsTall;  // registers do not hold dP and P in two precisions
     differentiate<kStartsDv>(at, Config::kListed && is_whole(at), seen, lse_log2, acc_s, acc_dp);
     const auto p = convert<Element>(acc_s), ds = convert<Element>(acc_dp);
     store_ds(ds, i == 0);
@@ -391,8 +390,8 @@ struct BwdMainloop {
     state.advance();
   }
 
-  // Without a dQ warpgroup. kIsTall: a step that sees no key of this consumer has no products of its own; with 64 rows
-  // the test costs as much as they do.
+  // Without a dQ warpgroup. With kIsTall a consumer skips the products of steps whose rows see none of its keys: with 64
+  // rows a step that was not faster.
   __device__ __forceinline__ void run_alternating(int count) {
     const RowRange visible =
         Config::kIsTall ? row_range(visibility, key_begin() / 64, Config::kBlockM, 64) : RowRange{};
