@@ -390,8 +390,8 @@ struct BwdMainloop {
     state.advance();
   }
 
-  // Without a dQ warpgroup. With kIsTall a consumer skips the products of steps whose rows see none of its keys: with 64
-  // rows a step that was not faster.
+  // Without a dQ warpgroup. With kIsTall a consumer skips the products of steps whose rows see none of its keys: with
+  // 64 rows a step that was not faster.
   __device__ __forceinline__ void run_alternating(int count) {
     const RowRange visible =
         Config::kIsTall ? row_range(visibility, key_begin() / 64, Config::kBlockM, 64) : RowRange{};
