@@ -93,8 +93,8 @@ constexpr bool has_dq_pass(const Sm90BwdTile& tile) {
 constexpr bool sm90_dkv_has_p_in_smem(const Sm90BwdTile& tile) { return tile.block_n == 64 || tile.head_dim > 128; }
 
 // The dQ pass: rows of a work tile, 64 for each consumer; keys of a step; stages of K and of V; columns of V in a load.
-// V is loaded in whole blocks, or in halves where two blocks do not fit. A third stage of K, where it fits, lets S of the
-// next block start before dQ releases K.
+// V is loaded in whole blocks, or in halves where two blocks do not fit. A third stage of K, where it fits, lets S of
+// the next block start before dQ releases K.
 constexpr int kSm90DqBlockM = 128;
 constexpr int kSm90DqBlockN = 64;
 constexpr int kSm90DqVStages = 2;
