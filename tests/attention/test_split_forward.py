@@ -52,6 +52,21 @@ def test_accuracy(device, run_family, head_dim, lengths, features):
 
 
 @pytest.mark.parametrize("head_dim", (64, 128))
+@pytest.mark.parametrize(
+    "lengths", ((1, 300), (64, 64), (65, 77), (450, 450), (513, 700), (1000, 1000), (300, 290), (2047, 2047)), ids=str
+)
+def test_rows_from_both_ends(device, run_family, head_dim, lengths):
+    """Causal calls of one wave: the warpgroups of a thread block have rows from both ends of a head and end at
+    different keys; not if the first rows see none."""
+    problem = make_problem(Case(1, *lengths, 6, 2, head_dim, DTYPE, causal=True), device)
+    out, lse, _ = run_family(problem, "wgmma:1")
+    check_forward(problem, out, lse)
+    for _ in range(5):
+        again = run_family(problem, "wgmma:1")
+        assert torch.equal(out, again[0]) and torch.equal(lse, again[1])
+
+
+@pytest.mark.parametrize("head_dim", (64, 128))
 @pytest.mark.parametrize("lengths", ((1, 5000), (100, 3000)), ids=str)
 def test_float16_with_many_keys(device, run_family, head_dim, lengths):
     problem = make_problem(Case(1, *lengths, 8, 1, head_dim, "float16", causal=True), device)

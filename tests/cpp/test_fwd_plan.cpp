@@ -235,6 +235,18 @@ void check_whole_waves() {
               "batch-invariant");
 }
 
+// Rows from both ends of a head where every row sees keys from the first one on, and some do not see the last.
+void check_pairs() {
+  const auto pairs = [](const FwdProblem& problem) { return plan_of(problem, kH100).pairs_rows; };
+  const FwdProblem causal = dense(4, 512, 8, 128, kCausal);
+  check::that(plan_of(causal, kH100).variant == FwdVariant::kDirect && pairs(causal), "causal");
+  check::that(pairs(dense(4, 512, 8, 64, kCausal)) && pairs(changed(causal, [](FwdProblem& p) { p.seqlen_k = 700; })),
+              "more keys than rows");
+  check::that(!pairs(dense(4, 512, 8, 128)) && !pairs(dense(4, 512, 8, 128, {100, 0})), "full, a left window bound");
+  check::that(!pairs(changed(causal, [](FwdProblem& p) { p.seqlen_k = 511; })), "a row without keys");
+  check::that(!pairs(packed(4, 512, 8, 128, kCausal)) && !pairs(dense(8, 1024, 8, 128, kCausal)), "not kDirect");
+}
+
 // Work tiles of variable trip counts go by bands, the short ones last of all; packed ones are sorted.
 void check_tile_order() {
   const FwdPlan causal = plan_of(dense(1, 8192, 16, 128, kCausal), kH100);
@@ -544,6 +556,7 @@ int main() {
   check_row_max();
   check_other_families();
   check_whole_waves();
+  check_pairs();
   check_tile_order();
   check_rules();
   check_masks();

@@ -10,6 +10,7 @@
 namespace {
 
 using flash::plan::band_heads;
+using flash::plan::paired_strip;
 using flash::plan::StaticTileOrder;
 using flash::plan::WorkTileOrder;
 
@@ -74,6 +75,21 @@ void check_static_order(int tiles, int thread_blocks) {
               thread_blocks);
   const auto [least, most] = std::minmax_element(sums.begin(), sums.end());
   check::that(tiles % (2 * thread_blocks) != 0 || *least == *most, "equal sums", tiles, thread_blocks, *least, *most);
+}
+
+// The strips of kDirect: each once, the second one of a thread block never before the first; where strips see keys up
+// to their diagonals, all thread blocks see as many.
+void check_pairs() {
+  for (int m_blocks = 1; m_blocks <= 40; ++m_blocks) {
+    std::vector<int> seen(2 * m_blocks, 0);
+    for (int m_block = 0; m_block < m_blocks; ++m_block) {
+      const int first = paired_strip(m_blocks, m_block, 0), last = paired_strip(m_blocks, m_block, 1);
+      check::that(first >= 0 && first < last && last < 2 * m_blocks, "strips of the head", m_blocks, m_block);
+      check::that(first + last == 2 * m_blocks - 1, "as many keys", m_blocks, m_block);
+      ++seen[first], ++seen[last];
+    }
+    check::that(std::all_of(seen.begin(), seen.end(), [](int count) { return count == 1; }), "each once", m_blocks);
+  }
 }
 
 // Of the benchmark's cells (16384 tokens, 2048 columns) on 132 multiprocessors, causal.
@@ -160,6 +176,7 @@ int main() {
     check::that(head == heads - 1 && row == tiles_of_head - 1, "the last one", tail, head, row);
   }
   check_resized();
+  check_pairs();
   check_bands();
   check_tail();
   return check::report();

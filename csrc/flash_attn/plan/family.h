@@ -44,6 +44,7 @@ struct FamilyQuery {
   int64_t split_kv_tiles = 0;      // m_blocks of 128 rows, at mean length, whose keys wgmma may split
   int64_t split_kv_rows = 0;       // of all heads
   bool has_direct_kernel = false;  // packed calls choose as dense ones do, for the same bits
+  bool pairs_rows = false;         // of kDirect
   bool has_wide_kernel = false;    // may_use_wide_kernel()
   bool batch_invariant = false;    // only options and head dims may choose
   Dtype kv_dtype = Dtype::kBf16;
@@ -127,6 +128,7 @@ constexpr FamilyQuery family_query(const FwdProblem& problem, const Device& devi
   query.row_tiles = problem.blocks(128);
   query.multiprocessors = device.multiprocessors;
   query.has_direct_kernel = has_direct_kernel(problem);
+  query.pairs_rows = problem.masked_right() && !problem.window.may_mask_left();  // packed calls choose as dense ones
   query.has_wide_kernel = may_use_wide_kernel(problem);
   query.may_use_decode = may_use_decode_kernels(problem);
   query.decode_rows = problem.heads_k > 0 ? product(problem.rows(), problem.group()) : 0;
@@ -150,7 +152,7 @@ constexpr bool may_use_wgmma(const FamilyQuery& query) {
 }
 
 // Time of one wave of m_blocks in each family, in picoseconds on an H200: fitted to 507 calls, at head dims with
-// kDirect anew to 88; only the ratios count (docs/tuning/fwd_sm90.md).
+// kDirect anew to 88 and to 15 of paired rows; only the ratios count (docs/tuning/fwd_sm90.md).
 struct FamilyCosts {
   int head_dim;
   struct {
@@ -158,7 +160,8 @@ struct FamilyCosts {
   } mma_sync;
   struct {
     int64_t call, tile, key;
-  } wgmma, direct;  // direct: kDirect
+  } wgmma, direct;     // direct: kDirect
+  int64_t paired_key;  // of direct with paired rows (paired_strip())
   struct {
     int64_t call, tile, key, results;  // results: a thousand fp32 numbers written, read and combined
   } splits;
@@ -168,34 +171,50 @@ struct FamilyCosts {
 };
 
 constexpr FamilyCosts kFamilyCosts[kNumHeadDims] = {
-    {32, {3450000, 6273}, {5050000, 12100, 8133}, {}, {6840000, 12000, 8164, 1529}, {7680000, 209, 14100000, 130, 147}},
+    {32,
+     {3450000, 6273},
+     {5050000, 12100, 8133},
+     {},
+     0,
+     {6840000, 12000, 8164, 1529},
+     {7680000, 209, 14100000, 130, 147}},
     {64,
      {3390000, 9019},
      {5080000, 13100, 8212},
      {3300000, 4000, 8500},
+     6250,
      {6400000, 8000, 8400, 1650},
      {7080000, 98, 12000000, 130, 241}},
-    {96, {3570000, 15200}, {5380000, 12100, 8741}, {}, {7360000, 9666, 9007, 1696}, {9720000, 86, 13900000, 130, 182}},
+    {96,
+     {3570000, 15200},
+     {5380000, 12100, 8741},
+     {},
+     0,
+     {7360000, 9666, 9007, 1696},
+     {9720000, 86, 13900000, 130, 182}},
     {128,
      {3610000, 17200},
      {4920000, 13700, 11400},
      {4100000, 5000, 11230},
+     8800,
      {7000000, 4000, 13800, 1000},
      {7030000, 113, 14200000, 130, 228}},
     {192,
      {3980000, 23700},
      {6230000, 16400, 13700},
      {},
+     0,
      {8100000, 11800, 14300, 1639},
      {8660000, 71, 12700000, 130, 289}},
     {256,
      {4360000, 31000},
      {5160000, 19800, 18400},
      {},
+     0,
      {7440000, 19600, 21100, 1627},
      {7230000, 126, 13100000, 130, 198}},
     // Estimated: from the row above, of wgmma from the clocks of a step.
-    {512, {4800000, 90000}, {5500000, 19800, 24300}, {}, {}, {7600000, 126, 7600000, 126, 126}},
+    {512, {4800000, 90000}, {5500000, 19800, 24300}, {}, 0, {}, {7600000, 126, 7600000, 126, 126}},
 };
 
 constexpr const FamilyCosts& family_costs(const FamilyQuery& query) {
@@ -216,10 +235,12 @@ constexpr int64_t mma_sync_cost(const FamilyQuery& query) {
 // The more CTAs wait for their first keys at the same time, the longer they wait.
 constexpr int64_t wgmma_cost(const FamilyQuery& query) {
   const FamilyCosts& costs = family_costs(query);
-  const auto& cost = query.has_direct_kernel && waves_of(query.row_tiles, query) == 1 ? costs.direct : costs.wgmma;
+  const bool is_direct = query.has_direct_kernel && waves_of(query.row_tiles, query) == 1;
+  const auto& cost = is_direct ? costs.direct : costs.wgmma;
+  const int64_t key = is_direct && query.pairs_rows ? costs.paired_key : cost.key;
   const int64_t row_tiles = (query.has_wide_kernel ? 2 : 1) * query.row_tiles;  // of 64 rows, or of 128
   const int64_t at_a_time = row_tiles < query.multiprocessors ? row_tiles : query.multiprocessors;
-  return cost.call + cost.tile * at_a_time + product(waves_of(row_tiles, query), query.seen_keys) * cost.key;
+  return cost.call + cost.tile * at_a_time + product(waves_of(row_tiles, query), query.seen_keys) * key;
 }
 
 // KV splits are work tiles too, in separate waves; if m_blocks have different trip counts, the longest tiles go

@@ -100,6 +100,7 @@ struct FwdPlan {
   int short_tiles = 0;     // of each head that see few keys, at most
   int num_tail_tiles = 0;  // of each head, handed out last
   bool sort_varlen_tiles = false;
+  bool pairs_rows = false;     // thread blocks take rows from both ends of a head (paired_strip())
   int unmasked_blocks = 1;     // max_unmasked_blocks()
   bool is_dynamic = false;     // work tiles are handed out by a semaphore
   bool pdl = false;            // programmatic dependent launch
@@ -149,6 +150,12 @@ constexpr bool has_host_lengths(const FwdProblem& problem) {
 constexpr bool runs_direct(const FwdProblem& problem, const Device& device, const FamilyChoice& choice, int head_dim) {
   return has_direct_kernel(problem) && choice.num_splits == 1 && has_host_lengths(problem) &&
          problem.blocks(sm90_fwd_tile(head_dim, FwdVariant::kDirect).block_m) <= device.multiprocessors;
+}
+
+// Whether its thread blocks pair rows from both ends of a head: every row sees keys from the first one on.
+constexpr bool pairs_rows(const FwdProblem& problem) {
+  const Visibility mask{static_cast<int>(problem.seqlen_q), static_cast<int>(problem.seqlen_k), problem.window};
+  return mask.may_mask_right() && !mask.may_mask_left() && mask.key_end(0) > 0;
 }
 
 // Whether the mma.sync family takes its short tiles, which have half the rows: if whole m_blocks leave multiprocessors
@@ -297,6 +304,7 @@ inline FwdPlan plan_fwd_wgmma(const FwdProblem& problem, const Device& device, c
   if (plan.num_work_tiles > kMaxWorkTiles) return plan;  // too many
   plan.grid = plan.num_work_tiles < device.multiprocessors ? plan.num_work_tiles : device.multiprocessors;
   set_tile_order(plan, problem, device);
+  plan.pairs_rows = plan.variant == FwdVariant::kDirect && pairs_rows(problem);
   const bool is_one_wave = plan.variant == FwdVariant::kOneWave || has_static_tiles(plan.variant);
   // Lists are read before the kernel would wait for the one that makes them.
   plan.pdl = !problem.has_mask() && (is_one_wave || plan.num_splits > 1 || problem.is_varlen || plan.is_dynamic);

@@ -107,5 +107,13 @@ struct StaticTileOrder {
   }
 };
 
+// The strip of 64 rows that a warpgroup of kDirect takes in a thread block of two, if thread blocks take strips from
+// both ends of a head: the further one begins before the middle, the further the other one ends behind it. Under a
+// causal mask all thread blocks then have as many keys, and a long strip has the tensor cores for itself most of the
+// time.
+FLASH_HOST_DEVICE constexpr int paired_strip(int m_blocks, int m_block, int group) {
+  return group == 0 ? m_blocks - 1 - m_block : m_blocks + m_block;
+}
+
 }  // namespace plan
 }  // namespace flash

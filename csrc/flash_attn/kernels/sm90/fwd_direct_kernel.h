@@ -25,6 +25,37 @@ __device__ __forceinline__ WorkTile direct_tile(const FwdLaunch& launch, int ind
                          from_last);
 }
 
+// The rows of a warpgroup: the m_block they lie in, and the first of them.
+struct DirectRows {
+  WorkTile m_block;
+  int first;
+
+  // The m_block as it would have to begin for these to be the rows of that warpgroup.
+  __device__ __forceinline__ WorkTile tile(int group) const {
+    WorkTile shifted = m_block;
+    shifted.row_begin = first - 64 * group;
+    return shifted;
+  }
+};
+
+template <class Config>
+__device__ __forceinline__ DirectRows direct_rows(const FwdLaunch& launch, int group) {
+  static_assert(Config::kWarpGroups == 2, "paired_strip()");
+  WorkTile tile = direct_tile<Config>(launch, blockIdx.x);
+  if (!launch.pairs_rows) return {tile, tile.row_begin + 64 * group};
+  const int m_blocks = (tile.seqlen_q + Config::kBlockM - 1) / Config::kBlockM;
+  const int first = 64 * plan::paired_strip(m_blocks, tile.row_begin / Config::kBlockM, group);
+  tile.row_begin = first / Config::kBlockM * Config::kBlockM;
+  tile.row_end = min(tile.row_begin + Config::kBlockM, tile.seqlen_q);
+  return {tile, first};
+}
+
+// The warpgroup whose rows see the most keys: what it visits is loaded.
+template <class Config>
+__device__ __forceinline__ DirectRows last_direct_rows(const FwdLaunch& launch) {
+  return direct_rows<Config>(launch, Config::kWarpGroups - 1);
+}
+
 // Load warp: initialises the mbarriers, then loads Q, K and V.
 template <class Config>
 struct DirectLoader : FwdProducer<Config> {
@@ -44,10 +75,10 @@ struct DirectLoader : FwdProducer<Config> {
     }
     __syncwarp();
     arrive_at_begin<Config>();
-    const WorkTile tile = direct_tile<Config>(launch, blockIdx.x);
+    const WorkTile tile = last_direct_rows<Config>(launch).m_block;
     const KvBlockOrder order = kv_block_order<Config>(launch, tile);
     wait_for_previous_kernel();
-    if (order.count() == 0) {
+    if (order.count() == 0) {  // of neighbouring rows
       store_fully_masked<Config>(launch, tile, 0);
       return;
     }
@@ -59,7 +90,9 @@ struct DirectLoader : FwdProducer<Config> {
     const TmaRows q_rows(false, work.tile.batch, 0, work.tile.seqlen_q);
     this->load_k(work, 0);
 #pragma unroll
-    for (int group = 0; group < Config::kWarpGroups; ++group) this->load_q(work.tile, q_rows, group);
+    for (int group = 0; group < Config::kWarpGroups; ++group) {
+      this->load_q(direct_rows<Config>(launch, group).tile(group), q_rows, group);
+    }
     const int count = work.order.count();
     for (int i = 1; i < count; ++i) {
       this->load_k(work, i);
@@ -74,14 +107,29 @@ template <class Config>
 struct DirectConsumer {
   const FwdLaunch& launch;
   FwdMainloop<Config> mainloop;
+  int loaded_beyond = 0;  // blocks that are loaded for the other warpgroup, after those of this one's m_block
 
   __device__ __forceinline__ DirectConsumer(const FwdLaunch& launch_, FwdStorage<Config>& storage, int group)
       : launch(launch_), mainloop(launch_, storage, group) {}
 
-  __device__ __forceinline__ FwdWork<Config> work() const {
-    const WorkTile tile = direct_tile<Config>(launch, blockIdx.x);
-    const KvBlockOrder order = kv_block_order<Config>(launch, tile);
+  __device__ __forceinline__ FwdWork<Config> work() {
+    const DirectRows rows = direct_rows<Config>(launch, mainloop.group);
+    const KvBlockOrder order = kv_block_order<Config>(launch, rows.m_block);
+    const WorkTile tile = rows.tile(mainloop.group);
+    if (launch.pairs_rows) {
+      const KvBlockOrder loaded = kv_block_order<Config>(launch, last_direct_rows<Config>(launch).m_block);
+      loaded_beyond = loaded.count() - order.count();
+    }
     return {tile, order, trip_count_of<Config>(tile, order, launch.params.window, mainloop.group)};
+  }
+
+  // One block after the other: the ring has no room for all K before the first V is released.
+  __device__ __forceinline__ void skip_loaded_beyond() {
+#pragma unroll 1
+    for (int i = 0; i < loaded_beyond; ++i) {
+      mainloop.skip_k(1);
+      mainloop.skip_v(1);
+    }
   }
 
   __device__ __forceinline__ void compute_attn(const FwdWork<Config>& work) {
@@ -98,8 +146,9 @@ struct DirectConsumer {
     const float sink = row_sink(launch.params, work.tile);
     finalize_rows(mainloop.softmax, o_scale, launch.params, sink);
     mainloop.wait_for_o();
-    store_o(mainloop, work, launch.o_map, 0, o_scale);
     mainloop.skip_v(num_skipped);
+    skip_loaded_beyond();  // before O is stored: the other warpgroup may wait for the order barrier
+    store_o(mainloop, work, launch.o_map, 0, o_scale);
     store_lse(mainloop.softmax, launch.params, work.tile, mainloop.coords, row_begin, sink);
     if (mainloop.group == 0) mainloop.wait_for_order_barrier();  // the last group's arrival
     if (threadIdx.x % 32 == 0) cute::tma_store_wait<0>();        // shared memory must outlive the store's reads

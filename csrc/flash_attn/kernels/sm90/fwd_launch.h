@@ -74,6 +74,7 @@ inline FwdLaunch fwd_launch(const Flash_fwd_split_params& params, const plan::Fw
   launch.tiles = static_cast<int>(plan.num_work_tiles / plan.num_splits);
   launch.short_tiles = plan.short_tiles;
   launch.sort_varlen_tiles = plan.sort_varlen_tiles;
+  launch.pairs_rows = plan.pairs_rows;
   launch.order = plan.order;
   launch.heads_of_batch = FastDiv(params.h);
   launch.unmasked_blocks = FastDiv(plan.unmasked_blocks);

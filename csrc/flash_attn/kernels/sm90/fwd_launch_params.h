@@ -22,6 +22,7 @@ struct FwdLaunch {
   int tiles;                  // work tiles of all heads
   int short_tiles;            // of each head, upper bound: tiles that see few keys, candidates for tail tiles
   bool sort_varlen_tiles;     // tiles of a head are ordered by VarlenOrder, empty slots left out
+  bool pairs_rows;            // of kDirect: paired_strip(); it fills padding, no other parameter's offset changes
   int* tile_count_semaphore;  // null: static schedule, equally many tiles per consumer group
   KvSplits splits;            // of each work tile; each split is a separate tile
   Flash_fwd_params params;
