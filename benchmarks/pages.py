@@ -32,12 +32,6 @@ from scores import (
     speed,
 )
 
-PEER_TITLES = {
-    "sdpa_flash": "FlashAttention-2 (SDPA)",
-    "sdpa_cudnn": "cuDNN (SDPA)",
-    "flash_attn_3": "FlashAttention-3",
-    "flash_attn_4": "FlashAttention-4",
-}
 PAYS, SLOWER = 1.03, 0.97
 SHORT = 1024  # tokens of the longest sequence of a short call
 FP8 = {"ours": "`bf16`", "ours_fp8": "`fp8`", "ours_fp8_fast": "`fp8 fast`", "cudnn_fp8": "`cudnn`"}
@@ -73,7 +67,7 @@ def against_best(rows):
 
 def cell_entry(row):
     """TFLOPS, and the speed relative to the fastest peer, which is named."""
-    against = "".join(f" ({gain(ratio)} {PEERS[peer]})" for _, ratio, peer in best_ratios([row]))
+    against = "".join(f" ({gain(ratio)} {PEERS[peer][0]})" for _, ratio, peer in best_ratios([row]))
     return significant(row["results"]["ours"]["tflops"]) + against
 
 
@@ -325,7 +319,7 @@ def speed_block():
     """A row of speed for each kind of call; peers that were not measured have no column."""
     names = ("grid", "grid_b4h8", "fwd_other", "fwd_bwd", "decode")
     trained, short, other, mma_sync, decoded = map(stored, names)
-    peers = [name for name in PEER_TITLES if name in trained["implementations"]]
+    peers = [name for name in PEERS if name in trained["implementations"]]
     decode = rows_of(decoded, "decode", "fwd")
     share = max(gigabytes_per_second(row, "ours") for row in decode) / decoded["read_ceiling"]["gbs"]
     rows = [
@@ -343,7 +337,7 @@ def speed_block():
         speed_line("decoding", decoded, peers, f"up to {share:.0%} of the read ceiling", "decode"),
         speed_line("prompts over a cache", decoded, peers, groups="prefill_cache"),
     ]
-    header = ["", "this package", *(PEER_TITLES[peer] for peer in peers), "the fastest of them, shape by shape"]
+    header = ["", "this package", *(PEERS[peer][1] for peer in peers), "the fastest of them, shape by shape"]
     told = "Geometric mean of our speed relative to theirs (worst shape), and how often ours is slower. "
     told += f"{environment_line(trained)}."
     return [*markdown_table(header, rows), "", f"{told} All shapes: [docs/benchmarks.md](docs/benchmarks.md)."]

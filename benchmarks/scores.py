@@ -7,8 +7,13 @@ from statistics import geometric_mean
 
 PLAIN = "ours_plain"  # computes another problem than the row's: the row's speed relative to it is its share of plain
 DETERMINISTIC = "ours_deterministic"
-# The fastest of other packages, in the words of a table; which a result has depends on what was installed.
-PEERS = {"sdpa_flash": "FA2", "sdpa_cudnn": "cuDNN", "flash_attn_3": "FA3", "flash_attn_4": "FA4"}
+# The fastest of other packages: a word for cells, a title; which a result has depends on what was installed.
+PEERS = {
+    "sdpa_flash": ("FA2", "FlashAttention-2 (SDPA)"),
+    "sdpa_cudnn": ("cuDNN", "cuDNN (SDPA)"),
+    "flash_attn_3": ("FA3", "FlashAttention-3"),
+    "flash_attn_4": ("FA4", "FlashAttention-4"),
+}
 OURS = ("ours", DETERMINISTIC, PLAIN, "ours_fp8", "ours_fp8_fast", "ours_tangents")
 
 

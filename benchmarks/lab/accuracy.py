@@ -35,7 +35,6 @@ from timing import Allowance
 
 EXACT, MMA_SYNC = {"FLASH_ATTN_ROW_MAX": "exact"}, {"FLASH_ATTN_FAMILY": "mma_sync"}
 OURS = {"ours": {}, "ours_exact": EXACT, "mma_sync": MMA_SYNC, "mma_sync_exact": {**EXACT, **MMA_SYNC}}
-PEERS = ("sdpa_flash", "sdpa_cudnn", "flash_attn_3", "flash_attn_4")
 COMPUTED = {EMULATED: "FlashAttention-2's arithmetic in float64", ROUNDED: "the exact result, rounded"}
 RAISED = 10.0  # nats of one key
 
@@ -142,6 +141,7 @@ LSE = {
     "flash_attn_3": lambda *problem: package_peers.flash_attn_3(*problem, second, return_attn_probs=True),
     "flash_attn_4": lambda *problem: package_peers.flash_attn_4(*problem, second, return_lse=True),
 }
+PEERS = tuple(name for name in LSE if name != "ours")
 
 
 def limits(name, problem, mode, device_type):

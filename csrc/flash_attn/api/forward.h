@@ -54,6 +54,7 @@ struct FwdCall {
   bool has_8bit_q() const { return checks::is_8bit(q); }
   bool is_quantized() const { return has_8bit_q() || has_8bit_kv() || quant.given(); }
   at::ScalarType out_type() const { return quant.result_type(q); }
+  bool returns_more() const { return return_max_logit; }
 };
 
 // Of a packed call alone.
@@ -174,7 +175,7 @@ inline bool fits_fp8_maps(const FwdCall& call, Flash_fwd_params params) {
 // A call with 8-bit K and V. The prefill kernels see K and V, and Q if it is converted, as fp16.
 inline plan::FwdProblem quantized_problem(const FwdCall& call, const Flash_fwd_params& params) {
   const bool is_bf16 = call.out_type() == at::kBFloat16;
-  const int rows = dequantized_rows(params, !call.return_max_logit);
+  const int rows = dequantized_rows(params, !call.returns_more());
   Flash_fwd_params dequantized = params;
   set_params_dequantized(dequantized, rows);
   if (is_bf16 || call.has_8bit_q()) dequantized.q_strides = converted_query_strides(params);
@@ -209,7 +210,7 @@ inline plan::FwdProblem make_problem(const FwdCall& call, Flash_fwd_params& para
   problem.has_bias = call.scores.bias.given() && has_scores(params);
   problem.has_key_lengths = params.varlen.seqused_k != nullptr || params.varlen.leftpad_k != nullptr;
   problem.returns_max_logit = call.return_max_logit;
-  problem.exact_row_max = call.return_max_logit || CallEnvironment::exact_row_max();
+  problem.exact_row_max = call.returns_more() || CallEnvironment::exact_row_max();
   problem.returns_probabilities = call.return_softmax && params.b > 0 && params.p_rows > 0 && params.p_cols > 0;
   const int64_t keys = call.has_8bit_kv() ? fwd_problem(params, problem.out_dtype).keys() : problem.keys();
   problem.decode = decode_problem(params, dtype_of(call.k), keys);

@@ -354,7 +354,7 @@ inline bool wgmma_supports(const FwdProblem& problem, const Device& device, cons
 // 1 and not rounded; here each block of keys has such a weight. Not with dropout or a bias, which it does not split or
 // have, not where the largest logit is wanted, nor where warps that share rows would have to agree.
 constexpr bool takes_falling_row_max(const FwdProblem& problem, const Device& device, const FwdPlan& plan) {
-  return problem.exact_row_max && !problem.returns_max_logit && !problem.batch_invariant && !is_wide(plan.head_dim) &&
+  return problem.exact_row_max && !problem.returns_more() && !problem.batch_invariant && !is_wide(plan.head_dim) &&
          plan.variant != FwdVariant::kDropout && problem.blocks(128) <= device.multiprocessors;
 }
 

@@ -177,9 +177,8 @@ cudaError_t run_rescale_rows(const Flash_kvcache_params& params, const RescaledR
                      : run<Dtype::kE4m3, Dtype::kBf16>(arguments, stream);
     case Dtype::kBf16: return to_fp16 ? run<Dtype::kBf16, Dtype::kFp16>(arguments, stream) : cudaErrorNotSupported;
     case Dtype::kFp16: return to_fp16 ? cudaErrorNotSupported : run<Dtype::kFp16, Dtype::kBf16>(arguments, stream);
-    case Dtype::kInt8: break;  // checks::is_8bit_query_type()
+    default: return cudaErrorNotSupported;  // checks::is_8bit_query_type()
   }
-  return cudaErrorNotSupported;
 }
 
 }  // namespace flash
