@@ -5,26 +5,52 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from flash_attn.ops import conditions
+
 from .attention_mask import AttentionMask
 from .checks import dtype_name, require
-from .factors import MaskFactors, pack_bits
+from .factors import WORD_BITS, MaskFactors, pack_bits
 
 DEVICES = ("cpu", "cuda")  # whose backends take them
 
 
 def mask_factors(
-    mask: AttentionMask | Tensor | None, packed: bool = False, seqlen_q: int | None = None
+    mask: AttentionMask | Tensor | None, packed: bool = False, seqlen_q: int | None = None, seqlen_k: int | None = None
 ) -> MaskFactors | None:
-    """The normal form of an AttentionMask, or of a bool tensor as SDPA has it. seqlen_q: that of the call (dense)."""
+    """The normal form of an AttentionMask, or of a bool tensor as SDPA has it.
+
+    seqlen_q, seqlen_k: those of the call; packed: None and max_seqlen_k.
+    """
     if mask is None:
         return None
-    if isinstance(mask, AttentionMask):
-        return mask.factors
-    if not isinstance(mask, Tensor):
+    if isinstance(mask, Tensor):
+        expected = "an AttentionMask or dtype bool; numbers are an attn_bias"
+        require(mask.dtype == torch.bool, "mask", expected, f"dtype {dtype_name(mask.dtype)}")
+        if packed and mask.dim() == 3:
+            _check_length("max_seqlen_k", mask.shape[2], seqlen_k)
+        mask = AttentionMask.from_tensor(mask, seqlen_q, packed=packed)
+    elif not isinstance(mask, AttentionMask):
         raise TypeError(f"mask: expected an AttentionMask or a bool Tensor, got {type(mask).__name__}")
-    expected = "an AttentionMask or dtype bool; numbers are an attn_bias"
-    require(mask.dtype == torch.bool, "mask", expected, f"dtype {dtype_name(mask.dtype)}")
-    return AttentionMask.from_tensor(mask, seqlen_q, packed=packed).factors
+    if not packed:
+        _check_length("seqlen_q", mask.seqlen_q, seqlen_q)
+        _check_length("seqlen_k", mask.seqlen_k, seqlen_k)
+    return mask.factors
+
+
+def _check_length(name: str, of_mask: int | None, of_call: int | None) -> None:
+    """Words of bits and blocks have the same shape for many lengths."""
+    if not (of_mask is None or of_call is None or conditions.holds(of_mask == of_call)):
+        require(False, "mask", f"a mask for {name} {of_call}", f"one for {of_mask}")
+
+
+def score_columns(mask: AttentionMask | Tensor | None, attn_bias: Tensor | None) -> int | None:
+    """The most keys of a sequence that a packed mask of bits or bias has columns for; None without both."""
+    if attn_bias is not None:
+        return attn_bias.shape[-1] if attn_bias.dim() else None
+    if isinstance(mask, Tensor):
+        return mask.shape[-1] if mask.dim() else None
+    bits = None if mask is None else mask.factors.bits
+    return None if bits is None else bits.shape[-1] * WORD_BITS
 
 
 def mask_bits(bits: Tensor, keys: int | None, seqlen_q: int) -> tuple[Tensor, int]:

@@ -171,10 +171,12 @@ class AttentionMask:
             require(x.shape == tin.shape, name, f"the shape of tin {list(tin.shape)}", list(x.shape))
         size = tin.shape[-1]
         rows = None if cu_seqlens is None else ranges.PackedRows(cu_seqlens, size)
+        if rows is not None:
+            tin = tin.where(rows.inside, 0)
         if tin.device.type == "cpu" and not torch.compiler.is_compiling():
             falls = tin[..., 1:] < tin[..., :-1]
             if rows is not None:
-                falls = falls & (rows.index[1:] == rows.index[:-1])
+                falls = falls & (rows.segment[1:] == rows.segment[:-1])
             require(not falls.any(), "tin", "depth-first order (values that do not decrease)", "smaller ones later")
         begin, end = ranges.tree_queries(tin, tout, rows)
         if causal:

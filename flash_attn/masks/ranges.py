@@ -49,14 +49,21 @@ def run_bounds(ids: Tensor) -> tuple[Tensor, Tensor]:
 class PackedRows:
     """The rows of packed sequences: `index` of the sequence and `position` in it, (total,) each.
 
-    Rows of no sequence have the last sequence's index and what positions it has there.
+    Rows of no sequence have the index of the first or the last one and what positions it has there. `segment` tells
+    them apart: 1 + index, 0 before the first sequence and b + 1 after the last one.
     """
 
     def __init__(self, cu_seqlens: Tensor, total: int):
         self.cu = cu_seqlens.long().cummax(0).values
         rows = torch.arange(total, device=self.cu.device)
-        self.index = (torch.searchsorted(self.cu, rows, right=True) - 1).clamp(0, max(0, self.cu.shape[0] - 2))
+        self.segment = torch.searchsorted(self.cu, rows, right=True)
+        self.index = (self.segment - 1).clamp(0, max(0, self.cu.shape[0] - 2))
         self.position = rows - self.begin
+
+    @property
+    def inside(self) -> Tensor:
+        """Whether the row belongs to a sequence."""
+        return self.segment == self.index + 1
 
     @property
     def begin(self) -> Tensor:
@@ -71,14 +78,14 @@ class PackedRows:
 def tree_queries(tin: Tensor, tout: Tensor, rows: PackedRows | None) -> tuple[Tensor, Tensor]:
     """The queries [begin, end) that see each key: those in the subtree of the key's node.
 
-    tin, tout: (..., s) or packed (total,), with tin ascending along each sequence.
+    tin, tout: (..., s) or packed (total,), with tin ascending along each sequence and 0 in rows of none.
     """
     tin, tout = tin.long(), tout.long()
     if rows is None:
         sorted_tin = tin.contiguous()
         return torch.searchsorted(sorted_tin, sorted_tin), torch.searchsorted(sorted_tin, tout.contiguous())
     # one ascending list for all sequences: each has its own 2^32 numbers
-    offset = rows.index << 32
+    offset = rows.segment << 32
     sorted_tin = tin + offset
     begin, end = torch.searchsorted(sorted_tin, sorted_tin), torch.searchsorted(sorted_tin, tout + offset)
     return begin - rows.begin, end - rows.begin

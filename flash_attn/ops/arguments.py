@@ -342,10 +342,13 @@ def _side(width: int) -> int:
     return width if 0 <= width < _UNBOUNDED else -1
 
 
-def max_seqlens(inputs: tuple[Tensor, ...], sequences: Sequences, exact: bool) -> tuple[int, int]:
+def max_seqlens(
+    inputs: tuple[Tensor, ...], sequences: Sequences, exact: bool, columns: int | None = None
+) -> tuple[int, int]:
     """(max_seqlen_q, max_seqlen_k) as ints.
 
-    A tensor is read, which waits for the GPU, only if S_dmask needs its value; else a bound from shapes is used.
+    A tensor is read, which waits for the GPU, only if S_dmask needs its value; else a bound from shapes is used, for
+    keys the columns of a mask or bias if there are any.
     """
     max_seqlen_q, max_seqlen_k, table = sequences.max_seqlen_q, sequences.max_seqlen_k, sequences.block_table
     if isinstance(max_seqlen_q, Tensor):
@@ -353,7 +356,7 @@ def max_seqlens(inputs: tuple[Tensor, ...], sequences: Sequences, exact: bool) -
     if isinstance(max_seqlen_k, Tensor):
         k = inputs[min(1, len(inputs) - 1)]
         total_k = _size(k, 0) if table is None else _size(table, 1) * _size(k, 1)
-        max_seqlen_k = _max_seqlen("max_seqlen_k", max_seqlen_k, total_k, exact)
+        max_seqlen_k = _max_seqlen("max_seqlen_k", max_seqlen_k, total_k if columns is None else columns, exact)
     max_seqlen_q = integer("max_seqlen_q", max_seqlen_q, expected=_AN_INT_OR_TENSOR)
     return max_seqlen_q, integer("max_seqlen_k", max_seqlen_k, expected=_AN_INT_OR_TENSOR)
 

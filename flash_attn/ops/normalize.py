@@ -13,7 +13,7 @@ from flash_attn.batch_invariance import is_batch_invariant
 from flash_attn.eight_bit import EIGHT_BIT
 from flash_attn.limits import MAX_HEAD_DIM
 from flash_attn.masks import AttentionMask
-from flash_attn.masks.arguments import DEVICES, check_bias, mask_factors, with_all_axes
+from flash_attn.masks.arguments import DEVICES, check_bias, mask_factors, score_columns, with_all_axes
 from flash_attn.masks.checks import require
 from flash_attn.masks.factors import OF_QUERIES
 from flash_attn.ops import arguments, latent
@@ -83,7 +83,8 @@ def attention(
     max_seqlen_q = max_seqlen_k = 0
     if sequences is not DENSE:
         arguments.check_sequences(sequences)
-        max_seqlen_q, max_seqlen_k = arguments.max_seqlens(inputs, sequences, wants_dmask)
+        columns = None if options is PLAIN else score_columns(options.mask, options.attn_bias)
+        max_seqlen_q, max_seqlen_k = arguments.max_seqlens(inputs, sequences, wants_dmask, columns)
     if options is not PLAIN:
         check_score_tensors(options, q)  # before anything is launched
     if head_dim % 8 != 0 and _must_pad(inputs, head_dim):
@@ -196,9 +197,13 @@ def check_score_tensors(options: Options, q: Tensor) -> None:
 def _score_tensors(args: AttentionArgs, options: Options) -> dict[str, object]:
     """The fields of a mask and of biases."""
     is_packed = args.cu_seqlens_q is not None
-    seqlen_q = None if is_packed or args.q.dim() < 2 else args.q.shape[1]
+    seqlen_q, seqlen_k = None, args.max_seqlen_k if is_packed else None
+    if not is_packed:
+        seqlen_q, seqlen_k = (
+            x.shape[1] if x.dim() > 1 else None for x in (args.q, args.q if args.k is None else args.k)
+        )
     fields: dict[str, object] = {"attn_bias": options.attn_bias, "rel_bias": options.rel_bias}
-    mask = mask_factors(options.mask, is_packed, seqlen_q)
+    mask = mask_factors(options.mask, is_packed, seqlen_q, seqlen_k)
     if mask is not None:
         fields.update(zip(MASK_TENSORS, mask))
         fields["mask_block_q"], fields["mask_block_k"] = mask.block_size
@@ -207,9 +212,14 @@ def _score_tensors(args: AttentionArgs, options: Options) -> dict[str, object]:
 
 def score_rows(rows: RowsInUse, options: Options, q: Tensor) -> dict[str, AttentionMask | Tensor]:
     """Mask and bias of packed queries whose rows are put in another order."""
-    mask, attn_bias, total = mask_factors(options.mask, packed=True), options.attn_bias, q.shape[0]
+    attn_bias, total = options.attn_bias, q.shape[0]
     found: dict[str, AttentionMask | Tensor] = {}
-    if mask is not None:
+    if isinstance(options.mask, Tensor):
+        _check_rows("mask", options.mask, total)
+        found["mask"] = rows.gather(options.mask, 1)
+    elif options.mask is not None:
+        mask = mask_factors(options.mask, packed=True)
+        assert mask is not None
         moved: dict[str, Tensor] = {}
         for name, x in mask.tensors().items():
             if name in OF_QUERIES:

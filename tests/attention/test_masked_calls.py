@@ -374,10 +374,44 @@ def test_explain(device):
         ({"attn_bias": torch.ones(36)}, "attn_bias: expected shape"),
         ({"rel_bias": 1.0}, "rel_bias: expected a Tensor, got float"),
         ({"rel_bias": torch.ones(4, 4)}, r"rel_bias: expected shape \[4, 2 R \+ 1\]"),
-        ({"mask": torch.ones(1, 1, 36, 37, dtype=torch.bool)}, "mask.bits: expected 37 x 2"),
+        ({"mask": torch.ones(1, 1, 36, 37, dtype=torch.bool)}, "mask: expected a mask for seqlen_q 37, got one for 36"),
+        ({"mask": torch.ones(37, 40, dtype=torch.bool)}, "mask: expected a mask for seqlen_k 37, got one for 40"),
     ),
 )
 def test_errors_name_the_argument(device, given, message):
     given = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in given.items()}
     with pytest.raises((RuntimeError, TypeError), match=f"^{message}"):
         flash_attn_func(*dense_inputs(device, 3), **given)
+
+
+def packed_scores(device, kind):
+    """A mask or bias of LONGEST columns: fewer than the keys of all sequences."""
+    if kind == "attn_bias":
+        return {kind: randn(device, HEADS, TOTAL, LONGEST, grad=False)}
+    seen = torch.rand(1, TOTAL, LONGEST, device=device) > 0.4
+    return {"mask": seen if kind == "bool" else AttentionMask.from_tensor(seen, packed=True)}
+
+
+@pytest.mark.parametrize("kind", ("attn_bias", "bool", "bits"))
+def test_longest_sequence_as_a_tensor(device, kind):
+    """Its value stays on the device: the columns say how long sequences are."""
+    q, k, v = (randn(device, TOTAL, h, DIM, grad=False) for h in (HEADS, HEADS_K, HEADS_K))
+    cu, options = cumulative(device), packed_scores(device, kind)
+    longest = torch.tensor(LONGEST, device=device)
+    ours = flash_attn_varlen_func(q, k, v, cu, cu, longest, longest, **options)
+    assert torch.equal(ours, flash_attn_varlen_func(q, k, v, cu, cu, LONGEST, LONGEST, **options))
+
+
+def test_masks_for_other_lengths(device):
+    """Also where their words of bits have the shape that the call needs."""
+    q, k, v = dense_inputs(device, 3)
+    documents = AttentionMask.documents(torch.tensor([0, 3, SEQLEN - 1], device=device), SEQLEN - 1)
+    bits = AttentionMask.from_tensor(torch.rand(SEQLEN, SEQLEN + 3, device=device) > 0.4)
+    for mask, length in ((documents, "seqlen_q"), (bits, "seqlen_k")):
+        with pytest.raises(RuntimeError, match=f"^mask: expected a mask for {length} {SEQLEN}, got one for"):
+            flash_attn_func(q, k, v, mask=mask)
+    q, k, v = (randn(device, TOTAL, h, DIM) for h in (HEADS, HEADS_K, HEADS_K))
+    seen, cu = packed_scores(device, "bool")["mask"], cumulative(device)
+    for more in ({}, {"seqused_q": torch.tensor([7, 0, 11], device=device)}):
+        with pytest.raises(RuntimeError, match="^mask: expected a mask for max_seqlen_k 30, got one for 20"):
+            flash_attn_varlen_func(q, k, v, cu, cu, LONGEST, 30, mask=seen, **more)

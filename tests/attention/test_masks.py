@@ -80,6 +80,16 @@ def test_prefix_tree(device, causal):
     assert_mask(packed.sequence(8, 12, 8, 12), expected[:4, :4])
 
 
+def test_packed_tree_with_padding(device):
+    """Rows before the first sequence and after the last one may hold anything."""
+    tin, tout = (ints(*(t[n] for n in TREE["node"]), device=device) for t in ((0, 1, 2, 3, 4), (5, 4, 3, 4, 5)))
+    padding = ints(9, 0, 3, device=device)
+    tin, tout = (torch.cat([padding, x, padding.flip(0)]) for x in (tin, tout))
+    packed = AttentionMask.prefix_tree(tin, tout, False, cu_seqlens=ints(3, 11, device=device))
+    sees = lambda i, j: TREE["node"][j] in ancestors(TREE["node"][i])  # noqa: E731
+    assert_mask(packed.sequence(3, 11, 3, 11), brute_force(device, 8, 8, sees=sees))
+
+
 def test_query_ranges(device):
     """Negative and far bounds, inverted ranges, two of them, long ints."""
     lo = ints(-5, 3, 2**40, 4, device=device, dtype=torch.int64)

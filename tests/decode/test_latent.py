@@ -197,6 +197,8 @@ def test_what_is_refused(device):
         flash_attn_with_kvcache(problem.q, keys, wide, block_table=table, cache_seqlens=problem.lengths, qv=query)
     fails(r"q_v: expected shape \[4, 16, 512\], got \[4, 16, 8\]", packed, q_v=qv[:, 0, :, :8])
     fails("q_v: expected None, for qv is given", packed, TypeError, q_v=qv.flatten(0, 1), qv=qv.flatten(0, 1).clone())
+    fails(r"block_table: expected shape \[4, max_blocks\], got \[4\]", packed, block_table=problem.table[:, 0])
+    fails("seqused_k: expected dtype int32, got float32", packed, seqused_k=problem.lengths.float())
     fails("dropout_p: expected 0 with qv, got 0.5" if on_cpu else "q_" + no_kernel, packed, dropout_p=0.5)
     eight = [x.to(torch.float8_e4m3fn) for x in (problem.k_cache, problem.v_cache)]
     with pytest.raises(RuntimeError, match="^qv: expected None with 8-bit tensors" if on_cpu else "^q" + no_kernel):

@@ -356,28 +356,27 @@ template <class Result>
 Result packed_mla(const FwdCall& given, const PackedArgs& packed, const at::Tensor& qv) {
   checks::query(given.q, 3, kPackedAxes);
   const int64_t batch = checks::cu_seqlens(packed.cu_seqlens_q, packed.cu_seqlens_k, given.q);
-  auto sequences =
-      packed_sequences<Flash_fwd_params>(batch, given.batch_invariant, packed.cu_seqlens_q, packed.cu_seqlens_k);
-  sequences.varlen.seqused_k = int_or_null(packed.seqused_k);
-  sequences.varlen.leftpad_k = int_or_null(packed.leftpad_k);
-  sequences.paged = set_params_pages(packed.block_table, given.k);
   const OptionalTensor none;
-  const MlaCall call{given.q,
-                     qv,
-                     given.k,
-                     given.v,
-                     given.out,
-                     packed.block_table,
-                     given.scores,
-                     0,
-                     given.batch_invariant,
-                     given.launch.sm_margin,
-                     none,
-                     none,
-                     none,
-                     none,
-                     sequences};
+  MlaCall call{
+      given.q,
+      qv,
+      given.k,
+      given.v,
+      given.out,
+      packed.block_table,
+      given.scores,
+      0,
+      given.batch_invariant,
+      given.launch.sm_margin,
+      none,
+      none,
+      none,
+      none,
+      packed_sequences<Flash_fwd_params>(batch, given.batch_invariant, packed.cu_seqlens_q, packed.cu_seqlens_k)};
   checks::packed_mla(call, given, packed);
+  call.sequences.varlen.seqused_k = int_or_null(packed.seqused_k);
+  call.sequences.varlen.leftpad_k = int_or_null(packed.leftpad_k);
+  call.sequences.paged = set_params_pages(packed.block_table, given.k);
   if constexpr (std::is_same_v<Result, plan::Explanation>) {
     return explain(call, "forward");
   } else {
