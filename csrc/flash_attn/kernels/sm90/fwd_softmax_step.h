@@ -160,8 +160,7 @@ struct SpeculativeMaskedSoftmax {
   }
 };
 
-// The same for a whole block whose bias comes in boxes: it is added in the exponents. Scores are raw, row_max is of
-// biased scores.
+// The same for a whole block whose bias comes in boxes: raw scores have it already, but not those computed again.
 template <class Config>
 struct BoxSoftmax {
   static constexpr bool kMayRecomputeS = true;
@@ -169,23 +168,16 @@ struct BoxSoftmax {
   template <class Mainloop>
   __device__ __forceinline__ static typename Config::Flag run(Mainloop& m, const FwdWork<Config>&, int, int q_stage,
                                                               float (&correction)[Mainloop::kRows]) {
-    using Element = typename Config::Element;
     auto scores = row_col_view(m.acc_s);
-    if constexpr (!Mainloop::kReadsBoxesEarly) read_boxes(m);
-    auto& words = m.bias_words;
     if (m.softmax.may_speculate(m.params.rescale_threshold_log2)) {
-      // row_max is of biased scores in units of log2(e), biases are in natural units.
-      const auto offset = [&](int mi, int ni) {
-        return __fmaf_rn(-kBiasUnit, half_of_pair<Element>(words[box_word(mi, ni)], ni % 2), m.softmax.row_max[mi]);
-      };
+      const auto offset = [&](int mi, int) { return m.softmax.row_max[mi]; };  // in units of log2(e)
       if (m.softmax.exp2_speculative(scores, m.scale_log2, offset)) return false;
       if (m.softmax.raise_row_max(scores, m.params.softmax_scale_log2, correction)) return true;
       m.recompute_s(q_stage);
-      if constexpr (!Mainloop::kReleasesBoxesEarly) read_boxes(m);
+      put_bias<true, !Mainloop::kReleasesBoxesEarly>(m);
     }
 #pragma unroll
     for (int i = 0; i < cute::size(scores); ++i) scores(i) *= m.scale_log2;
-    add_box<Element>(scores, 0, words);
     return update_softmax(m, scores, correction);
   }
 };
