@@ -73,6 +73,17 @@ __device__ __forceinline__ void put_bias(FwdMainloop<Config>& m) {
   }
 }
 
+// The one box of a whole block, for BoxSoftmax, read during S.
+template <class Config>
+__device__ __forceinline__ void read_whole_box(FwdMainloop<Config>& m) {
+  read_box(m.bias_words, 0, m.wait_for_box(m.bias_state), m.box_lane);
+  if constexpr (FwdMainloop<Config>::kReleasesBoxesEarly) {
+    tma::fence_buffer();
+    __syncwarp();
+    m.release_boxes();
+  }
+}
+
 // Issues P V of the block before, then S of a whole block on top of its bias, which ptxas puts into the accumulators
 // between the wgmmas of P V: the way from S to P is as short as without one.
 template <class Config>
@@ -82,11 +93,6 @@ __device__ __forceinline__ void issue_from_bias(FwdMainloop<Config>& m, int q_st
     if (slice == 0) read_box(m.bias_words, 0, box, m.box_lane);
   });
   put_bias<false, false>(m);
-  if constexpr (FwdMainloop<Config>::kReleasesBoxesEarly) {
-    tma::fence_buffer();
-    __syncwarp();
-    m.release_boxes();
-  }
   m.wait_for_k();
   m.issue_qk(q_stage, false);
 }

@@ -63,9 +63,10 @@ struct FwdMainloop {
   bool clears_next = true;                                                // kListed: the next P V is the tile's first
   // kBiased
   static constexpr int kWholeBoxes = Config::kBlockN / (kBiasBoxBytes / 2);  // of 16-bit elements, of a block
+  // S of whole blocks starts from the bias. Not where the softmax runs during P V: it would wait for both products.
+  static constexpr bool kStartsFromBias = Config::kBiased && !Config::kExpBeforePvWait;
   // With a single stage the next box is loaded during the softmax: that is worth a fence.
   static constexpr bool kReleasesBoxesEarly = Config::kTile.bias_stages == 1;
-  static_assert(!kReleasesBoxesEarly || kWholeBoxes == 1, "bias_words keeps one box");
   BiasState bias_state;
   uint32_t bias_words[kBoxWords];
   const int box_lane;      // box_lane_offset()
@@ -123,7 +124,8 @@ struct FwdMainloop {
 
   __device__ __forceinline__ void wait_for_scores() { wait_for<0>(acc_s); }
 
-  // Issues O += P V (O = P V if `clears`) of the block at v_state; does not wait. between(): as start_gemm() has it.
+  // Issues O += P V (O = P V if `clears`) of the block at v_state; does not wait. between(): as start_gemm() has it;
+  // kMakesKeepMasks: makes the next block's keep masks.
   template <class Between>
   __device__ __forceinline__ void issue_pv(bool clears, const Between& between) {
     using namespace cute;
@@ -134,7 +136,6 @@ struct FwdMainloop {
     auto tOrV = thread.partition_fragment_B(vt)(_, _, _, v_state.stage);  // (MMA, 1, MMA_N)
     start_gemm(mma, tOrP, tOrV, acc_o, clears, between);
   }
-  // kMakesKeepMasks: makes the next block's keep masks between the wgmmas.
   template <bool kMakesKeepMasks = false>
   __device__ __forceinline__ void issue_pv(bool clears) {
     issue_pv(clears, [&](int slice) {
@@ -255,8 +256,6 @@ struct FwdMainloop {
     if (threadIdx.x % 32 == 0) storage.bias_empty[box_slot(bias_state)].arrive();
     bias_state.advance();
   }
-
-  // Those of a whole block.
   __device__ __forceinline__ void release_boxes() {
 #pragma unroll
     for (int i = 0; i < kWholeBoxes; ++i) release_box();
@@ -301,15 +300,15 @@ struct FwdMainloop {
   template <bool kMasked>
   __device__ __forceinline__ void step(const Work& work, int i, int n_block, int q_stage, bool clears) {
     using SoftmaxStep = FwdSoftmaxStep<Config, kMasked>;
-    constexpr bool kFromBias = Config::kBiased && !kMasked;
+    constexpr bool kFromBias = kStartsFromBias && !kMasked, kAddsBoxes = Config::kBiased && !kMasked;
     if constexpr (kFromBias) {
       issue_from_bias(*this, q_stage, clears);
     } else {
-      // 1. Wait for K; in ping-pong, for the other warpgroup to have issued its GEMMs.
+      // 1. Wait for K; in ping-pong, for the other warpgroup to have issued its GEMMs. 2. Issue S = Q K^T. 3. Issue
+      // O += P V of the previous block.
       wait_for_k();
       if constexpr (Config::kRandomBitsInPv) dropout.read_col_bits(storage, k_state.stage);
       wait_for_order_barrier();
-      // 2. and 3. Issue S = Q K^T and O += P V of the previous block.
       issue_qk(q_stage);
       issue_pv<Config::kRandomBitsInPv>(clears);
       arrive_at_order_barrier();
@@ -324,14 +323,15 @@ struct FwdMainloop {
     if constexpr (Config::kListed && kMasked) {
       if (hides_some()) find_seen(work, key);  // its loads take as long as S
     }
+    if constexpr (kAddsBoxes && !kFromBias) read_whole_box(*this);
     wait_for<kFromBias || (Config::kExpAfterPvWait && !kMasked) ? 0 : 1>(acc_s);
     if constexpr (!Config::kRandomBitsInPv) dropout.read_col_bits(storage, k_state.stage);
     if constexpr (!SoftmaxStep::kMayRecomputeS) release_k();
     float correction[kRows];
     const Flag rescale = SoftmaxStep::run(*this, work, key, q_stage, correction);
     if constexpr (SoftmaxStep::kMayRecomputeS) release_k();
-    if constexpr (kFromBias && !kReleasesBoxesEarly) release_boxes();
-    if constexpr (Config::kExpBeforePvWait && !kFromBias) finish_exp_before_pv_wait();
+    if constexpr (kAddsBoxes && !kReleasesBoxesEarly) release_boxes();
+    if constexpr (Config::kExpBeforePvWait) finish_exp_before_pv_wait();
     // 5. Wait for P V, release V.
     cute::warpgroup_fence_operand(acc_s);
     wait_for<0>(acc_o);
