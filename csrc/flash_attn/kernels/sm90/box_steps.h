@@ -17,7 +17,7 @@ constexpr float kLeastDivisor = 0x1p-20f;
 // Whether whole blocks need nothing but boxes of 16-bit elements.
 __device__ __forceinline__ bool adds_boxes_alone(const Flash_fwd_params& params, const ScoreBias& bias) {
   return bias.loads_boxes && !bias.is_float && bias.table == nullptr && !params.has_dropout &&
-         !(params.softcap > 0.0f) && params.alibi_slopes_ptr == nullptr && fabsf(params.scale_softmax) >= kLeastDivisor;
+         !(params.softcap > 0.0f) && params.alibi_slopes_ptr == nullptr;
 }
 
 template <bool kFloat, class Config, class Scores>
@@ -50,16 +50,15 @@ __device__ __forceinline__ void skip_boxes(FwdMainloop<Config>& m) {
   }
 }
 
-// Raw scores of a whole block, kAdds: plus its bias over the scale; else that alone. kReads: from the boxes, not the
-// words of the one that was read.
-template <bool kAdds, bool kReads, class Config>
+// Raw scores of a whole block, kAdds: plus its bias over the scale; else that alone, and the first box has been read.
+template <bool kAdds, class Config>
 __device__ __forceinline__ void put_bias(FwdMainloop<Config>& m) {
   using Mainloop = FwdMainloop<Config>;
   auto scores = row_col_view(m.acc_s);
   typename Mainloop::BiasState at = m.bias_state;
 #pragma unroll
   for (int i = 0; i < Mainloop::kWholeBoxes; ++i) {
-    if (kReads || i > 0) read_box(m.bias_words, 0, m.wait_for_box(at), m.box_lane);
+    if (kAdds || i > 0) read_box(m.bias_words, 0, m.wait_for_box(at), m.box_lane);
     at.advance();
 #pragma unroll
     for (int mi = 0; mi < 2; ++mi) {
@@ -73,15 +72,15 @@ __device__ __forceinline__ void put_bias(FwdMainloop<Config>& m) {
   }
 }
 
-// The one box of a whole block, for BoxSoftmax, read during S.
+// The one box of a whole block, for BoxSoftmax, read during S. It is the only stage, whose next box is loaded during
+// the softmax: that is worth a fence.
 template <class Config>
 __device__ __forceinline__ void read_whole_box(FwdMainloop<Config>& m) {
+  static_assert(Config::kTile.bias_stages == 1 && FwdMainloop<Config>::kWholeBoxes == 1, "bias_words keeps the box");
   read_box(m.bias_words, 0, m.wait_for_box(m.bias_state), m.box_lane);
-  if constexpr (FwdMainloop<Config>::kReleasesBoxesEarly) {
-    tma::fence_buffer();
-    __syncwarp();
-    m.release_boxes();
-  }
+  tma::fence_buffer();
+  __syncwarp();
+  m.release_boxes();
 }
 
 // Issues P V of the block before, then S of a whole block on top of its bias, which ptxas puts into the accumulators
@@ -92,7 +91,7 @@ __device__ __forceinline__ void issue_from_bias(FwdMainloop<Config>& m, int q_st
   m.issue_pv(clears, [&](int slice) {
     if (slice == 0) read_box(m.bias_words, 0, box, m.box_lane);
   });
-  put_bias<false, false>(m);
+  put_bias<false>(m);
   m.wait_for_k();
   m.issue_qk(q_stage, false);
 }

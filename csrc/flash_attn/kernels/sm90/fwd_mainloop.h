@@ -65,8 +65,6 @@ struct FwdMainloop {
   static constexpr int kWholeBoxes = Config::kBlockN / (kBiasBoxBytes / 2);  // of 16-bit elements, of a block
   // S of whole blocks starts from the bias. Not where the softmax runs during P V: it would wait for both products.
   static constexpr bool kStartsFromBias = Config::kBiased && !Config::kExpBeforePvWait;
-  // With a single stage the next box is loaded during the softmax: that is worth a fence.
-  static constexpr bool kReleasesBoxesEarly = Config::kTile.bias_stages == 1;
   BiasState bias_state;
   uint32_t bias_words[kBoxWords];
   const int box_lane;      // box_lane_offset()
@@ -300,7 +298,7 @@ struct FwdMainloop {
   template <bool kMasked>
   __device__ __forceinline__ void step(const Work& work, int i, int n_block, int q_stage, bool clears) {
     using SoftmaxStep = FwdSoftmaxStep<Config, kMasked>;
-    constexpr bool kFromBias = kStartsFromBias && !kMasked, kAddsBoxes = Config::kBiased && !kMasked;
+    constexpr bool kFromBias = kStartsFromBias && !kMasked;
     if constexpr (kFromBias) {
       issue_from_bias(*this, q_stage, clears);
     } else {
@@ -323,14 +321,14 @@ struct FwdMainloop {
     if constexpr (Config::kListed && kMasked) {
       if (hides_some()) find_seen(work, key);  // its loads take as long as S
     }
-    if constexpr (kAddsBoxes && !kFromBias) read_whole_box(*this);
+    if constexpr (Config::kBiased && !kMasked && !kFromBias) read_whole_box(*this);
     wait_for<kFromBias || (Config::kExpAfterPvWait && !kMasked) ? 0 : 1>(acc_s);
     if constexpr (!Config::kRandomBitsInPv) dropout.read_col_bits(storage, k_state.stage);
     if constexpr (!SoftmaxStep::kMayRecomputeS) release_k();
     float correction[kRows];
     const Flag rescale = SoftmaxStep::run(*this, work, key, q_stage, correction);
     if constexpr (SoftmaxStep::kMayRecomputeS) release_k();
-    if constexpr (kAddsBoxes && !kReleasesBoxesEarly) release_boxes();
+    if constexpr (kFromBias) release_boxes();
     if constexpr (Config::kExpBeforePvWait) finish_exp_before_pv_wait();
     // 5. Wait for P V, release V.
     cute::warpgroup_fence_operand(acc_s);
@@ -397,6 +395,7 @@ struct FwdMainloop {
   // Steps without mask, dropout and score modifiers (kListed), or with boxes alone (kBiased). In masked steps all of
   // these are run-time options.
   __device__ __forceinline__ int unmasked_end(const Work& work) const {
+    if (kStartsFromBias && fabsf(params.scale_softmax) < kLeastDivisor) return 0;
     if constexpr (Config::kBiased) return adds_boxes_alone(params, mask.bias) ? work.order.whole : 0;
     return params.has_score_mod || params.has_dropout ? 0 : work.order.whole;
   }

@@ -181,11 +181,11 @@ struct BoxSoftmax {
       if (m.softmax.exp2_speculative(scores, m.scale_log2, offset)) return false;
       if (m.softmax.raise_row_max(scores, m.params.softmax_scale_log2, correction)) return true;
       m.recompute_s(q_stage);
-      if constexpr (kStarts) put_bias<true, true>(m);
+      if constexpr (kStarts) put_bias<true>(m);
     }
-    if constexpr (!kStarts) put_bias<true, !Mainloop::kReleasesBoxesEarly>(m);
 #pragma unroll
     for (int i = 0; i < cute::size(scores); ++i) scores(i) *= m.scale_log2;
+    if constexpr (!kStarts) add_box<typename Config::Element>(scores, 0, m.bias_words);
     return update_softmax(m, scores, correction);
   }
 };
