@@ -157,7 +157,7 @@ def flash_attn_with_kvcache(
         quant = QuantArgs(q_descale, k_descale, v_descale, v_descale_axis, out_dtype, k_descale_axis=k_descale_axis)
     is_plain = (
         rotary_cos is rotary_sin is cache_batch_idx is cache_leftpad is alibi_slopes is None
-        and sinks is s_aux is learnable_sink is qv is mask_bits is None
+        and sinks is s_aux is learnable_sink is mask_bits is None
         and plan is None
         and mask_keys is None
         and quant is NO_QUANT
@@ -167,8 +167,8 @@ def flash_attn_with_kvcache(
     )
     if is_plain and not (_is_compiling() or observation.DEBUG):
         result = eager.attention_over_cache(
-            q, k_cache, v_cache, k, v, cache_seqlens, block_table, softmax_scale, causal, window_size, softcap,
-            num_splits, out, is_batch_invariant(),
+            q, k_cache, v_cache, k, v, cache_seqlens, block_table, out, qv, softmax_scale, causal, window_size, softcap,
+            is_batch_invariant(), num_splits,
         )  # fmt: skip
         if result is not NotImplemented:
             return result if return_softmax_lse else result[0]

@@ -319,6 +319,7 @@ def by_function():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(eager, "attention", lambda *args: NotImplemented)
         patch.setattr(eager, "attention_over_cache", lambda *args: NotImplemented)
+        patch.setattr(eager, "packed_attention", lambda *args: NotImplemented)
         yield
 
 

@@ -17,6 +17,7 @@
 #include "api/decode.h"
 #include "api/device.h"
 #include "api/eager.h"
+#include "api/eager_inference.h"
 #include "api/forward.h"
 #include "api/jvp.h"
 #include "api/mla.h"
@@ -321,5 +322,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("combine", &combine, "Merge of attention over disjoint sets of keys: [out, lse]", py::arg("out_partial"),
         py::arg("lse_partial"), py::arg("out"), py::call_guard<CallGuard>());
   define_attention(m);
+  define_inference(m);
   m.def("build_info", &build_info, "Identity of this build as JSON text");
 }

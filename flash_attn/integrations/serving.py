@@ -5,20 +5,22 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
+from flash_attn import observation
 from flash_attn._types import WindowSize
 from flash_attn.batch_invariance import is_batch_invariant
 from flash_attn.eight_bit import EIGHT_BIT, OF_QUERIES, named, one_of
 from flash_attn.integrations.token_layout import as_pages
 from flash_attn.limits import MAX_EIGHT_BIT_HEAD_DIM
-from flash_attn.ops import arguments, calls, context, latent
+from flash_attn.ops import arguments, calls, context, eager, latent
 from flash_attn.ops.rows import RowsInUse, equal_steps
 
 _Result = TypeVar("_Result")
+_is_compiling = torch.compiler.is_compiling
 
 
 def reject(**given: object) -> None:
@@ -120,31 +122,45 @@ def packed_attention(
     names: those of q, k and v in errors. qv: (total_q, nheads, head_dim_v), qv_name in errors; NotImplementedError
     if no kernel reads it.
     """
-    arguments.check_tensors((*names, "cu_seqlens_q"), (q, k, v, cu_seqlens_q))
-    arguments.check_optional_tensors(
-        ("cu_seqlens_k", "seqused_q", "seqused_k", "leftpad_k", "block_table", "alibi_slopes", "out", qv_name),
-        (cu_seqlens_k, seqused_q, seqused_k, leftpad_k, block_table, alibi_slopes, out, qv),
-    )
-    scaling = None
-    if qv is not None:
-        reject_8_bit(**dict(zip(names, (q, k, v))))
-    if check_8_bit(names, q, k, v):
-        scaling = _scaling(q, k, v, q_descale, k_descale, v_descale, out)
-    if k.dim() == 4:
-        arguments.check_cache(names[1], k)  # a copy of a cache is never what is meant
-        arguments.check_cache(names[2], v)
-        if block_table is None:
-            block_table, cu_seqlens_k = as_pages(k.shape[0], k.shape[1], q.device)
-    if cu_seqlens_k is None:
-        if block_table is None:
-            raise ValueError("cu_seqlens_k: expected a tensor where k is packed, got None")
-        cu_seqlens_k = equal_steps(block_table.shape[0], block_table.shape[1] * k.shape[1], q.device)
     window = (-1, -1) if window_size is None else arguments.window(window_size)
-    score_dim = q.shape[-1] if qv is None else latent.score_dim(q, qv)
-    scale, softcap = arguments.scale(softmax_scale, score_dim), arguments.number("softcap", softcap)
-    if out is not None:
-        context.check_writable(("out",), (out,))
+    softcap, causal = arguments.number("softcap", softcap), arguments.flag("causal", causal)
+    batch_invariant = batch_invariant or is_batch_invariant()
     try:
+        if (
+            seqused_q is leftpad_k is alibi_slopes is None
+            and type(dropout_p) is float
+            and dropout_p == 0.0
+            and not (_is_compiling() or observation.DEBUG)
+        ):
+            result = eager.packed_attention(
+                q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table, sinks, qv, out, softmax_scale, causal,
+                window, softcap, batch_invariant, sm_margin,
+            )  # fmt: skip
+            if result is not NotImplemented:
+                return cast("tuple[Tensor, Tensor]", result)
+        arguments.check_tensors((*names, "cu_seqlens_q"), (q, k, v, cu_seqlens_q))
+        arguments.check_optional_tensors(
+            ("cu_seqlens_k", "seqused_q", "seqused_k", "leftpad_k", "block_table", "alibi_slopes", "out", qv_name),
+            (cu_seqlens_k, seqused_q, seqused_k, leftpad_k, block_table, alibi_slopes, out, qv),
+        )
+        scaling = None
+        if qv is not None:
+            reject_8_bit(**dict(zip(names, (q, k, v))))
+        if check_8_bit(names, q, k, v):
+            scaling = _scaling(q, k, v, q_descale, k_descale, v_descale, out)
+        if k.dim() == 4:
+            arguments.check_cache(names[1], k)  # a copy of a cache is never what is meant
+            arguments.check_cache(names[2], v)
+            if block_table is None:
+                block_table, cu_seqlens_k = as_pages(k.shape[0], k.shape[1], q.device)
+        if cu_seqlens_k is None:
+            if block_table is None:
+                raise ValueError("cu_seqlens_k: expected a tensor where k is packed, got None")
+            cu_seqlens_k = equal_steps(block_table.shape[0], block_table.shape[1] * k.shape[1], q.device)
+        score_dim = q.shape[-1] if qv is None else latent.score_dim(q, qv)
+        scale = arguments.scale(softmax_scale, score_dim)
+        if out is not None:
+            context.check_writable(("out",), (out,))
         result, lse = calls.forward_in_use(
             q,
             k,
@@ -157,21 +173,21 @@ def packed_attention(
             alibi_slopes,
             max_seqlen_q,
             max_seqlen_k,
-            scores=(scale, arguments.flag("causal", causal), *window, softcap),
+            scores=(scale, causal, *window, softcap),
             dropout_p=dropout_p,
-            batch_invariant=batch_invariant or is_batch_invariant(),
+            batch_invariant=batch_invariant,
             sinks=None if sinks is None else arguments.sinks(sinks),
             scaling=scaling,
             out=out,
             sm_margin=arguments.sm_margin(sm_margin),
             qv=qv,
         )
+        if out is not None:
+            context.written((out,))
+        return result, lse
     except (RuntimeError, TypeError) as error:  # NotImplementedError is a RuntimeError
         arguments.rename(error, {"qv": qv_name})
         raise
-    if out is not None:
-        context.written((out,))
-    return result, lse
 
 
 def _scaling(

@@ -1,7 +1,7 @@
 """Eager attention of plain CUDA tensors in one call of the extension, which records its autograd node in C++.
 
-`csrc/flash_attn/api/eager.h` decides which calls it takes. `FlashAttnFunc`, over a cache `attend_over_cache`, compute
-the same results for all of them.
+`csrc/flash_attn/api/eager.h` and `csrc/flash_attn/api/eager_inference.h` decide which calls it takes. `FlashAttnFunc`,
+over a cache `attend_over_cache`, of packed queries `calls.forward_in_use` compute the same results for all of them.
 """
 
 from __future__ import annotations
@@ -32,6 +32,9 @@ attention: Callable[..., TensorOrTuple] = getattr(_extension, "attention", _decl
 
 # (out, lse) of a call over a cache, or NotImplemented where `attend_over_cache` has to take it.
 attention_over_cache: Callable[..., TensorOrTuple] = getattr(_extension, "attention_over_cache", _declines)
+
+# (out, lse) of packed queries over packed keys or pages, without autograd, or NotImplemented.
+packed_attention: Callable[..., TensorOrTuple] = getattr(_extension, "packed_attention", _declines)
 
 
 def backward(

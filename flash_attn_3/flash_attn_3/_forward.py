@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, Optional, TypeVar
+from typing import Any, Optional, TypeVar, cast
 
 import torch
 from torch import Tensor
 
+from flash_attn import observation
 from flash_attn._types import Descale, WindowSize
+from flash_attn.batch_invariance import is_batch_invariant
 from flash_attn.flash_attn_interface import attend, attend_rows_in_use
-from flash_attn.inference import attend_over_cache
-from flash_attn.ops import arguments, context, outputs
+from flash_attn.inference import attend_over_cache, flash_attn_with_kvcache
+from flash_attn.ops import arguments, context, eager, outputs
 from flash_attn.ops.attention_args import DENSE, Options, Sequences, replaced
 from flash_attn.ops.lse import mark_masked_rows
+from flash_attn.ops.quant_args import NO_QUANT
 from flash_attn.ops.rows import equal_steps, pack, sequence_of_rows, unpack
 from flash_attn_3 import _checks
 
@@ -217,7 +220,10 @@ def over_cache(
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of `flash_attn.flash_attn_with_kvcache`. names: the caller's, see `_checks.renamed`."""
     try:
-        out, lse = attend_over_cache(
+        more: dict[str, Any] = {}
+        if options.quant is not NO_QUANT or options.sm_margin != 0:
+            more = {"quant": options.quant, "sm_margin": options.sm_margin}
+        out, lse = (attend_over_cache if more else flash_attn_with_kvcache)(
             q,
             k_cache,
             v_cache,
@@ -238,9 +244,8 @@ def over_cache(
             return_softmax_lse=True,
             out=options.out,
             sinks=sinks,
-            quant=options.quant,
-            sm_margin=options.sm_margin,
             qv=options.qv,
+            **more,
         )
     except _checks.ERRORS as error:
         raise _checks.renamed(error, names) from None
@@ -278,6 +283,22 @@ def _packed_over_cache(
     batch = arguments.check_cu_seqlens("cu_seqlens_q", cu_rows, q.device)
     page_table = _pages(k, page_table, kv_batch_idx, batch)
     capacity = page_table.shape[1] * k.shape[1]
+    if (
+        isinstance(seqused_k, Tensor)
+        and seqused_k.is_cuda
+        and cu_seqlens_q is not None
+        and kv_batch_idx is leftpad_k is seqused_q is sinks is options.out is None
+        and options.quant is NO_QUANT
+        and not (torch.compiler.is_compiling() or observation.DEBUG)
+    ):
+        arguments.check_lengths("seqused_k", seqused_k, batch, q.device)
+        fitting = seqused_k.masked_fill(seqused_k > capacity, 0)  # kernels take one below 0 as 0
+        result = eager.packed_attention(
+            q, k, v, cu_rows, None, fitting, page_table, None, options.qv, None, *score, is_batch_invariant(),
+            options.sm_margin,
+        )  # fmt: skip
+        if result is not NotImplemented:
+            return cast("tuple[Tensor, Tensor]", result)
     lengths, absent = _lengths(seqused_k, cu_rows[1:], k, page_table)
     if kv_batch_idx is not None and not kv_batch_idx.is_cpu:  # there the backend rejects rows that do not exist
         missing = (kv_batch_idx < 0) | (kv_batch_idx >= k.shape[0])

@@ -251,8 +251,8 @@ def _attend(q: Tensor, rows: Tensor, head_dim_v: int, **options: Any) -> tuple[T
         if rows.dtype == torch.uint8:
             return _attend_to_bytes(q, rows, head_dim_v, **options)
         result = flash_attn_with_kvcache(
-            _rotated(q, head_dim_v), _rotated(rows, head_dim_v), rows[..., :head_dim_v], qv=q[..., :head_dim_v],
-            return_softmax_lse=True, **options,
+            _rotated(q, head_dim_v), _rotated(rows, head_dim_v), rows.narrow(-1, 0, head_dim_v),
+            qv=q.narrow(-1, 0, head_dim_v), return_softmax_lse=True, **options,
         )  # fmt: skip
     except (RuntimeError, TypeError) as error:
         arguments.rename(error, {"v_cache": "k_cache", "qv": "q"})
@@ -286,8 +286,8 @@ def _attend_to_bytes(
 
 def _rotated(x: Tensor, head_dim_v: int) -> Tensor:
     """The columns after the values; without any, zeros of those that CUDA kernels read."""
-    columns = x[..., head_dim_v:]
-    if x.device.type != "cuda" or columns.shape[-1] > 0:
+    columns = x.narrow(-1, head_dim_v, x.shape[-1] - head_dim_v)
+    if not x.is_cuda or columns.shape[-1] > 0:
         return columns
     return x.new_zeros(latent.KERNEL_DIMS[0]).expand(*x.shape[:-1], -1)
 

@@ -144,8 +144,9 @@ def test_environment_is_read_under_the_gil():
     binding += (CSRC / "api" / "signatures.h").read_text(encoding="utf-8")
     guarded = binding.count("py::call_guard<CallGuard>()") + binding.count("const CallGuard guard;")
     assert guarded == binding.count("m.def(") - 1  # build_info needs none
-    eager = (CSRC / "api" / "eager.h").read_text(encoding="utf-8")
-    assert eager.count("const CallGuard guard;") == len(re.findall(r"\bmha_[fb]wd(?:_kvcache)?\(", eager)) == 3
+    eager = "".join((CSRC / "api" / name).read_text(encoding="utf-8") for name in ("eager.h", "eager_inference.h"))
+    calls = re.compile(r"\b(?:mha_[fb]wd\w*|packed_mla<Tensors>)\(").findall
+    assert [len(calls(part)) for part in eager.split("const CallGuard guard;")] == [0, 1, 1, 2, 2]
 
 
 def imported_modules(path):

@@ -9,6 +9,7 @@ import kvcache_harness as kv
 import pytest
 import torch
 from harness import by_function
+from serving_harness import make_latent_batch
 
 from flash_attn import flash_attn_with_kvcache, set_batch_invariant
 from flash_attn.ops import eager
@@ -65,6 +66,18 @@ def both(problem, served, **options):
 def test_equal_bits(device, served, kv_case, options):
     fast, slow = both(make_problem(kv_case, device), served, **options)
     assert all(torch.equal(kv.bits(a), kv.bits(b)) for a, b in zip(fast, slow))
+
+
+@pytest.mark.parametrize("causal", (False, True))
+def test_equal_bits_of_latent_attention(device, served, causal):
+    batch = make_latent_batch(device)
+    rows, batch_size = slice(0, 2 * len(batch.batch.lengths)), len(batch.batch.lengths)
+    q, qv = (x[rows].unflatten(0, (batch_size, 2)) for x in (batch.q, batch.q_v))
+    options = {"cache_seqlens": batch.batch.lengths, "block_table": batch.batch.table, "causal": causal}
+    fast = flash_attn_with_kvcache(q, batch.k, batch.v, qv=qv, return_softmax_lse=True, **options)
+    with by_function():
+        slow = flash_attn_with_kvcache(q, batch.k, batch.v, qv=qv, return_softmax_lse=True, **options)
+    assert served == [True] and all(torch.equal(a, b) for a, b in zip(fast, slow))
 
 
 def test_a_given_out_is_returned_and_batch_invariance_is_seen(device, served):

@@ -1,6 +1,6 @@
-// Attention of plain CUDA tensors in eager mode, each form as one C function: dense with its autograd node, and over a
-// cache without autograd. They have the results of FlashAttnFunc and of attend_over_cache(), whose Python takes longer
-// than the launches. Every other call, and every backward that something takes part in, is Python's.
+// Dense attention of plain CUDA tensors in eager mode as one C function, with its autograd node. It has the results of
+// FlashAttnFunc, whose Python takes longer than the launches. Every other call, and every backward that something takes
+// part in, is Python's. Calls without autograd: eager_inference.h.
 #pragma once
 
 #include <ATen/PythonTorchFunctionTLS.h>
@@ -24,7 +24,6 @@
 #include <vector>
 
 #include "api/backward.h"
-#include "api/decode.h"
 #include "api/device.h"
 #include "api/forward.h"
 
@@ -48,18 +47,10 @@ inline bool is_plain(const at::Tensor& x) {
 }
 
 // An input that Python would pass to the module as it is: no float32 for autocast, no head dim to pad, no copy of rows.
-inline bool is_operand(const at::Tensor& x, const at::Tensor& q) {
-  return is_plain(x) && is_supported(x.scalar_type()) && x.scalar_type() == q.scalar_type() && x.dim() == 4 &&
-         x.size(3) > 0 && x.size(3) % 8 == 0 && (x.stride(3) == 1 || x.size(3) == 1);
+inline bool is_operand(const at::Tensor& x, const at::Tensor& q, int64_t rank = 4) {
+  return is_plain(x) && is_supported(x.scalar_type()) && x.scalar_type() == q.scalar_type() && x.dim() == rank &&
+         x.size(-1) > 0 && x.size(-1) % 8 == 0 && has_contiguous_rows(x);
 }
-
-// Without rows to copy, nor an index to convert.
-inline bool is_index(const at::Tensor& x) {
-  return is_plain(x) && x.scalar_type() == at::kInt && (x.dim() < 2 ? x.is_contiguous() : x.stride(-1) == 1);
-}
-
-// Whether a kernel may write to it: autograd refuses writes to inference tensors in other modes.
-inline bool is_writable(const at::Tensor& x) { return !x.is_inference() || c10::InferenceMode::is_enabled(); }
 
 inline bool records_gradients(std::initializer_list<const at::Tensor*> tensors) {
   return at::GradMode::is_enabled() && std::any_of(tensors.begin(), tensors.end(), [](const at::Tensor* x) {
@@ -232,82 +223,6 @@ inline at::Tensor attention(const at::Tensor& q, const at::Tensor& k, const at::
   return results[0];
 }
 
-// ---- over a cache ----
-
-struct CachedOptions {
-  double softmax_scale, softcap;
-  int64_t window_left, window_right, num_splits;
-  bool is_causal, batch_invariant;
-};
-
-// Undefined: not given.
-struct CachedTensors {
-  at::Tensor q, k_cache, v_cache, k, v, seqlens, block_table, out;
-
-  bool serves() const {
-    const bool appends = k.defined(), has_out = out.defined();
-    return is_operand(q, q) && is_operand(k_cache, q) && is_operand(v_cache, q) && appends == v.defined() &&
-           (!appends || (is_operand(k, q) && is_operand(v, q) && is_writable(k_cache) && is_writable(v_cache))) &&
-           (!has_out || (is_plain(out) && is_writable(out))) && (!seqlens.defined() || is_index(seqlens)) &&
-           (!block_table.defined() || (is_index(block_table) && block_table.dim() == 2)) &&
-           !records_gradients({&q, &k_cache, &v_cache, &k, &v, &out});
-  }
-};
-
-inline OptionalTensor if_defined(const at::Tensor& x) { return x.defined() ? OptionalTensor(x) : std::nullopt; }
-
-inline void tell_written(const at::Tensor& x) {
-  if (x.defined() && !x.is_inference()) x.unsafeGetTensorImpl()->bump_version();
-}
-
-inline Tensors attend_over_cache(const CachedTensors& tensors, const CachedOptions& options) {
-  const OptionalTensor none, k = if_defined(tensors.k), v = if_defined(tensors.v);
-  const OptionalTensor seqlens = if_defined(tensors.seqlens), block_table = if_defined(tensors.block_table);
-  const OptionalTensor out = if_defined(tensors.out);
-  const ScoreOptions scores{options.softmax_scale,
-                            options.is_causal,
-                            options.window_left,
-                            options.window_right,
-                            options.softcap,
-                            none,
-                            {},
-                            {}};
-  const CacheQuantArgs quant;
-  const MaskBitsArgs mask_bits;
-  const KvCacheCall call{tensors.q,
-                         tensors.q,
-                         tensors.k_cache,
-                         tensors.v_cache,
-                         k,
-                         v,
-                         seqlens,
-                         none,
-                         none,
-                         none,
-                         none,
-                         block_table,
-                         out,
-                         scores,
-                         true,
-                         options.num_splits,
-                         none,
-                         options.batch_invariant,
-                         quant,
-                         0,
-                         mask_bits};
-  Tensors results;
-  {
-    const CallGuard guard;
-    results = mha_fwd_kvcache(call);
-  }
-  tell_written(tensors.out);
-  if (k.has_value()) {
-    tell_written(tensors.k_cache);
-    tell_written(tensors.v_cache);
-  }
-  return results;
-}
-
 // ---- the Python functions ----
 
 namespace python {
@@ -339,54 +254,22 @@ bool read_window(PyObject* given, Options& options) {
          read_side(PyTuple_GET_ITEM(given, 1), options.window_right);
 }
 
-inline bool read_scale(PyObject* given, const at::Tensor& q, double& value) {
+inline bool read_scale(PyObject* given, int64_t head_dim, double& value) {
   if (given != Py_None) return read(given, value);
-  value = std::pow(static_cast<double>(q.size(3)), -0.5);
+  value = std::pow(static_cast<double>(head_dim), -0.5);
   return true;
 }
 
-inline bool read_count(PyObject* given, int64_t& value) {
-  if (!PyLong_CheckExact(given)) return false;
-  int overflow = 0;
-  value = PyLong_AsLongLongAndOverflow(given, &overflow);
-  return overflow == 0 && value >= 0;
-}
-
-inline bool read_optional(PyObject* given, at::Tensor& value) {
-  if (given == Py_None) return true;
-  if (!THPVariable_CheckExact(given)) return false;
-  value = THPVariable_Unpack(given);
-  return value.defined();
+// As a PyMethodDef has it.
+template <class Function>
+PyCFunction fast(Function* function) {
+  return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function));
 }
 
 inline bool has_count(Py_ssize_t count, Py_ssize_t expected, const char* function) {
   if (count == expected) return true;
   PyErr_Format(PyExc_TypeError, "%s: expected %zd arguments, got %zd", function, expected, count);
   return false;
-}
-
-// q, k_cache, v_cache, k, v, cache_seqlens, block_table, softmax_scale, causal, window_size, softcap, num_splits, out
-// and batch_invariant of flash_attn_with_kvcache -> (out, softmax_lse).
-inline PyObject* attention_over_cache(PyObject*, PyObject* const* args, Py_ssize_t count) {
-  HANDLE_TH_ERRORS
-  if (!has_count(count, 14, "attention_over_cache")) return nullptr;
-  CachedTensors tensors;
-  CachedOptions options;
-  at::Tensor* const places[] = {&tensors.q, &tensors.k_cache, &tensors.v_cache,    &tensors.k,
-                                &tensors.v, &tensors.seqlens, &tensors.block_table};
-  bool serves = is_unwatched() && read_optional(args[12], tensors.out);
-  for (int i = 0; serves && i < 7; ++i) serves = read_optional(args[i], *places[i]);
-  serves = serves && tensors.serves() && read_scale(args[7], tensors.q, options.softmax_scale) &&
-           read(args[8], options.is_causal) && read_window(args[9], options) && read(args[10], options.softcap) &&
-           read_count(args[11], options.num_splits) && read(args[13], options.batch_invariant);
-  if (!serves) Py_RETURN_NOTIMPLEMENTED;
-  Tensors results = attend_over_cache(tensors, options);
-  THPObjectPtr pair(PyTuple_New(2));
-  if (!pair) return nullptr;
-  PyTuple_SET_ITEM(pair.get(), 0, THPVariable_Wrap(results[0]));
-  PyTuple_SET_ITEM(pair.get(), 1, THPVariable_Wrap(results[1]));
-  return pair.release();
-  END_HANDLE_TH_ERRORS
 }
 
 // (q, k, v) and the other arguments of flash_attn_func in its order up to return_attn_probs, then batch_invariant.
@@ -400,7 +283,7 @@ inline PyObject* attention(PyObject*, PyObject* const* args, Py_ssize_t count) {
   const at::Tensor &q = THPVariable_Unpack(args[0]), &k = THPVariable_Unpack(args[1]), &v = THPVariable_Unpack(args[2]);
   NodeOptions options;
   const bool serves = is_operand(q, q) && is_operand(k, q) && is_operand(v, q) && read(args[3], options.dropout_p) &&
-                      read_scale(args[4], q, options.softmax_scale) && read(args[5], options.is_causal) &&
+                      read_scale(args[4], q.size(3), options.softmax_scale) && read(args[5], options.is_causal) &&
                       read_window(args[6], options) && read(args[7], options.softcap) && args[8] == Py_None &&
                       read(args[9], options.deterministic) && args[10] == Py_False &&
                       read(args[11], options.batch_invariant);
@@ -414,12 +297,9 @@ inline PyObject* attention(PyObject*, PyObject* const* args, Py_ssize_t count) {
 }  // namespace python
 
 inline void define_attention(py::module_& m) {
-  const auto function = [](auto* fast) { return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(fast)); };
   static PyMethodDef functions[] = {
-      {"attention", function(&python::attention), METH_FASTCALL,
+      {"attention", python::fast(&python::attention), METH_FASTCALL,
        "Dense attention of plain CUDA tensors, recorded by autograd; NotImplemented for every other call"},
-      {"attention_over_cache", function(&python::attention_over_cache), METH_FASTCALL,
-       "Attention of plain CUDA tensors over a KV cache; NotImplemented for every other call"},
       {nullptr, nullptr, 0, nullptr}};
   if (PyModule_AddFunctions(m.ptr(), functions) != 0) throw py::error_already_set();
   static PyTypeObject node_type;

@@ -381,6 +381,7 @@ Result packed_mla(const FwdCall& given, const PackedArgs& packed, const at::Tens
     return explain(call, "forward");
   } else {
     Tensors results = mla_forward(call);
+    if (!given.returns_dropout) return results;
     results.push_back(new_empty(call.q, {0}, call.q.scalar_type()));  // S_dmask
     results.push_back(new_empty(call.q, {2}, at::kLong));             // rng_state
     return results;
