@@ -223,31 +223,12 @@ class FlashAttnVarlenFunc(_Attention):
         *biases: Tensor | None,
     ) -> TensorOrTuple:
         sequences = Sequences(
-            cu_seqlens_q,
-            cu_seqlens_k,
-            max_seqlen_q,
-            max_seqlen_k,
-            options.seqused_k,
-            options.leftpad_k,
-            block_table,
+            cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, options.seqused_k, options.leftpad_k, block_table
         )
         return _attention(
-            ctx,
-            (q, k, v),
-            sequences,
-            dropout_p,
-            softmax_scale,
-            causal,
-            window_size,
-            softcap,
-            alibi_slopes,
-            deterministic,
-            return_softmax,
-            is_grad_enabled,
-            sinks,
-            options,
-            *biases,
-        )
+            ctx, (q, k, v), sequences, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
+            deterministic, return_softmax, is_grad_enabled, sinks, options, *biases,
+        )  # fmt: skip
 
 
 class FlashAttnVarlenQKVPackedFunc(_Attention):
@@ -304,19 +285,9 @@ def _attention(
         if type(return_softmax) is not bool:
             return_softmax = arguments.flag("return_attn_probs", return_softmax)
         args = normalize.attention(
-            inputs,
-            sequences,
-            dropout_p,
-            softmax_scale,
-            causal,
-            window_size,
-            softcap,
-            alibi_slopes,
-            deterministic,
-            return_softmax,
-            sinks,
-            options,
-        )
+            inputs, sequences, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+            return_softmax, sinks, options,
+        )  # fmt: skip
         if ctx is _EAGER:
             output = calls.forward(args)
             if args.q is inputs[0] and not (return_softmax or args.return_max_logit):
@@ -522,14 +493,7 @@ def flash_attn_func(
     if not (
         q_descale is k_descale is v_descale is None and v_descale_axis is None and out_dtype is None and exp == "exact"
     ):
-        quant = QuantArgs(
-            q_descale=q_descale,
-            k_descale=k_descale,
-            v_descale=v_descale,
-            v_descale_axis=v_descale_axis,
-            out_dtype=out_dtype,
-            exp=exp,
-        )
+        quant = QuantArgs(q_descale, k_descale, v_descale, v_descale_axis, out_dtype, exp)
     more: _Rare | tuple[()] = ()
     if not (
         sinks is s_aux is learnable_sink is mask is attn_bias is rel_bias is None
@@ -741,14 +705,7 @@ def flash_attn_varlen_func(
     if not (
         q_descale is k_descale is v_descale is None and v_descale_axis is None and out_dtype is None and exp == "exact"
     ):
-        quant = QuantArgs(
-            q_descale=q_descale,
-            k_descale=k_descale,
-            v_descale=v_descale,
-            v_descale_axis=v_descale_axis,
-            out_dtype=out_dtype,
-            exp=exp,
-        )
+        quant = QuantArgs(q_descale, k_descale, v_descale, v_descale_axis, out_dtype, exp)
     more: _Rare | tuple[()] = ()
     if not (
         sinks is s_aux is learnable_sink is mask is attn_bias is rel_bias is None

@@ -154,14 +154,7 @@ def flash_attn_with_kvcache(
     if not (
         q_descale is k_descale is v_descale is None and v_descale_axis is k_descale_axis is None and out_dtype is None
     ):
-        quant = QuantArgs(
-            q_descale=q_descale,
-            k_descale=k_descale,
-            v_descale=v_descale,
-            v_descale_axis=v_descale_axis,
-            out_dtype=out_dtype,
-            k_descale_axis=k_descale_axis,
-        )
+        quant = QuantArgs(q_descale, k_descale, v_descale, v_descale_axis, out_dtype, k_descale_axis=k_descale_axis)
     is_plain = (
         rotary_cos is rotary_sin is cache_batch_idx is cache_leftpad is alibi_slopes is None
         and sinks is s_aux is learnable_sink is qv is mask_bits is None
@@ -181,35 +174,12 @@ def flash_attn_with_kvcache(
             return result if return_softmax_lse else result[0]
     try:
         return attend_over_cache(
-            q,
-            k_cache,
-            v_cache,
-            k=k,
-            v=v,
-            rotary_cos=rotary_cos,
-            rotary_sin=rotary_sin,
-            cache_seqlens=cache_seqlens,
-            cache_batch_idx=cache_batch_idx,
-            cache_leftpad=cache_leftpad,
-            block_table=block_table,
-            softmax_scale=softmax_scale,
-            causal=causal,
-            window_size=window_size,
-            softcap=softcap,
-            rotary_interleaved=rotary_interleaved,
-            alibi_slopes=alibi_slopes,
-            num_splits=num_splits,
-            return_softmax_lse=return_softmax_lse,
-            out=out,
-            plan=plan,
-            batch_invariant=batch_invariant,
-            lse_convention=lse_convention,
-            sinks=arguments.named_sinks(sinks, s_aux, learnable_sink),
-            quant=quant,
-            qv=qv,
-            mask_bits=mask_bits,
+            q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad,
+            block_table, softmax_scale, causal, window_size, softcap, rotary_interleaved, alibi_slopes, num_splits,
+            return_softmax_lse, out=out, plan=plan, batch_invariant=batch_invariant, lse_convention=lse_convention,
+            sinks=arguments.named_sinks(sinks, s_aux, learnable_sink), quant=quant, qv=qv, mask_bits=mask_bits,
             mask_keys=mask_keys,
-        )
+        )  # fmt: skip
     except (RuntimeError, TypeError) as error:
         arguments.rename(error, {"sinks": arguments.name_of_sinks(sinks, s_aux, learnable_sink)})
         raise
@@ -219,7 +189,6 @@ def attend_over_cache(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
-    *,
     k: Tensor | None = None,
     v: Tensor | None = None,
     rotary_cos: Tensor | None = None,
@@ -236,6 +205,7 @@ def attend_over_cache(
     alibi_slopes: Tensor | None = None,
     num_splits: int = 0,
     return_softmax_lse: bool = False,
+    *,
     out: Tensor | None = None,
     plan: KvCachePlan | None = None,
     batch_invariant: bool = False,
@@ -262,15 +232,8 @@ def attend_over_cache(
         if mask_bits is None:
             raise RuntimeError(f"mask_keys: expected None without mask_bits, got {mask_keys}")
     if block_table is not None and block_table.dim() == 3:
-        reject = {
-            "k": k,
-            "v": v,
-            "rotary_cos": rotary_cos,
-            "rotary_sin": rotary_sin,
-            "sinks": sinks,
-            "cache_batch_idx": cache_batch_idx,
-            "mask_bits": mask_bits,
-        }
+        names = ("k", "v", "rotary_cos", "rotary_sin", "sinks", "cache_batch_idx", "mask_bits")
+        reject = dict(zip(names, (k, v, rotary_cos, rotary_sin, sinks, cache_batch_idx, mask_bits)))
         return head_tables.attend(
             attend_over_cache,
             q,

@@ -276,15 +276,7 @@ def bwd(
 
     Raises RuntimeError naming the argument; nothing is written then.
     """
-    options = ScoreOptions(
-        softmax_scale=softmax_scale,
-        softcap=softcap,
-        is_causal=is_causal,
-        window_left=window_left,
-        window_right=window_right,
-        alibi_slopes=alibi_slopes,
-        **named,
-    )
+    options = ScoreOptions(softmax_scale, softcap, is_causal, window_left, window_right, alibi_slopes, **named)
     checks.check_query(q, DENSE_Q_AXES)
     checks.check_key_value(q, k, v, DENSE_Q_AXES, batch=q.shape[0])
     sums = Sums(q.dtype, dk, dv) if accumulate_dkv else None

@@ -190,15 +190,7 @@ def fwd_kvcache(
     entry in use names no page; nothing is written then.
     """
     one_position = not is_causal and is_unbounded(window_left) and is_unbounded(window_right)
-    options = ScoreOptions(
-        softmax_scale=softmax_scale,
-        softcap=softcap,
-        is_causal=is_causal,
-        window_left=window_left,
-        window_right=window_right,
-        alibi_slopes=alibi_slopes,
-        **named,
-    )
+    options = ScoreOptions(softmax_scale, softcap, is_causal, window_left, window_right, alibi_slopes, **named)
     tokens = TokenDescales(k_token_descale, v_token_descale)
     given = Descales(q_descale, k_descale, v_descale, v_per_channel)
     descales = given._replace(k=given.k if tokens.k is None else tokens.k, v=given.v if tokens.v is None else tokens.v)
@@ -349,22 +341,8 @@ def _plan_key(
     head_dim_v: int,
 ) -> PlanKey:
     batch, seqlen_q, heads, head_dim = q.shape
-    new = 0 if k is None else k.shape[1]
-    return PlanKey.create(
-        batch,
-        seqlen_q,
-        new,
-        heads,
-        cache.k.shape[2],
-        head_dim,
-        cache.capacity,
-        is_causal,
-        window_left,
-        window_right,
-        num_splits,
-        batch_invariant,
-        head_dim_v,
-    )
+    sizes = batch, seqlen_q, 0 if k is None else k.shape[1], heads, cache.k.shape[2], head_dim, cache.capacity
+    return PlanKey(*sizes, window_left, window_right, num_splits, batch_invariant, head_dim_v).normal(is_causal)
 
 
 def _check_new_keys(

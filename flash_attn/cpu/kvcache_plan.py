@@ -30,37 +30,14 @@ class PlanKey(NamedTuple):
     batch_invariant: bool
     head_dim_v: int
 
-    @staticmethod
-    def create(
-        batch: int,
-        seqlen_q: int,
-        seqlen_new: int,
-        heads: int,
-        heads_k: int,
-        head_dim: int,
-        seqlen_cache: int,
-        causal: bool,
-        window_left: int,
-        window_right: int,
-        num_splits: int,
-        batch_invariant: bool,
-        head_dim_v: int,
-    ) -> PlanKey:
-        """From the arguments of `kvcache_plan` from batch to batch_invariant, and head_dim_v."""
-        left, right = (-1 if is_unbounded(side) else side for side in (window_left, window_right))
-        return PlanKey(
-            batch=batch,
-            seqlen_q=seqlen_q,
-            seqlen_new=seqlen_new,
-            heads=heads,
-            heads_k=heads_k,
-            head_dim=head_dim,
-            seqlen_cache=seqlen_cache,
+    def normal(self, causal: bool) -> PlanKey:
+        """Equal for equal plans: causal is part of the window, and what is unbounded is -1."""
+        left, right = (-1 if is_unbounded(side) else side for side in (self.window_left, self.window_right))
+        return self._replace(
             window_left=left,
             window_right=0 if causal else right,
-            num_splits=min(num_splits, checks.MAX_INT),
-            batch_invariant=bool(batch_invariant),
-            head_dim_v=head_dim_v,
+            num_splits=min(self.num_splits, checks.MAX_INT),
+            batch_invariant=bool(self.batch_invariant),
         )
 
     @property
@@ -113,21 +90,8 @@ def kvcache_plan(
     checks.require(divisible, "nheads", f"a head count divisible by the K/V head count {heads_k}", heads)
     if heads_k > 0:
         checks.check_at_most("seqlen_q", seqlen_q * (heads // heads_k), "rows for each K/V head")
-    key = PlanKey.create(
-        batch,
-        seqlen_q,
-        seqlen_new,
-        heads,
-        heads_k,
-        head_dim,
-        seqlen_cache,
-        causal,
-        window_left,
-        window_right,
-        num_splits,
-        batch_invariant,
-        head_dim_v,
-    )
+    sizes_of_key = batch, seqlen_q, seqlen_new, heads, heads_k, head_dim, seqlen_cache
+    key = PlanKey(*sizes_of_key, window_left, window_right, num_splits, batch_invariant, head_dim_v).normal(causal)
     checks.require(num_splits >= 0, "num_splits", "a value >= 0", num_splits)
     checks.check_lengths("cache_seqlens", seqlens_k, [batch])
     checks.check_lengths("cache_leftpad", leftpad_k, [batch])

@@ -180,15 +180,7 @@ def varlen_fwd(
 
     Raises RuntimeError naming the argument; nothing is written then.
     """
-    options = ScoreOptions(
-        softmax_scale=softmax_scale,
-        softcap=softcap,
-        is_causal=is_causal,
-        window_left=window_left,
-        window_right=window_right,
-        alibi_slopes=alibi_slopes,
-        **named,
-    )
+    options = ScoreOptions(softmax_scale, softcap, is_causal, window_left, window_right, alibi_slopes, **named)
     call = EightBit.of(q, k, v, Descales(q_descale, k_descale, v_descale, v_per_channel), out_dtype)
     kv_axes = PACKED_AXES if block_table is None else PAGED_AXES
     check_operands(q, k, v, PACKED_AXES, kv_axes, call, p_dropout, has_qv=qv is not None)
@@ -319,15 +311,7 @@ def varlen_bwd(
     Returns [dq, dk, dv, softmax_d] and further gradients as `bwd` does: dq, dk and dv like q, k and v; rows that belong
         to no sequence are 0; softmax_d (h, total_q + 128 * b), sequence i starting at column cu_seqlens_q[i] + 128 * i.
     """
-    options = ScoreOptions(
-        softmax_scale=softmax_scale,
-        softcap=softcap,
-        is_causal=is_causal,
-        window_left=window_left,
-        window_right=window_right,
-        alibi_slopes=alibi_slopes,
-        **named,
-    )
+    options = ScoreOptions(softmax_scale, softcap, is_causal, window_left, window_right, alibi_slopes, **named)
     check_operands(q, k, v, PACKED_AXES, PACKED_AXES, None)
     batch = _check_packed(cu_seqlens_q, cu_seqlens_k, None, max_seqlen_q, max_seqlen_k)
     total_q, heads, _ = q.shape

@@ -66,20 +66,8 @@ def flash_attn_straight_through_func(
     There is no dropout.
     <errors>
     """
-    return _attend(
-        q,
-        k,
-        v,
-        DENSE,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        return_attn_probs,
-        sinks,
-    )
+    options = softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs, sinks
+    return _attend(q, k, v, DENSE, *options)
 
 
 @documented()
@@ -123,20 +111,9 @@ def flash_attn_varlen_straight_through_func(
     There is no dropout.
     <errors>
     """
-    return _attend(
-        q,
-        k,
-        v,
-        Sequences(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k),
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        return_attn_probs,
-        sinks,
-    )
+    sequences = Sequences(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    options = softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs, sinks
+    return _attend(q, k, v, sequences, *options)
 
 
 def _attend(

@@ -185,17 +185,8 @@ class AttentionArgs(NamedTuple):
 
     def without_scaling(self, q: Tensor, k: Optional[Tensor], v: Optional[Tensor]) -> "AttentionArgs":
         """The same call with operands to which the descales have been applied."""
-        return self._replace(
-            q=q,
-            k=k,
-            v=v,
-            q_descale=None,
-            k_descale=None,
-            v_descale=None,
-            v_per_channel=False,
-            out_dtype=None,
-            fast_exp=False,
-        )
+        defaults = {name: self._field_defaults[name] for name in (*SCALING, "fast_exp")}
+        return self._replace(q=q, k=k, v=v, **defaults)
 
 
 # Options of scores that FlashAttention-2 does not have: both records have them, and the backends take them by name.

@@ -25,12 +25,10 @@ def _dropout_add_norm(
     residual_in_fp32: bool,
     return_dropout_mask: bool,
     is_rms_norm: bool,
-    x1: Tensor | None = None,
-    weight1: Tensor | None = None,
-    bias1: Tensor | None = None,
-    has_two: bool = False,
+    second: tuple[Tensor | None, Tensor | None, Tensor | None] | None = None,
 ) -> TensorOrTuple:
-    """What all functions of this module and of `flash_attn.ops.rms_norm` compute."""
+    """What all functions of this module and of `flash_attn.ops.rms_norm` compute. second: x1, weight1 and bias1."""
+    x1, weight1, bias1 = second or (None, None, None)
     try:
         x = x0
         if layerscale is not None:
@@ -56,14 +54,14 @@ def _dropout_add_norm(
             return_dropout_mask=return_dropout_mask,
         )
     except (RuntimeError, TypeError) as error:
-        arguments.rename(error, _NAMES if has_two else {"x": "x0", "eps": "epsilon"})
+        arguments.rename(error, _NAMES if second else {"x": "x0", "eps": "epsilon"})
         raise
     results = list(results) if isinstance(results, tuple) else [results]
-    if has_two and weight1 is None:
+    if second and weight1 is None:
         results.insert(1, None)
     if return_dropout_mask:
         masks = [m if m is not None else torch.ones_like(x0, dtype=torch.bool) for m in results[-2:]]
-        results[-2:] = masks if has_two else masks[:1]
+        results[-2:] = masks if second else masks[:1]
     return tuple(results) if len(results) > 1 else results[0]
 
 
@@ -102,20 +100,8 @@ def dropout_add_layer_norm(
 
     Returns out, (out, sum), (out, mask) or (out, sum, mask). Raises RuntimeError naming the argument that does not fit.
     """
-    return _dropout_add_norm(
-        x0,
-        residual,
-        weight,
-        bias,
-        dropout_p,
-        epsilon,
-        rowscale,
-        layerscale,
-        prenorm,
-        residual_in_fp32,
-        return_dropout_mask,
-        False,
-    )
+    options = prenorm, residual_in_fp32, return_dropout_mask, False
+    return _dropout_add_norm(x0, residual, weight, bias, dropout_p, epsilon, rowscale, layerscale, *options)
 
 
 def dropout_add_layer_norm_parallel_residual(
@@ -145,24 +131,8 @@ def dropout_add_layer_norm_parallel_residual(
     Returns (out0, out1), followed by the sum with prenorm and by two masks with return_dropout_mask; out1 is None
     without weight1. Raises RuntimeError naming the argument that does not fit.
     """
-    return _dropout_add_norm(
-        x0,
-        residual,
-        weight0,
-        bias0,
-        dropout_p,
-        epsilon,
-        None,
-        None,
-        prenorm,
-        residual_in_fp32,
-        return_dropout_mask,
-        False,
-        x1,
-        weight1,
-        bias1,
-        has_two=True,
-    )
+    options, second = (prenorm, residual_in_fp32, return_dropout_mask, False), (x1, weight1, bias1)
+    return _dropout_add_norm(x0, residual, weight0, bias0, dropout_p, epsilon, None, None, *options, second)
 
 
 class DropoutAddNorm(nn.Module):
@@ -198,20 +168,9 @@ class DropoutAddNorm(nn.Module):
 
     def forward(self, x0: Tensor, residual: Tensor | None = None) -> TensorOrTuple:
         """x0, residual: (..., hidden_size) -> out, or (out, sum) with prenorm."""
-        return _dropout_add_norm(
-            x0,
-            residual,
-            self.weight,
-            self.bias,
-            self.p if self.training else 0.0,
-            self.eps,
-            None,
-            None,
-            self.prenorm,
-            self.residual_in_fp32,
-            False,
-            self._is_rms_norm,
-        )
+        options = self.prenorm, self.residual_in_fp32, False, self._is_rms_norm
+        dropout_p = self.p if self.training else 0.0
+        return _dropout_add_norm(x0, residual, self.weight, self.bias, dropout_p, self.eps, None, None, *options)
 
 
 class DropoutAddLayerNorm(DropoutAddNorm):

@@ -34,20 +34,8 @@ def dropout_add_rms_norm(
     return_dropout_mask: bool = False,
 ) -> TensorOrTuple:
     """`flash_attn.ops.layer_norm.dropout_add_layer_norm` with the RMS norm."""
-    return _dropout_add_norm(
-        x0,
-        residual,
-        weight,
-        bias,
-        dropout_p,
-        epsilon,
-        rowscale,
-        layerscale,
-        prenorm,
-        residual_in_fp32,
-        return_dropout_mask,
-        True,
-    )
+    options = prenorm, residual_in_fp32, return_dropout_mask, True
+    return _dropout_add_norm(x0, residual, weight, bias, dropout_p, epsilon, rowscale, layerscale, *options)
 
 
 def dropout_add_rms_norm_parallel_residual(
@@ -65,24 +53,8 @@ def dropout_add_rms_norm_parallel_residual(
     return_dropout_mask: bool = False,
 ) -> TensorOrTuple:
     """`flash_attn.ops.layer_norm.dropout_add_layer_norm_parallel_residual` with the RMS norm."""
-    return _dropout_add_norm(
-        x0,
-        residual,
-        weight0,
-        bias0,
-        dropout_p,
-        epsilon,
-        None,
-        None,
-        prenorm,
-        residual_in_fp32,
-        return_dropout_mask,
-        True,
-        x1,
-        weight1,
-        bias1,
-        has_two=True,
-    )
+    options, second = (prenorm, residual_in_fp32, return_dropout_mask, True), (x1, weight1, bias1)
+    return _dropout_add_norm(x0, residual, weight0, bias0, dropout_p, epsilon, None, None, *options, second)
 
 
 class RMSNorm(norms.RMSNorm):

@@ -10,6 +10,8 @@ so that the second result of the generator, unused, is empty.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from flash_attn import backends
@@ -54,78 +56,12 @@ def _dense(
     target = None if out is None else _writable(out)
     q, k, v = map(calls.rows_contiguous, (q, k, v))
     result, lse, dmask, rng_state = backends.of(q).fwd(
-        q,
-        k,
-        v,
-        target,
-        alibi_slopes,
-        dropout_p,
-        scale,
-        is_causal,
-        *window,
-        0.0,
-        return_debug_mask,
-        None,
-        False,
+        q, k, v, target, alibi_slopes, dropout_p, scale, is_causal, *window, 0.0, return_debug_mask, None, False,
         batch_invariant,
-    )
+    )  # fmt: skip
     if out is not None and target is not None and target is not out:
         result = out.copy_(target)
     return result, lse, dmask, rng_state
-
-
-def _varlen(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    cum_seq_q: torch.Tensor | None,
-    cum_seq_k: torch.Tensor | None,
-    max_q: int,
-    max_k: int,
-    dropout_p: float,
-    is_causal: bool,
-    return_debug_mask: bool,
-    scale: float | None,
-    window: tuple[int, int],
-    seqused_k: torch.Tensor | None,
-    block_table: torch.Tensor | None,
-    alibi_slopes: torch.Tensor | None,
-    batch_invariant: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Forward of (total, heads, head_dim) into out -> (out, lse, S_dmask, rng_state)."""
-    target = _writable(out)
-    q, k, v = map(calls.rows_contiguous, (q, k, v))
-    if cum_seq_k is None and seqused_k is not None:
-        cum_seq_k = cum_seq_q  # pages begin at the block table, lengths stand in seqused_k
-    _, lse, dmask, rng_state = backends.of(q).varlen_fwd(
-        q,
-        k,
-        v,
-        target,
-        cum_seq_q,
-        cum_seq_k,
-        seqused_k,
-        None,
-        block_table,
-        alibi_slopes,
-        max_q,
-        max_k,
-        dropout_p,
-        scale,
-        False,
-        is_causal,
-        *window,
-        0.0,
-        return_debug_mask,
-        None,
-        0,
-        False,
-        batch_invariant,
-    )
-    if target is not out:
-        out.copy_(target)
-    return out, lse, dmask, rng_state
 
 
 def sdpa_forward(
@@ -143,260 +79,14 @@ def sdpa_forward(
     """
     q = query.transpose(1, 2)
     out = None if q.is_contiguous() else torch.empty_like(query).transpose(1, 2)
-    out, lse, dmask, rng_state = _dense(
-        q,
-        key.transpose(1, 2),
-        value.transpose(1, 2),
-        out,
-        dropout_p,
-        is_causal,
-        return_debug_mask,
-        _scale(scale, query),
-        (-1, -1),
-        None,
-        is_batch_invariant(),
-    )
+    options = dropout_p, is_causal, return_debug_mask, _scale(scale, query), (-1, -1), None, is_batch_invariant()
+    out, lse, dmask, rng_state = _dense(q, key.transpose(1, 2), value.transpose(1, 2), out, *options)
     random = _random_results(query, rng_state)
     return out.transpose(1, 2), lse, None, None, query.shape[2], key.shape[2], *random, dmask
 
 
 def _gradients(
-    grad_out: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    rng_state: torch.Tensor,
-    cum_seq_q: torch.Tensor | None,
-    cum_seq_k: torch.Tensor | None,
-    max_q: int,
-    max_k: int,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-    window: tuple[int, int],
     swap: bool,
-) -> tuple[torch.Tensor, ...]:
-    """(dq, dk, dv) like (query, key, value). swap: the axes 1 and 2 of all tensors but lse change places for us."""
-
-    def ours(x: torch.Tensor) -> torch.Tensor:
-        return x.transpose(1, 2) if swap else x
-
-    gradients = tuple(map(torch.empty_like, (query, key, value)))
-    args = AttentionBackwardArgs(  # type: ignore[call-arg]  # mypy sees no defaults in this record
-        dout=ours(grad_out),
-        dlse=None,
-        q=ours(query),
-        k=ours(key),
-        v=ours(value),
-        out=ours(out),
-        lse=lse,
-        rng_state=rng_state.view(torch.int64),
-        cu_seqlens_q=cum_seq_q,
-        cu_seqlens_k=cum_seq_k,
-        alibi_slopes=None,
-        sinks=None,
-        max_seqlen_q=max_q,
-        max_seqlen_k=max_k,
-        dropout_p=dropout_p,
-        softmax_scale=_scale(scale, query),
-        causal=is_causal,
-        window_left=window[0],
-        window_right=window[1],
-        softcap=0.0,
-        deterministic=torch.are_deterministic_algorithms_enabled(),
-        batch_invariant=is_batch_invariant(),
-    )
-    calls.backward_into(args, *map(ours, gradients))
-    return gradients
-
-
-def sdpa_backward(
-    grad_out: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    out: torch.Tensor,
-    logsumexp: torch.Tensor,
-    cum_seq_q: torch.Tensor | None,
-    cum_seq_k: torch.Tensor | None,
-    max_q: int,
-    max_k: int,
-    dropout_p: float,
-    is_causal: bool,
-    philox_seed: torch.Tensor,
-    philox_offset: torch.Tensor,
-    *,
-    scale: float | None = None,
-) -> tuple[torch.Tensor, ...]:
-    """aten::_scaled_dot_product_flash_attention_backward; deterministic where torch's flag asks for it."""
-    return _gradients(
-        grad_out,
-        query,
-        key,
-        value,
-        out,
-        logsumexp,
-        philox_seed,
-        None,
-        None,
-        0,
-        0,
-        dropout_p,
-        is_causal,
-        scale,
-        (-1, -1),
-        swap=True,
-    )
-
-
-def flash_forward(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    cum_seq_q: torch.Tensor | None,
-    cum_seq_k: torch.Tensor | None,
-    max_q: int,
-    max_k: int,
-    dropout_p: float,
-    is_causal: bool,
-    return_debug_mask: bool,
-    *,
-    scale: float | None = None,
-    window_size_left: int | None = None,
-    window_size_right: int | None = None,
-    seqused_k: torch.Tensor | None = None,
-    alibi_slopes: torch.Tensor | None = None,
-    block_table: torch.Tensor | None = None,
-    num_splits: int | None = None,
-) -> tuple[torch.Tensor, ...]:
-    """aten::_flash_attention_forward: dense (batch, seqlen, heads, head_dim), with cum_seq_q varlen
-    (total, heads, head_dim). num_splits 1 asks for a result that does not depend on the rest of the batch, as torch
-    promises; other values change nothing.
-    """
-    forward_only = {"seqused_k": seqused_k, "block_table": block_table, "alibi_slopes": alibi_slopes}
-    if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
-        for name, tensor in forward_only.items():
-            if tensor is not None:  # torch's backward operator does not take it: gradients would be wrong
-                raise NotImplementedError(f"{name}: {_WITHOUT_BACKWARD}")
-    out = torch.empty_like(query)
-    out, lse, dmask, rng_state = _flash_forward_into(
-        out,
-        query,
-        key,
-        value,
-        cum_seq_q,
-        cum_seq_k,
-        max_q,
-        max_k,
-        dropout_p,
-        is_causal,
-        return_debug_mask,
-        _scale(scale, query),
-        _window(window_size_left, window_size_right),
-        seqused_k,
-        block_table,
-        alibi_slopes,
-        num_splits,
-    )
-    return out, lse, *_random_results(query, rng_state), dmask
-
-
-def flash_forward_inplace(
-    out: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    cum_seq_q: torch.Tensor | None,
-    cum_seq_k: torch.Tensor | None,
-    max_q: int,
-    max_k: int,
-    dropout_p: float,
-    is_causal: bool,
-    return_debug_mask: bool,
-    *,
-    scale: float | None = None,
-    window_size_left: int | None = None,
-    window_size_right: int | None = None,
-    seqused_k: torch.Tensor | None = None,
-    alibi_slopes: torch.Tensor | None = None,
-    block_table: torch.Tensor | None = None,
-    num_splits: int | None = None,
-) -> torch.Tensor:
-    """aten::_flash_attention_forward_no_dropout_inplace (torch 2.13): `flash_forward` into out -> lse."""
-    _, lse, *_ = _flash_forward_into(
-        out,
-        query,
-        key,
-        value,
-        cum_seq_q,
-        cum_seq_k,
-        max_q,
-        max_k,
-        dropout_p,
-        is_causal,
-        return_debug_mask,
-        _scale(scale, query),
-        _window(window_size_left, window_size_right),
-        seqused_k,
-        block_table,
-        alibi_slopes,
-        num_splits,
-    )
-    return lse
-
-
-def _flash_forward_into(
-    out: torch.Tensor | None,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    cum_seq_q: torch.Tensor | None,
-    cum_seq_k: torch.Tensor | None,
-    max_q: int,
-    max_k: int,
-    dropout_p: float,
-    is_causal: bool,
-    return_debug_mask: bool,
-    scale: float | None,
-    window: tuple[int, int],
-    seqused_k: torch.Tensor | None,
-    block_table: torch.Tensor | None,
-    alibi_slopes: torch.Tensor | None,
-    num_splits: int | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    batch_invariant = num_splits == 1 or is_batch_invariant()
-    if cum_seq_q is not None:
-        assert out is not None
-        return _varlen(
-            query,
-            key,
-            value,
-            out,
-            cum_seq_q,
-            cum_seq_k,
-            max_q,
-            max_k,
-            dropout_p,
-            is_causal,
-            return_debug_mask,
-            scale,
-            window,
-            seqused_k,
-            block_table,
-            alibi_slopes,
-            batch_invariant,
-        )
-    for name, tensor in (("seqused_k", seqused_k), ("block_table", block_table)):
-        if tensor is not None:
-            raise RuntimeError(f"{name}: expected None for dense attention, got a tensor")
-    return _dense(
-        query, key, value, out, dropout_p, is_causal, return_debug_mask, scale, window, alibi_slopes, batch_invariant
-    )
-
-
-def flash_backward(
     grad_out: torch.Tensor,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -416,25 +106,114 @@ def flash_backward(
     window_size_left: int | None = None,
     window_size_right: int | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """aten::_flash_attention_backward; deterministic where torch's flag asks for it."""
-    return _gradients(
-        grad_out,
-        query,
-        key,
-        value,
-        out,
-        logsumexp,
-        rng_state,
-        cum_seq_q,
-        cum_seq_k,
-        max_q,
-        max_k,
-        dropout_p,
-        is_causal,
-        scale,
-        _window(window_size_left, window_size_right),
-        swap=False,
+    """(dq, dk, dv) like (query, key, value), deterministic where torch's flag asks for it; the arguments are those of
+    aten::_flash_attention_backward. swap: the axes 1 and 2 of all tensors but logsumexp change places for us."""
+
+    def ours(x: torch.Tensor) -> torch.Tensor:
+        return x.transpose(1, 2) if swap else x
+
+    gradients = tuple(map(torch.empty_like, (query, key, value)))
+    window_left, window_right = _window(window_size_left, window_size_right)
+    args = AttentionBackwardArgs(  # type: ignore[call-arg]  # mypy sees no defaults in this record
+        dout=ours(grad_out),
+        dlse=None,
+        q=ours(query),
+        k=ours(key),
+        v=ours(value),
+        out=ours(out),
+        lse=logsumexp,
+        rng_state=rng_state.view(torch.int64),
+        cu_seqlens_q=cum_seq_q,
+        cu_seqlens_k=cum_seq_k,
+        alibi_slopes=None,
+        sinks=None,
+        max_seqlen_q=max_q,
+        max_seqlen_k=max_k,
+        dropout_p=dropout_p,
+        softmax_scale=_scale(scale, query),
+        causal=is_causal,
+        window_left=window_left,
+        window_right=window_right,
+        softcap=0.0,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+        batch_invariant=is_batch_invariant(),
     )
+    calls.backward_into(args, *map(ours, gradients))
+    return gradients
+
+
+def sdpa_backward(*arguments: Any, scale: float | None = None) -> tuple[torch.Tensor, ...]:
+    """aten::_scaled_dot_product_flash_attention_backward: the lengths that it takes are none of packed sequences."""
+    arguments = (*arguments[:6], None, None, 0, 0, *arguments[10:])
+    return _gradients(True, *arguments, scale=scale)
+
+
+def flash_backward(*arguments: Any, **options: Any) -> tuple[torch.Tensor, ...]:
+    """aten::_flash_attention_backward."""
+    return _gradients(False, *arguments, **options)
+
+
+def flash_forward(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *arguments: Any, **options: Any
+) -> tuple[torch.Tensor, ...]:
+    """aten::_flash_attention_forward."""
+    if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
+        for name in ("seqused_k", "block_table", "alibi_slopes"):
+            if options.get(name) is not None:  # torch's backward operator does not take it: gradients would be wrong
+                raise NotImplementedError(f"{name}: {_WITHOUT_BACKWARD}")
+    out, lse, dmask, rng_state = _flash_forward(torch.empty_like(query), query, key, value, *arguments, **options)
+    return out, lse, *_random_results(query, rng_state), dmask
+
+
+def flash_forward_inplace(*arguments: Any, **options: Any) -> torch.Tensor:
+    """aten::_flash_attention_forward_no_dropout_inplace (torch 2.13): `flash_forward` into out -> lse."""
+    return _flash_forward(*arguments, **options)[1]
+
+
+def _flash_forward(
+    out: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cum_seq_q: torch.Tensor | None,
+    cum_seq_k: torch.Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    return_debug_mask: bool,
+    *,
+    scale: float | None = None,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+    seqused_k: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    num_splits: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(out, lse, S_dmask, rng_state) of dense (batch, seqlen, heads, head_dim), with cum_seq_q varlen (total, heads,
+    head_dim). num_splits 1 asks for a result that does not depend on the rest of the batch, as torch promises; other
+    values change nothing.
+    """
+    batch_invariant = num_splits == 1 or is_batch_invariant()
+    scale, window = _scale(scale, query), _window(window_size_left, window_size_right)
+    if cum_seq_q is None:
+        for name, tensor in (("seqused_k", seqused_k), ("block_table", block_table)):
+            if tensor is not None:
+                raise RuntimeError(f"{name}: expected None for dense attention, got a tensor")
+        options = dropout_p, is_causal, return_debug_mask, scale, window, alibi_slopes, batch_invariant
+        return _dense(query, key, value, out, *options)
+    target = _writable(out)
+    q, k, v = map(calls.rows_contiguous, (query, key, value))
+    if cum_seq_k is None and seqused_k is not None:
+        cum_seq_k = cum_seq_q  # pages begin at the block table, lengths stand in seqused_k
+    _, lse, dmask, rng_state = backends.of(q).varlen_fwd(
+        q, k, v, target, cum_seq_q, cum_seq_k, seqused_k, None, block_table, alibi_slopes, max_q, max_k, dropout_p,
+        scale, False, is_causal, *window, 0.0, return_debug_mask, None, 0, False, batch_invariant,
+    )  # fmt: skip
+    if target is not out:
+        out.copy_(target)
+    return out, lse, dmask, rng_state
 
 
 OPERATORS = {

@@ -26,23 +26,20 @@ from __future__ import annotations
 import inspect
 from bisect import bisect_left
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Callable, TypeVar, cast
+from typing import Callable, Optional, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from flash_attn._docstrings import documented
-from flash_attn._types import AttentionOptions, TensorOrTuple, WindowSize
+from flash_attn._types import TensorOrTuple, WindowSize
 from flash_attn.context_parallel.compat import plan_cache
 from flash_attn.context_parallel.compat.plan_cache import Bounds, BoundsOfTensors, GroupCache
 from flash_attn.context_parallel.exchange.consistency import compare_on_all_ranks
 from flash_attn.context_parallel.exchange.groups import Communicator
 from flash_attn.context_parallel.function import flash_attn_cp_func
 from flash_attn.ops import arguments
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 __all__ = [
     "llama3_flash_attn_prepare_cu_seqlens",
@@ -69,6 +66,8 @@ _prepared = BoundsOfTensors()  # bounds of all ranks' documents by the cu_seqlen
 _ABSENT = cast(Tensor, object())  # in place of k or v, which are in one tensor with q or k
 
 Function = Callable[..., TensorOrTuple]
+# dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic
+_Options = tuple[float, Optional[float], bool, WindowSize, Optional[Tensor], bool]
 _AnyFunction = TypeVar("_AnyFunction", bound=Function)
 
 
@@ -121,18 +120,8 @@ def ring_flash_attn_func(
     k, v: (batch, seqlen, nheads_k, head_dim).
     <ring>
     """
-    return _dense(
-        (q, k, v),
-        "contiguous",
-        group,
-        return_attn_probs,
-        dropout_p=dropout_p,
-        softmax_scale=softmax_scale,
-        causal=causal,
-        window_size=window_size,
-        alibi_slopes=alibi_slopes,
-        deterministic=deterministic,
-    )
+    options = dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic
+    return _dense((q, k, v), "contiguous", options, return_attn_probs, group)
 
 
 ring_flash_attn_qkvpacked_func, ring_flash_attn_kvpacked_func = _packed_forms(ring_flash_attn_func)
@@ -158,18 +147,8 @@ def zigzag_ring_flash_attn_func(
     k, v: (batch, seqlen, nheads_k, head_dim).
     <ring>
     """
-    return _dense(
-        (q, k, v),
-        "zigzag",
-        group,
-        return_attn_probs,
-        dropout_p=dropout_p,
-        softmax_scale=softmax_scale,
-        causal=causal,
-        window_size=window_size,
-        alibi_slopes=alibi_slopes,
-        deterministic=deterministic,
-    )
+    options = dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic
+    return _dense((q, k, v), "zigzag", options, return_attn_probs, group)
 
 
 zigzag_ring_flash_attn_qkvpacked_func, zigzag_ring_flash_attn_kvpacked_func = _packed_forms(zigzag_ring_flash_attn_func)
@@ -200,19 +179,8 @@ def ring_flash_attn_varlen_func(
     cu_seqlens: int32 or int64 (documents + 1,), bounds of one rank's tokens, the same on all. max_seqlen: no effect.
     <ring>
     """
-    return _packed(
-        (q, k, v),
-        cu_seqlens,
-        "contiguous",
-        group,
-        return_attn_probs,
-        dropout_p=dropout_p,
-        softmax_scale=softmax_scale,
-        causal=causal,
-        window_size=window_size,
-        alibi_slopes=alibi_slopes,
-        deterministic=deterministic,
-    )
+    options = dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic
+    return _packed((q, k, v), cu_seqlens, "contiguous", options, return_attn_probs, group)
 
 
 ring_flash_attn_varlen_qkvpacked_func, ring_flash_attn_varlen_kvpacked_func = _packed_forms(ring_flash_attn_varlen_func)
@@ -241,19 +209,8 @@ def zigzag_ring_flash_attn_varlen_func(
     max_seqlen: no effect.
     <ring>
     """
-    return _packed(
-        (q, k, v),
-        cu_seqlens,
-        "zigzag",
-        group,
-        return_attn_probs,
-        dropout_p=dropout_p,
-        softmax_scale=softmax_scale,
-        causal=causal,
-        window_size=window_size,
-        alibi_slopes=alibi_slopes,
-        deterministic=deterministic,
-    )
+    options = dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic
+    return _packed((q, k, v), cu_seqlens, "zigzag", options, return_attn_probs, group)
 
 
 zigzag_ring_flash_attn_varlen_qkvpacked_func, zigzag_ring_flash_attn_varlen_kvpacked_func = _packed_forms(
@@ -330,19 +287,8 @@ def llama3_flash_attn_varlen_func(
     cu_seqlens_k, max_seqlen_q, max_seqlen_k, heads_k_stride: no effect.
     <ring>
     """
-    return _llama3(
-        (q, k, v),
-        cu_seqlens_q,
-        local_k_slice,
-        group,
-        return_attn_probs,
-        dropout_p=dropout_p,
-        softmax_scale=softmax_scale,
-        causal=causal,
-        window_size=window_size,
-        alibi_slopes=alibi_slopes,
-        deterministic=deterministic,
-    )
+    options = dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic
+    return _llama3((q, k, v), cu_seqlens_q, local_k_slice, options, return_attn_probs, group)
 
 
 llama3_flash_attn_varlen_qkvpacked_func, llama3_flash_attn_varlen_kvpacked_func = _packed_forms(
@@ -357,9 +303,9 @@ llama3_flash_attn_varlen_qkvpacked_func, llama3_flash_attn_varlen_kvpacked_func 
 def _dense(
     inputs: tuple[Tensor, ...],
     division: str,
-    group: dist.ProcessGroup | None,
+    options: _Options,
     return_attn_probs: bool,
-    **options: Unpack[AttentionOptions],
+    group: dist.ProcessGroup | None,
 ) -> TensorOrTuple:
     cache = plan_cache.cache_of(group)
     documents: Bounds = ()
@@ -372,7 +318,7 @@ def _dense(
     except Exception as raised:  # of any type: the other ranks wait for this one
         error = raised
     plan_cache.raise_on_all_ranks(cache, error)
-    return _attend(cache, inputs, False, division, documents, return_attn_probs, options)
+    return _attend(cache, inputs, False, division, documents, options, return_attn_probs)
 
 
 @_uncompiled
@@ -380,9 +326,9 @@ def _packed(
     inputs: tuple[Tensor, ...],
     cu_seqlens: Tensor,
     division: str,
-    group: dist.ProcessGroup | None,
+    options: _Options,
     return_attn_probs: bool,
-    **options: Unpack[AttentionOptions],
+    group: dist.ProcessGroup | None,
 ) -> TensorOrTuple:
     cache = plan_cache.cache_of(group)
     documents: Bounds = ()
@@ -398,7 +344,7 @@ def _packed(
     except Exception as raised:
         error = raised
     plan_cache.raise_on_all_ranks(cache, error)
-    return _attend(cache, inputs, True, division, documents, return_attn_probs, options)
+    return _attend(cache, inputs, True, division, documents, options, return_attn_probs)
 
 
 @_uncompiled
@@ -406,9 +352,9 @@ def _llama3(
     inputs: tuple[Tensor, ...],
     cu_seqlens_q: Tensor,
     local_k_slice: slice,
-    group: dist.ProcessGroup | None,
+    options: _Options,
     return_attn_probs: bool,
-    **options: Unpack[AttentionOptions],
+    group: dist.ProcessGroup | None,
 ) -> TensorOrTuple:
     cache = plan_cache.cache_of(group)
     documents = error = None
@@ -416,7 +362,7 @@ def _llama3(
     tokens = 0
     try:
         inputs = _separate(inputs, is_packed=True)
-        tokens, slopes = inputs[0].shape[0], options["alibi_slopes"]
+        tokens, slopes = inputs[0].shape[0], options[4]
         if isinstance(slopes, Tensor) and slopes.dim() != 1:  # a rank does not know the number of all documents
             raise RuntimeError(f"alibi_slopes: expected shape (nheads,), got {list(slopes.shape)}")
         arguments.check_tensors(("cu_seqlens_q",), (cu_seqlens_q,))
@@ -429,7 +375,7 @@ def _llama3(
     if documents is None:
         documents = _gathered_documents(cache.communicator, starts, tokens)
         cache.documents.put(cu_seqlens_q, documents)
-    return _attend(cache, inputs, True, "stream", documents, return_attn_probs, options)
+    return _attend(cache, inputs, True, "stream", documents, options, return_attn_probs)
 
 
 def _attend(
@@ -438,12 +384,14 @@ def _attend(
     is_packed: bool,
     division: str,
     documents: Bounds,
+    options: _Options,
     return_attn_probs: bool,
-    options: AttentionOptions,
 ) -> TensorOrTuple:
     plan = plan_cache.cached_plan(cache, is_packed, division, documents)
     q, k, v = inputs
-    result = flash_attn_cp_func(q, k, v, **options, return_attn_probs=return_attn_probs, plan=plan)
+    dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic = options
+    score = dropout_p, softmax_scale, causal, window_size, 0.0
+    result = flash_attn_cp_func(q, k, v, *score, alibi_slopes, deterministic, return_attn_probs, plan=plan)
     return (*result[:2], None) if return_attn_probs else result
 
 

@@ -136,26 +136,9 @@ def rms_norm_fn(
     residual_out: Tensor | None = None,
 ) -> TensorOrTuple:
     """`layer_norm_fn` with is_rms_norm=True."""
-    return layer_norm_fn(
-        x,
-        weight,
-        bias,
-        residual,
-        x1,
-        weight1,
-        bias1,
-        eps,
-        dropout_p,
-        rowscale,
-        prenorm,
-        residual_in_fp32,
-        zero_centered_weight,
-        True,
-        return_dropout_mask,
-        out_dtype,
-        out,
-        residual_out,
-    )
+    inputs = x, weight, bias, residual, x1, weight1, bias1
+    options = eps, dropout_p, rowscale, prenorm, residual_in_fp32, zero_centered_weight
+    return layer_norm_fn(*inputs, *options, True, return_dropout_mask, out_dtype, out, residual_out)
 
 
 def layer_norm_linear_fn(
