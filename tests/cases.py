@@ -13,7 +13,10 @@ from dataclasses import dataclass
 import kernel_tables
 
 HEAD_DIMS = (8, 16, 32, 40, 64, 72, 80, 96, 104, 128, 136, 160, 192, 200, 224, 256, 320, 512)
-CPU_HEAD_DIMS = (8, 37, 64, 72, 136, 256, 512)  # of pairwise cases: the CPU backend is one code for all head dims
+# Of pairwise cases on CPU tensors: its backend is one code for all head dims, and for all ratios of heads.
+CPU_HEAD_DIMS = (8, 37, 64, 72, 136, 256, 512)
+CPU_HEADS = ((1, 1), (2, 2), (3, 1), (8, 2), (5, 1))
+CPU_LENGTHS = ((1, 1), (1, 257), (64, 65), (65, 129), (127, 128), (128, 300), (200, 73))
 GQA_RATIOS = (1, 3, 4, 5, 7, 8, 12)
 PAGE_SIZES = (1, 7, 16, 48, 256, 1000)
 SEQLENS_Q = (0, 1, 63, 64, 65, 127, 128, 129, 1000)
@@ -389,9 +392,9 @@ def _case(row: dict, batch: int = 3) -> Case:
 
 
 def features_of(device: str) -> dict[str, tuple]:
-    """FEATURES with the dtypes and head dims of a device."""
-    head_dims = CPU_HEAD_DIMS if device == "cpu" else FEATURES["head_dim"]
-    return {**FEATURES, "dtype": DTYPES[device], "head_dim": head_dims}
+    """FEATURES with the dtypes of a device; fewer values of sizes on the CPU."""
+    on_cpu = {"head_dim": CPU_HEAD_DIMS, "heads": CPU_HEADS, "lengths": CPU_LENGTHS} if device == "cpu" else {}
+    return {**FEATURES, "dtype": DTYPES[device], **on_cpu}
 
 
 def pairwise_cases(device: str) -> list[Case]:

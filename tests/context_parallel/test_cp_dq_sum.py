@@ -159,6 +159,7 @@ CP = [
 ]
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("method, ranks, shape", CP, ids=[f"{method}-{ranks}-{case.id}" for method, ranks, case in CP])
 @pytest.mark.parametrize("keeps", [True, False], ids=["kept", "added"])
 def test_ranks_with_and_without_the_sum(device, monkeypatch, method, ranks, shape, keeps):

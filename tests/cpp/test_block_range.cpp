@@ -118,7 +118,7 @@ void check_large_keys(const Visibility& visibility) {
   }
 }
 
-// Built with -fsanitize=undefined: a 32-bit overflow ends the program.
+// Built with -fsanitize=signed-integer-overflow: a 32-bit overflow ends the program.
 void check_large_problems() {
   const int longest = (1 << 30) - 1;  // the maximum of checks.h
   const int lengths[] = {1, 128, 1 << 20, longest - 128, longest};

@@ -120,7 +120,7 @@ void check_schedule(std::mt19937& random) {
   }
 }
 
-// Linearised work as long as 32 bits allow, and longer: no product or sum overflows (-fsanitize=undefined).
+// Linearised work as long as 32 bits allow, and longer: no overflow (-fsanitize=signed-integer-overflow).
 void check_long_work(std::mt19937& random) {
   auto below = [&](int64_t bound) { return static_cast<int64_t>(random() % static_cast<uint64_t>(bound)); };
   for (int i = 0; i < 20000; ++i) {
