@@ -60,8 +60,10 @@ def make_inputs(row, device, seed=0):
     first, descales = tuple(randn(*shape, dim) for dim in dims), None
     if case.cache_dtype:
         import flash_attn.fp8
+        from flash_attn.eight_bit import EIGHT_BIT
 
-        dtype, granularity = (torch.int8, "token") if case.cache_dtype == "int8" else (torch.float8_e4m3fn, "tensor")
+        (dtype,) = (x for x in EIGHT_BIT if case.cache_dtype in str(x))
+        granularity = "tensor" if dtype.is_floating_point else "token"
         first, descales = zip(*(flash_attn.fp8.quantize(x, granularity, dtype) for x in first))
     caches = [first] + [tuple(x.clone() for x in first) for _ in range(layers - 1)]
     lengths = torch.full((case.batch,), case.seqlen_k - case.append, dtype=torch.int32, device=device)

@@ -8,11 +8,13 @@ from __future__ import annotations
 import dataclasses
 
 import torch
-from fp8_harness import E4M3, INT8, LSE, WIDE_P, decode, lse_bound, lse_error, relative_rmse
+from fp8_harness import E4M3, LSE, WIDE_P, decode, lse_bound, lse_error, relative_rmse
 from kvcache_harness import get_rows, make_problem, run, seen_by_mask
 from reference import attention
 
-FORMATS = (E4M3, INT8)
+from flash_attn.eight_bit import EIGHT_BIT
+
+FORMATS = EIGHT_BIT
 
 
 def scale(device, *shape):

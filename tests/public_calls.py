@@ -16,6 +16,7 @@ import flash_attn
 from flash_attn import _self_check, bert_padding, fp8, sdpa
 from flash_attn.context_parallel import CpCache, CpPlan, LocalGroup, flash_attn_cp_func, flash_attn_cp_kvcache
 from flash_attn.context_parallel.plan.steps import METHODS
+from flash_attn.eight_bit import EIGHT_BIT
 from flash_attn.integrations import sglang, transformers, transformers_cp, vllm
 from flash_attn.layers import rotary
 from flash_attn.losses.cross_entropy import CrossEntropyLoss
@@ -288,8 +289,7 @@ def combine(x):
 def quantisation(x):
     q, k, v = x.dense(HEADS, HEADS_K, HEADS_K)
     whole = fp8.quantize_qkv(q, k, v, rotate=True)
-    parts = [fp8.quantize(k, name, dtype) for name in ("tensor", "head", "token", "channel")
-             for dtype in (torch.float8_e4m3fn, torch.int8)]  # fmt: skip
+    parts = [fp8.quantize(k, name, dtype) for name in ("tensor", "head", "token", "channel") for dtype in EIGHT_BIT]
     q8, k8, v8, *descales, _ = whole
     names = ("q_descale", "k_descale", "v_descale")
     out = flash_attn.flash_attn_func(q8, k8, v8, **dict(zip(names, descales)))

@@ -417,7 +417,7 @@ def modules_of(folder):
     return {path.relative_to(folder).as_posix() for path in folder.rglob("*.py") if path.name != "setup.py"}
 
 
-@pytest.mark.parametrize("project", ["flash_attn", "flash_attn_3", "flash_mla"])
+@pytest.mark.parametrize("project", ["flash_attn", *sorted(path.parent.name for path in ROOT.glob("flash_*/setup.py"))])
 def test_installs_of_one_checkout_at_once_are_complete(tree, tmp_path, project):
     """Each in a separate folder, so that none deletes files that another is about to copy."""
     if project == "flash_attn":

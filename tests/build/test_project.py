@@ -25,17 +25,7 @@ def test_the_sdist_has_what_builds_and_tests_it(sdist_files):
     needed = {"setup.py", "pyproject.toml", "Makefile", "LICENSE", "CONTRIBUTING.md", "SECURITY.md", "CITATION.cff"}
     needed |= {"mkdocs.yml", ".ci/run", ".clang-format", ".pre-commit-config.yaml", ".github/workflows/ci.yml"}
     sources = (".py", ".h", ".cu", ".cpp", ".sh", ".md")
-    for folder in (
-        "csrc",
-        "tools",
-        "tests",
-        "docs",
-        "benchmarks",
-        "examples",
-        "flash_attn",
-        "flash_attn_3",
-        "flash_mla",
-    ):
+    for folder in ("csrc", "tools", "tests", "docs", "benchmarks", "examples", *ROOT.glob("flash_*")):
         paths = (path for path in (ROOT / folder).rglob("*") if path.suffix in sources)
         needed |= {path.relative_to(ROOT).as_posix() for path in paths}
     assert needed - set(sdist_files) == set()
