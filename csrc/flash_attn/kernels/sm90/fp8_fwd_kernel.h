@@ -156,6 +156,7 @@ struct Fp8FwdConsumer {
 
   // The work tiles of this warpgroup.
   __device__ __forceinline__ void compute_attn() {
+    mainloop.begin_turns();
     int slot = next_slot();
     if (!mainloop.tile(slot).empty()) {
       issue_first_qk(slot);
