@@ -185,8 +185,8 @@ struct Fp8FwdMainloop : Fp8FwdMainloopBase<Config> {
       issue_qk<kFirstHalf>(q_stage);
       finish_pv<1>();
       issue_qk<kSecondHalf>(q_stage);
-      wait_for<1>(scores<kFirstHalf>());
       if constexpr (Config::kTakesTurns) pass_turn(takes_turns);
+      wait_for<1>(scores<kFirstHalf>());
     } else {
       finish_pv<0>();
       this->wait_for_k();
