@@ -366,18 +366,6 @@ def test_cuda_graph(device, exp, d):
         assert torch.equal(out, flash_attn_func(q, k, v, causal=True, exp=exp))
 
 
-# Of several waves of tiles idle warps transpose V of all but the first heads.
-@pytest.mark.devices("cuda")
-@pytest.mark.parametrize("causal", (False, True))
-@pytest.mark.parametrize("d", HEAD_DIMS)
-def test_heads_of_many_tiles_agree_with_calls_of_few(device, d, causal):
-    q, k, v = dense(device, 4, 4500, 4433, 16, 4, d)
-    out = flash_attn_func(q, k, v, causal=causal)
-    for i, head in ((0, 0), (1, 3), (3, 3)):
-        few = [q[i : i + 1, :, 4 * head : 4 * head + 4], *(x[i : i + 1, :, head : head + 1] for x in (k, v))]
-        assert torch.equal(out[i : i + 1, :, 4 * head : 4 * head + 4], flash_attn_func(*few, causal=causal))
-
-
 @pytest.mark.devices("cuda")
 @pytest.mark.parametrize("d", HEAD_DIMS)
 def test_the_kernels_support_such_calls(device, d):

@@ -338,26 +338,6 @@ FwdProblem fp8(FwdProblem problem) {
   return problem;
 }
 
-// How much of V^T is made before the kernel: that of the heads of the first wave of tiles.
-void check_first_vt() {
-  const auto first = [](const FwdProblem& problem, int64_t matrices, int64_t expected, const char* what) {
-    const flash::plan::FwdPlan plan = flash::plan::plan_fwd(problem, kH100, nullptr);
-    check::that(plan.vt_matrices == matrices && plan.vt_first == expected, what, plan.vt_first);
-    check::that(plan.vt_progress_words() == (expected < matrices ? 1 + matrices : 0), "words", what);
-    int heads = 0;
-    for (int i = 0; i < plan.grid; ++i) heads = std::max(heads, plan.order.at(i).head + 1);
-    check::that(problem.is_varlen || heads <= expected * problem.group(), "the first wave", what);
-  };
-  first(fp8(dense(8, 2048, 8, 256)), 64, 9, "16 tiles a head, one head after the other");
-  first(fp8(dense(8, 2048, 8, 256, kCausal)), 64, 12, "12 tiles a head in bands of 13, the first of 12");
-  first(fp8(dense(1, 16384, 8, 256, kCausal)), 8, 2, "96 tiles a head");
-  first(changed(fp8(dense(8, 2048, 8, 256)), [](FwdProblem& p) { p.heads_k = 2; }), 16, 3, "four query heads a key");
-  first(fp8(dense(1, 16384, 16, 128)), 16, 2, "head dim 128");
-  first(fp8(dense(32, 512, 8, 256)), 256, 256, "few rows see a key");
-  first(fp8(dense(1, 8192, 2, 256)), 2, 2, "one wave");
-  first(fp8(packed(8, 2048, 8, 256)), 8, 8, "packed");
-}
-
 // Which kernels take e4m3 q, k and v, and the stages around them.
 void check_e4m3() {
   const auto explained = [](const FwdProblem& problem, const char* forced = nullptr, const Device& device = kH100) {
@@ -583,7 +563,6 @@ int main() {
   check_tensor_maps();
   check_explained();
   check_e4m3();
-  check_first_vt();
   check_gathered();
   return check::report();
 }

@@ -112,7 +112,6 @@ struct FwdLaunch {
   KernelScales scales;
 
   at::Tensor workspace, decode_workspace, key_ranges, dequantized, rotated, converted, vt, partials, block_lists;
-  int* vt_progress = nullptr;  // in workspace
 
   cudaStream_t stream() const { return c10::cuda::getCurrentCUDAStream().stream(); }
   bool runs(plan::Stage stage) const { return plan.stages.has(stage); }
@@ -311,22 +310,18 @@ inline Flash_fwd_fp8_params fp8_params(const FwdLaunch& launch) {
   params.v_descale = fp8_descale(launch.quant.v, params.h);
   params.exp_bits = launch.plan.fast_exp;
   params.vt_keys = launch.plan.vt_keys;
-  params.vt_first = static_cast<int>(launch.plan.vt_first);
-  params.vt_progress = launch.vt_progress;
   if (params.vt_keys > 0) params.vt_ptr = launch.vt.mutable_data_ptr<uint8_t>();
   return params;
 }
 
 inline void transpose_v(FwdLaunch& launch) {
   Flash_fwd_params& params = launch.params;
-  if (!params.is_varlen()) {
-    const int64_t words = launch.plan.vt_progress_words();
-    launch.workspace = new_empty(launch.q, {1 + words}, at::kInt);
-    int* const semaphore = launch.workspace.mutable_data_ptr<int>();
-    if (launch.plan.is_dynamic) params.tile_count_semaphore = semaphore;
-    if (words > 0) launch.vt_progress = semaphore + 1;
+  if (launch.plan.is_dynamic && !params.is_varlen()) {
+    launch.workspace = new_empty(launch.q, {1}, at::kInt);
+    params.tile_count_semaphore = launch.workspace.mutable_data_ptr<int>();
   }
-  launch.vt = new_empty(launch.q, {launch.plan.vt_matrices, params.d_v, launch.plan.vt_keys}, at::kByte);
+  const int64_t matrices = static_cast<int64_t>(params.is_varlen() ? 1 : params.b) * params.h_k;
+  launch.vt = new_empty(launch.q, {matrices, params.d_v, launch.plan.vt_keys}, at::kByte);
   check_launch(run_transpose_v(fp8_params(launch), launch.stream()), "transpose_v_kernel", launch.q);
 }
 

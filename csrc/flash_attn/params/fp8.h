@@ -24,15 +24,11 @@ struct Flash_fwd_fp8_params : Flash_fwd_params {
   // slots of kVtKeys keys (varlen_first_slot()). Zero where no query sees a key.
   uint8_t* __restrict__ vt_ptr = nullptr;  // null: the kernel transposes V
   int64_t vt_keys = 0;
-  int vt_first = 0;  // matrices of V^T that run_transpose_v() fills
-  // Idle warps of the forward fill the others: the next piece to fill, then for each matrix how many are filled. Null:
-  // there are no others.
-  int* vt_progress = nullptr;
   bool exp_bits = false;  // P as e4m3 straight from the scores, without exp2
 };
 
-// Fills vt_first matrices of vt_ptr, clears the semaphore and vt_progress. After run_prepare() in a packed call; the
-// next kernel of the stream may be launched as its dependent.
+// Fills vt_ptr and clears the semaphore. After run_prepare() in a packed call; the next kernel of the stream may be
+// launched as its dependent.
 cudaError_t run_transpose_v(const Flash_fwd_fp8_params& params, cudaStream_t stream);
 
 // kDtype: of O. For GPUs of compute capability 9.0.

@@ -84,20 +84,15 @@ inline bool fp8_fwd_declines(const FwdProblem& problem, const Device& device, co
   return forces_mma_sync || choose_family(query, forced).family == Family::kDecode;
 }
 
-// Query rows that see a key.
-constexpr int64_t fp8_rows_of_key(const FwdProblem& problem) {
-  const Window& window = problem.window;
-  const bool is_half = window.may_mask_left() != window.may_mask_right();
-  return window.max_keys(problem.rows()) * (problem.heads / problem.heads_k) / (is_half ? 2 : 1);
-}
-
 // Whether the kernel transposes V, at the cost of issue slots for each tile, or a pass does, at that of memory traffic
 // for each key. With few blocks a tile the kernel is slower at head dim 128.
 constexpr bool fp8_kernel_transposes_v(const FwdProblem& problem, const Device& device, int64_t work_tiles) {
-  constexpr int64_t kMostRows = 4096, kLeastRowsOf128 = 1024;
+  constexpr int64_t kMostRows = 4096, kLeastRowsOf128 = 1024;  // that see a key
   if (sm90_fp8_fwd_tile(problem.head_dim, true).head_dim == 0) return false;
   if (work_tiles <= device.multiprocessors) return true;
-  const int64_t rows = fp8_rows_of_key(problem);
+  const Window& window = problem.window;
+  const bool is_half = window.may_mask_left() != window.may_mask_right();
+  const int64_t rows = window.max_keys(problem.rows()) * (problem.heads / problem.heads_k) / (is_half ? 2 : 1);
   return rows <= kMostRows && (problem.head_dim < 128 || rows >= kLeastRowsOf128);
 }
 
@@ -106,46 +101,6 @@ constexpr int64_t fp8_vt_blocks(const FwdProblem& problem) {
   return problem.is_varlen
              ? varlen_slot_count(static_cast<int>(problem.seqlen_k), static_cast<int>(problem.batch), e4m3::kVtKeys)
              : (problem.seqlen_k + e4m3::kVtKeys - 1) / e4m3::kVtKeys;
-}
-
-// Heads of the first `count` work tiles.
-constexpr int64_t heads_of_first_tiles(const WorkTileOrder& order, int64_t count) {
-  const int64_t more = count - int64_t{order.first_band.divisor} * order.head_tiles;
-  if (more <= 0) return order.first_band.divisor;
-  const int64_t band_tiles = int64_t{order.band.divisor} * order.head_tiles;
-  return order.first_band.divisor + (more + band_tiles - 1) / band_tiles * order.band.divisor;
-}
-
-// The order in bands of as few heads as give every multiprocessor a tile of the first band.
-inline WorkTileOrder order_of_small_bands(const FwdPlan& plan, int heads, int tiles_of_head) {
-  for (int band = 1; band < plan.band_heads; ++band) {
-    const WorkTileOrder order(heads, tiles_of_head, band, plan.num_tail_tiles);
-    if (heads_of_first_tiles(order, plan.grid) <= band) return order;
-  }
-  return plan.order;
-}
-
-// Whether idle warps of the kernel make most of V^T, once for all tiles of a head: in dense calls of several waves,
-// where tiles take long enough for that.
-constexpr bool fp8_fills_vt_beside(const FwdProblem& problem, const Device& device, int64_t work_tiles) {
-  constexpr int64_t kLeastRows = 1024, kLeastWaves = 3;
-  return !problem.is_varlen && work_tiles >= kLeastWaves * device.multiprocessors &&
-         fp8_rows_of_key(problem) >= kLeastRows;
-}
-
-// K/V heads of all sequences, and those whose V^T a pass makes: where idle warps make the others, as many as the first
-// wave of tiles reads.
-inline void set_vt_matrices(FwdPlan& plan, const FwdProblem& problem, const Device& device) {
-  plan.vt_matrices = plan.vt_first = problem.heads_k * (problem.is_varlen ? 1 : problem.batch);
-  if (plan.vt_keys == 0 || !fp8_fills_vt_beside(problem, device, plan.num_work_tiles)) return;
-  const int64_t heads = problem.heads * problem.batch, group = problem.heads / problem.heads_k;
-  const WorkTileOrder order =
-      order_of_small_bands(plan, static_cast<int>(heads), static_cast<int>(plan.num_work_tiles / heads));
-  const int64_t first = (heads_of_first_tiles(order, plan.grid) + group - 1) / group;
-  if (4 * first > 3 * plan.vt_matrices) return;  // too few are left
-  plan.order = order;
-  plan.band_heads = order.band.divisor;
-  plan.vt_first = first;
 }
 
 inline FwdPlan plan_fp8_fwd(const FwdProblem& problem, const Device& device) {
@@ -175,11 +130,10 @@ inline FwdPlan plan_fp8_fwd(const FwdProblem& problem, const Device& device) {
   bytes.head_dim /= 2;
   bytes.head_dim_v /= 2;
   set_tile_order(plan, bytes, device);
-  set_vt_matrices(plan, problem, device);
   plan.pdl = true;
-  const int64_t vt_bytes = product(plan.vt_matrices, problem.head_dim_v, plan.vt_keys);
-  const int64_t words = varlen_words(problem.is_varlen, problem.batch) + plan.is_dynamic + plan.vt_progress_words();
-  plan.workspace_bytes = 4 * words + vt_bytes;
+  const int64_t vt_bytes =
+      product(problem.is_varlen ? 1 : problem.batch, problem.heads_k, problem.head_dim_v, plan.vt_keys);
+  plan.workspace_bytes = 4 * (varlen_words(problem.is_varlen, problem.batch) + plan.is_dynamic) + vt_bytes;
   return plan;
 }
 

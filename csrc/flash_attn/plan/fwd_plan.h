@@ -116,15 +116,11 @@ struct FwdPlan {
   bool is_fp8 = false;               // kWgmma: e4m3 Q K^T and P V
   bool fast_exp = false;             // is_fp8: P as e4m3 straight from the scores
   int64_t vt_keys = 0;               // is_fp8: keys of a row of V^T in global memory; 0: the kernel transposes V
-  int64_t vt_matrices = 0;           // with vt_keys: matrices of V^T, one for each K/V head
-  int64_t vt_first = 0;              // of these, made before the kernel, which makes the others
   int64_t dequantized_bytes = 0;     // of the fp16 K and V
   int dequantized_rows = 0;          // of a sequence; 0: packed rows keep their places
   std::optional<DecodePlan> decode;  // kDecode, kRecompute, and every call over a cache, whose schedule it is
 
   constexpr bool has_value_dim() const { return head_dim_v != head_dim; }
-  // Of Flash_fwd_fp8_params::vt_progress.
-  constexpr int64_t vt_progress_words() const { return vt_keys > 0 && vt_first < vt_matrices ? 1 + vt_matrices : 0; }
 };
 
 // Work tiles are numbered by ints, with room for the numbers that all CTAs fetch beyond the last one.

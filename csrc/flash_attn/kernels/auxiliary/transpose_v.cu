@@ -4,10 +4,13 @@
 #include <algorithm>
 #include <atomic>
 
+#include "core/e4m3.h"
+#include "core/visible_range.h"
 #include "kernels/common/dropout.h"
 #include "kernels/common/launch.h"
+#include "kernels/common/mask.h"
 #include "kernels/common/pdl.h"
-#include "kernels/common/vt_tile.h"
+#include "params/fp8.h"
 
 namespace flash {
 namespace {
@@ -29,17 +32,45 @@ struct KeyWords {
   }
 };
 
+// A block of keys of one K/V head, of which its queries see [begin, end).
+struct VtTile {
+  int head = 0, batch = 0;
+  int begin = 0, end = 0;  // within the block; none when end <= begin
+  int64_t source = 0;      // element offset of key 0 in V
+  int64_t target = 0;      // of column 0, key 0 in V^T
+};
+
 __device__ __forceinline__ VtTile vt_tile(const Flash_fwd_fp8_params& params, int index) {
   const int blocks = static_cast<int>(params.vt_keys / kKeys), matrix = index / blocks, slot = index - matrix * blocks;
-  if (!params.is_varlen()) return dense_vt_tile(params, params.vt_keys, matrix, slot);
-  const int* const segments = params.varlen.segments_k;
-  const int segment = find_segment(segments, params.b, slot, kKeys);
-  if (segment < 1 || segment > params.b) return VtTile{};
-  const int k_begin = segments[segment], first = (slot - varlen_first_slot(k_begin, segment, kKeys)) * kKeys;
-  const Visibility mask{params.varlen.segments_q[segment + 1] - params.varlen.segments_q[segment],
-                        segments[segment + 1] - k_begin, params.window};
-  return vt_tile_of(params, mask, first, matrix_offset(params.v_strides, true, 0, k_begin + first, matrix),
-                    matrix * params.d_v * params.vt_keys + int64_t{slot} * kKeys);
+  VtTile at;
+  Visibility mask{params.seqlen_q, params.seqlen_k, params.window};
+  int first = slot * kKeys, k_begin = 0;
+  at.batch = matrix / params.h_k;
+  at.head = matrix - at.batch * params.h_k;
+  if (params.is_varlen()) {
+    const int* const segments = params.varlen.segments_k;
+    const int segment = find_segment(segments, params.b, slot, kKeys);
+    if (segment < 1 || segment > params.b) return at;
+    k_begin = segments[segment];
+    mask.seqlen_k = segments[segment + 1] - k_begin;
+    mask.seqlen_q = params.varlen.segments_q[segment + 1] - params.varlen.segments_q[segment];
+    first = (slot - varlen_first_slot(k_begin, segment, kKeys)) * kKeys;
+  }
+  at.begin = mask.may_mask_left() ? max(first_visible_key(mask) - first, 0) : 0;
+  at.end = min(mask.seqlen_k - first, kKeys);
+  at.source = matrix_offset(params.v_strides, params.is_varlen(), at.batch, k_begin + first, at.head);
+  at.target = static_cast<int64_t>(matrix) * params.d_v * params.vt_keys + static_cast<int64_t>(slot) * kKeys;
+  return at;
+}
+
+// Transposes four words: word j becomes byte j of each.
+__device__ __forceinline__ void transpose_bytes(uint32_t (&words)[4]) {
+  const uint32_t low01 = __byte_perm(words[0], words[1], 0x5140), low23 = __byte_perm(words[2], words[3], 0x5140);
+  const uint32_t high01 = __byte_perm(words[0], words[1], 0x7362), high23 = __byte_perm(words[2], words[3], 0x7362);
+  words[0] = __byte_perm(low01, low23, 0x5410);
+  words[1] = __byte_perm(low01, low23, 0x7632);
+  words[2] = __byte_perm(high01, high23, 0x5410);
+  words[3] = __byte_perm(high01, high23, 0x7632);
 }
 
 template <int kCols>
@@ -91,9 +122,6 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   wait_for_previous_kernel();
   allow_next_kernel();  // it calls wait_for_previous_kernel() before it reads any of this
   if (blockIdx.x == 0 && threadIdx.x == 0 && params.tile_count_semaphore != nullptr) *params.tile_count_semaphore = 0;
-  if (blockIdx.x == 0 && params.vt_progress != nullptr) {
-    for (int i = threadIdx.x; i <= params.b * params.h_k; i += kThreads) params.vt_progress[i] = 0;
-  }
   store_rng_state(params.dropout);
   if (params.vt_keys == 0) return;
   const int parts = params.d_v / kCols, index = reversed_block();
@@ -110,7 +138,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
 template <int kCols>
 cudaError_t launch_transpose_v(const Flash_fwd_fp8_params& params, cudaStream_t stream) {
   static std::atomic<uint64_t> configured_devices{0};
-  const int64_t tiles = params.vt_first * (params.vt_keys / kKeys) * (params.d_v / kCols);
+  const int64_t matrices = static_cast<int64_t>(params.is_varlen() ? 1 : params.b) * params.h_k;
+  const int64_t tiles = matrices * (params.vt_keys / kKeys) * (params.d_v / kCols);
   const int64_t blocks = std::max<int64_t>(tiles, 1);  // one clears the semaphore
   return launch_dependent(transpose_v_kernel<kCols>, blocks, kThreads, 0, params, params.device, stream,
                           configured_devices);

@@ -11,9 +11,6 @@ namespace sm90 {
 template <class Config>
 struct FwdMainloop;
 
-// Smaller scales are left to the masked steps: divided by one of them, a mask's -1e30 would overflow.
-constexpr float kLeastDivisor = 0x1p-20f;
-
 // Whether whole blocks need nothing but boxes of 16-bit elements.
 __device__ __forceinline__ bool adds_boxes_alone(const Flash_fwd_params& params, const ScoreBias& bias) {
   return bias.loads_boxes && !bias.is_float && bias.table == nullptr && !params.has_dropout &&
@@ -50,50 +47,22 @@ __device__ __forceinline__ void skip_boxes(FwdMainloop<Config>& m) {
   }
 }
 
-// Raw scores of a whole block, kAdds: plus its bias over the scale; else that alone, and the first box has been read.
-template <bool kAdds, class Config>
-__device__ __forceinline__ void put_bias(FwdMainloop<Config>& m) {
+// The boxes of a whole block, for BoxSoftmax. They are read during S if there are registers for them, and released when
+// every lane has used its values.
+template <class Config>
+__device__ __forceinline__ void read_boxes(FwdMainloop<Config>& m) {
   using Mainloop = FwdMainloop<Config>;
-  auto scores = row_col_view(m.acc_s);
   typename Mainloop::BiasState at = m.bias_state;
 #pragma unroll
   for (int i = 0; i < Mainloop::kWholeBoxes; ++i) {
-    if (kAdds || i > 0) read_box(m.bias_words, 0, m.wait_for_box(at), m.box_lane);
+    read_box(m.bias_words, i, m.wait_for_box(at), m.box_lane);
     at.advance();
-#pragma unroll
-    for (int mi = 0; mi < 2; ++mi) {
-#pragma unroll
-      for (int ni = 0; ni < kBoxCols; ++ni) {
-        const float bias = half_of_pair<typename Config::Element>(m.bias_words[box_word(mi, ni)], ni % 2);
-        float& score = scores(mi, kBoxCols * i + ni);
-        score = kAdds ? __fmaf_rn(m.inverse_scale, bias, score) : m.inverse_scale * bias;
-      }
-    }
   }
-}
-
-// The one box of a whole block, for BoxSoftmax, read during S. It is the only stage, whose next box is loaded during
-// the softmax: that is worth a fence.
-template <class Config>
-__device__ __forceinline__ void read_whole_box(FwdMainloop<Config>& m) {
-  static_assert(Config::kTile.bias_stages == 1 && FwdMainloop<Config>::kWholeBoxes == 1, "bias_words keeps the box");
-  read_box(m.bias_words, 0, m.wait_for_box(m.bias_state), m.box_lane);
-  tma::fence_buffer();
-  __syncwarp();
-  m.release_boxes();
-}
-
-// Issues P V of the block before, then S of a whole block on top of its bias, which ptxas puts into the accumulators
-// between the wgmmas of P V: the way from S to P is as short as without one.
-template <class Config>
-__device__ __forceinline__ void issue_from_bias(FwdMainloop<Config>& m, int q_stage, bool clears) {
-  const char* const box = m.wait_for_box(m.bias_state);
-  m.issue_pv(clears, [&](int slice) {
-    if (slice == 0) read_box(m.bias_words, 0, box, m.box_lane);
-  });
-  put_bias<false>(m);
-  m.wait_for_k();
-  m.issue_qk(q_stage, false);
+  if constexpr (Mainloop::kReleasesBoxesEarly) {
+    tma::fence_buffer();
+    __syncwarp();
+    m.release_boxes();
+  }
 }
 
 }  // namespace sm90

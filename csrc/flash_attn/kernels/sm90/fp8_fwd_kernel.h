@@ -12,7 +12,6 @@
 #include "kernels/sm90/fwd_epilogue.h"
 #include "kernels/sm90/fwd_producer.h"
 #include "kernels/sm90/transpose_warp.h"
-#include "kernels/sm90/vt_warp.h"
 #include "plan/fp8_fwd_plan.h"
 
 namespace flash {
@@ -157,6 +156,7 @@ struct Fp8FwdConsumer {
 
   // The work tiles of this warpgroup.
   __device__ __forceinline__ void compute_attn() {
+    mainloop.begin_turns();
     int slot = next_slot();
     if (!mainloop.tile(slot).empty()) {
       issue_first_qk(slot);
@@ -202,14 +202,12 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     wait_for_previous_kernel();  // V^T, the semaphore, the segments
     if constexpr (!Config::kTransposedV) store_rng_state(launch.params.dropout);
     if (warp == kSchedulerWarp) {
-      SchedulerWarp<Config, Fp8FwdLaunch>{launch, storage, 0}.run();  // calls begin_together()
+      SchedulerWarp<Config>{launch, storage, 0}.run();  // calls begin_together()
     } else {
       begin_together<Config>();
       if (warp == kLoadWarp) FwdProducer<Config>(launch, storage).run();
       if constexpr (Config::kTransposeWarps > 0) {
         if (warp > kSchedulerWarp) TransposeWarp<Config>{storage, warp - kSchedulerWarp - 1}.run();
-      } else {
-        if (warp > kSchedulerWarp) VtWarp<Config>{launch}.run();
       }
     }
   } else {

@@ -75,10 +75,6 @@ cudaError_t run_flash_fwd_fp8(const Flash_fwd_fp8_params& params, const plan::Fw
   launch.k_descale = params.k_descale;
   launch.v_descale = params.v_descale;
   launch.bits_shift = e4m3::twice(e4m3::kBitsShift);
-  launch.vt_ptr = params.vt_ptr;
-  launch.vt_keys = params.vt_keys;
-  launch.vt_first = params.vt_first;
-  launch.vt_progress = params.vt_progress;
   const cudaError_t status = make_fp8_tensor_maps(launch, params, plan);
   if (status != cudaSuccess) return status;
   return launch_dependent(flash_fwd_fp8_kernel<Config>, plan.grid, plan.threads, plan.smem_bytes, launch, params.device,

@@ -148,9 +148,36 @@ struct Fp8FwdMainloop : Fp8FwdMainloopBase<Config> {
     make_block<true, true>(this->iterator(slot), q_stage);
   }
 
+  // Named barriers of turns, one for each consumer.
+  __device__ __forceinline__ static int turn_of(int consumer) {
+    return kBeginBarrier + 1 + cutlass::arch::NamedBarrier::ReservedNamedBarrierCount + consumer;
+  }
+  // The other consumer's turn, once it waits for it. Predicated: a branch would serialise the products.
+  __device__ __forceinline__ void pass_turn(bool takes_turns) const {
+    asm volatile("{.reg .pred p; setp.ne.s32 p, %1, 0; @p barrier.arrive %0, 256;}" ::"r"(turn_of(1 - this->group)),
+                 "r"(int{takes_turns})
+                 : "memory");
+  }
+  __device__ __forceinline__ void wait_for_turn(bool takes_turns) const {
+    asm volatile("{.reg .pred p; setp.ne.s32 p, %1, 0; @p barrier.sync %0, 256;}" ::"r"(turn_of(this->group)),
+                 "r"(int{takes_turns})
+                 : "memory");
+  }
+  // The first turn is that of consumer 0. Tiles leave it so: both take as many turns, or none.
+  __device__ __forceinline__ void begin_turns() const {
+    if (Config::kTakesTurns && this->group == 1) pass_turn(true);
+  }
+  __device__ __forceinline__ bool takes_turns(int slot) const {
+    if constexpr (Config::kTakesTurns) {
+      return storage.steps[slot][0].value.count == storage.steps[slot][1].value.count;
+    }
+    return false;
+  }
+
   // P V of a block, P of the next.
   template <bool kMayMask>
-  __device__ __forceinline__ void step(BlockIterator& at, int q_stage) {
+  __device__ __forceinline__ void step(BlockIterator& at, int q_stage, bool takes_turns) {
+    if constexpr (Config::kTakesTurns) wait_for_turn(takes_turns);
     start_pv();
     --at.n_block;
     if constexpr (kOverlaps) {
@@ -158,6 +185,7 @@ struct Fp8FwdMainloop : Fp8FwdMainloopBase<Config> {
       issue_qk<kFirstHalf>(q_stage);
       finish_pv<1>();
       issue_qk<kSecondHalf>(q_stage);
+      if constexpr (Config::kTakesTurns) pass_turn(takes_turns);
       wait_for<1>(scores<kFirstHalf>());
     } else {
       finish_pv<0>();
@@ -171,16 +199,17 @@ struct Fp8FwdMainloop : Fp8FwdMainloopBase<Config> {
   // All KV blocks of the tile after first_step(), except P V of the last one.
   __device__ __forceinline__ void run(int slot, int q_stage) {
     BlockIterator at = this->iterator(slot);
+    const bool turns = takes_turns(slot);
 #pragma unroll 1
     while (at.n_block > at.last) {
       const int last_unmasked = Config::kHasUnmaskedLoop ? max(at.unmasked_begin, at.last) : at.n_block;
       if (at.n_block > at.unmasked_end || at.n_block <= last_unmasked) {
-        step<true>(at, q_stage);
+        step<true>(at, q_stage, turns);
         continue;
       }
 #pragma unroll 1
       do {
-        step<false>(at, q_stage);
+        step<false>(at, q_stage, turns);
       } while (at.n_block > last_unmasked);
     }
   }

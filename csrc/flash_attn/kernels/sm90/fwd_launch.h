@@ -100,7 +100,6 @@ cudaError_t run_flash_fwd(const Flash_fwd_split_params& params, const plan::FwdP
   FwdLaunch launch = fwd_launch(params, plan);
   cudaError_t status = make_tensor_maps(launch, plan, kPolicy.has(plan::fwd_feature::kHasStoreWarp) ? 64 : 16);
   if constexpr (kVariant == FwdVariant::kBiased) {
-    launch.inverse_scale = 1.0f / params.scale_softmax;
     if (status == cudaSuccess) status = make_bias_map(launch.bias_map, params, params.mask.bias, 64, true);
   }
   if (status != cudaSuccess) return status;

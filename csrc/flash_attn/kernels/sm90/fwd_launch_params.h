@@ -29,7 +29,6 @@ struct FwdLaunch {
   CUtensorMap q_map, k_map, v_map, o_map;
   MaskParams mask;       // of kListed
   CUtensorMap bias_map;  // of kBiased
-  float inverse_scale;   // 1 / scale_softmax, of kBiased
 };
 
 // Whether a work tile is one of several splits.

@@ -43,8 +43,7 @@ struct FwdMainloop {
   using FragmentP = decltype(cute::make_tensor<Element>(LayoutP{}));
 
   const Flash_fwd_params& params;
-  const MaskParams& mask;      // of kListed
-  const float& inverse_scale;  // kBiased
+  const MaskParams& mask;  // of kListed
   Storage& storage;
   const int group;                    // index of the warpgroup in its consumer group
   const AccumulatorCoords<4> coords;  // within the warpgroup's 64 rows
@@ -63,17 +62,17 @@ struct FwdMainloop {
   bool clears_next = true;                                                // kListed: the next P V is the tile's first
   // kBiased
   static constexpr int kWholeBoxes = Config::kBlockN / (kBiasBoxBytes / 2);  // of 16-bit elements, of a block
-  // S of whole blocks starts from the bias. Not where the softmax runs during P V: it would wait for both products.
-  static constexpr bool kStartsFromBias = Config::kBiased && !Config::kExpBeforePvWait;
+  static constexpr bool kReadsBoxesEarly = kWholeBoxes == 1;
+  // With a single stage the next boxes are loaded during the softmax: that is worth a fence.
+  static constexpr bool kReleasesBoxesEarly = kReadsBoxesEarly && Config::kTile.bias_stages == 1;
   BiasState bias_state;
-  uint32_t bias_words[kBoxWords];
+  uint32_t bias_words[kWholeBoxes * kBoxWords];
   const int box_lane;      // box_lane_offset()
   const float scale_log2;  // of raw scores
 
   __device__ __forceinline__ FwdMainloop(const FwdLaunch& launch, Storage& storage_, int group_)
       : params(launch.params),
         mask(launch.mask),
-        inverse_scale(launch.inverse_scale),
         storage(storage_),
         group(group_),
         coords(threadIdx.x % 128),
@@ -108,8 +107,8 @@ struct FwdMainloop {
     wait_for_k();
   }
 
-  // Issues S = Q K^T (S += Q K^T unless `clears`) of the block at k_state; does not wait.
-  __device__ __forceinline__ void issue_qk(int q_stage, bool clears = true) {
+  // Issues S = Q K^T of the block at k_state; does not wait.
+  __device__ __forceinline__ void issue_qk(int q_stage) {
     using namespace cute;
     MmaQk mma;
     const auto thread = mma.get_slice(threadIdx.x % 128);
@@ -117,26 +116,22 @@ struct FwdMainloop {
     auto k = make_tensor(make_smem_ptr(storage.k[0]), typename Config::SmemLayoutK{});
     auto tSrQ = thread.partition_fragment_A(q)(_, _, _, q_stage * Config::kWarpGroups + group);  // (MMA, 1, MMA_D)
     auto tSrK = thread.partition_fragment_B(k)(_, _, _, k_state.stage);                          // (MMA, 1, MMA_D)
-    start_gemm(mma, tSrQ, tSrK, acc_s, clears);
+    start_gemm(mma, tSrQ, tSrK, acc_s, true);
   }
 
   __device__ __forceinline__ void wait_for_scores() { wait_for<0>(acc_s); }
 
-  // Issues O += P V (O = P V if `clears`) of the block at v_state; does not wait. between(): as start_gemm() has it;
-  // kMakesKeepMasks: makes the next block's keep masks.
-  template <class Between>
-  __device__ __forceinline__ void issue_pv(bool clears, const Between& between) {
+  // Issues O += P V (O = P V if `clears`) of the block at v_state; does not wait. kMakesKeepMasks: makes the next
+  // block's keep masks between the wgmmas.
+  template <bool kMakesKeepMasks = false>
+  __device__ __forceinline__ void issue_pv(bool clears) {
     using namespace cute;
     storage.v_full[v_state.stage].wait(v_state.phase);
     MmaPv mma;
     const auto thread = mma.get_slice(threadIdx.x % 128);
     auto vt = make_tensor(make_smem_ptr(storage.v[0]), typename Config::SmemLayoutVt{});
     auto tOrV = thread.partition_fragment_B(vt)(_, _, _, v_state.stage);  // (MMA, 1, MMA_N)
-    start_gemm(mma, tOrP, tOrV, acc_o, clears, between);
-  }
-  template <bool kMakesKeepMasks = false>
-  __device__ __forceinline__ void issue_pv(bool clears) {
-    issue_pv(clears, [&](int slice) {
+    start_gemm(mma, tOrP, tOrV, acc_o, clears, [&](int slice) {
       if constexpr (kMakesKeepMasks) dropout.make_keep_mask_here(slice, params.seqlen_q);
     });
   }
@@ -254,6 +249,8 @@ struct FwdMainloop {
     if (threadIdx.x % 32 == 0) storage.bias_empty[box_slot(bias_state)].arrive();
     bias_state.advance();
   }
+
+  // Those of a whole block.
   __device__ __forceinline__ void release_boxes() {
 #pragma unroll
     for (int i = 0; i < kWholeBoxes; ++i) release_box();
@@ -298,19 +295,15 @@ struct FwdMainloop {
   template <bool kMasked>
   __device__ __forceinline__ void step(const Work& work, int i, int n_block, int q_stage, bool clears) {
     using SoftmaxStep = FwdSoftmaxStep<Config, kMasked>;
-    constexpr bool kFromBias = kStartsFromBias && !kMasked;
-    if constexpr (kFromBias) {
-      issue_from_bias(*this, q_stage, clears);
-    } else {
-      // 1. Wait for K; in ping-pong, for the other warpgroup to have issued its GEMMs. 2. Issue S = Q K^T. 3. Issue
-      // O += P V of the previous block.
-      wait_for_k();
-      if constexpr (Config::kRandomBitsInPv) dropout.read_col_bits(storage, k_state.stage);
-      wait_for_order_barrier();
-      issue_qk(q_stage);
-      issue_pv<Config::kRandomBitsInPv>(clears);
-      arrive_at_order_barrier();
-    }
+    // 1. Wait for K; in ping-pong, for the other warpgroup to have issued its GEMMs.
+    wait_for_k();
+    if constexpr (Config::kRandomBitsInPv) dropout.read_col_bits(storage, k_state.stage);
+    wait_for_order_barrier();
+    // 2. Issue S = Q K^T.
+    issue_qk(q_stage);
+    // 3. Issue O += P V of the previous block.
+    issue_pv<Config::kRandomBitsInPv>(clears);
+    arrive_at_order_barrier();
     // 4. S is complete, with kExpAfterPvWait P V too. Softmax; K is released as soon as S needs no recomputation.
     int key;
     if constexpr (Config::kListed) {
@@ -321,14 +314,14 @@ struct FwdMainloop {
     if constexpr (Config::kListed && kMasked) {
       if (hides_some()) find_seen(work, key);  // its loads take as long as S
     }
-    if constexpr (Config::kBiased && !kMasked && !kFromBias) read_whole_box(*this);
-    wait_for<kFromBias || (Config::kExpAfterPvWait && !kMasked) ? 0 : 1>(acc_s);
+    if constexpr (Config::kBiased && !kMasked && kReadsBoxesEarly) read_boxes(*this);
+    wait_for<Config::kExpAfterPvWait && !kMasked ? 0 : 1>(acc_s);
     if constexpr (!Config::kRandomBitsInPv) dropout.read_col_bits(storage, k_state.stage);
     if constexpr (!SoftmaxStep::kMayRecomputeS) release_k();
     float correction[kRows];
     const Flag rescale = SoftmaxStep::run(*this, work, key, q_stage, correction);
     if constexpr (SoftmaxStep::kMayRecomputeS) release_k();
-    if constexpr (kFromBias) release_boxes();
+    if constexpr (Config::kBiased && !kMasked && !kReleasesBoxesEarly) release_boxes();
     if constexpr (Config::kExpBeforePvWait) finish_exp_before_pv_wait();
     // 5. Wait for P V, release V.
     cute::warpgroup_fence_operand(acc_s);
@@ -395,7 +388,6 @@ struct FwdMainloop {
   // Steps without mask, dropout and score modifiers (kListed), or with boxes alone (kBiased). In masked steps all of
   // these are run-time options.
   __device__ __forceinline__ int unmasked_end(const Work& work) const {
-    if (kStartsFromBias && fabsf(params.scale_softmax) < kLeastDivisor) return 0;
     if constexpr (Config::kBiased) return adds_boxes_alone(params, mask.bias) ? work.order.whole : 0;
     return params.has_score_mod || params.has_dropout ? 0 : work.order.whole;
   }

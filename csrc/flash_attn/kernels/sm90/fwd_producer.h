@@ -122,10 +122,6 @@ __device__ __forceinline__ void store_fully_masked(const FwdLaunch& launch, cons
   for (int row = tile.row_begin + lane; row < tile.row_end; row += 32) params.softmax_lse_ptr[offset + row] = lse;
 }
 
-// For what a launch struct with more inputs overloads it.
-template <class Config>
-__device__ __forceinline__ void wait_for_inputs(const FwdLaunch&, const WorkTile&) {}
-
 // Scheduler warp; it finishes fully masked tiles itself. It chooses the first tile while another warp initialises the
 // mbarriers and, if it reads no lengths for that, while the previous kernel still runs. So it calls begin_together()
 // itself. Launch: FwdLaunch, or the launch struct of a kernel with more results, which overloads store_fully_masked().
@@ -164,7 +160,6 @@ struct SchedulerWarp {
         continue;
       }
       if constexpr (!kMayOverlap) begin();
-      wait_for_inputs<Config>(launch, tile);
       pipeline.commit(tile, order, launch.params.window, split);
       pipeline.acquire();
     }

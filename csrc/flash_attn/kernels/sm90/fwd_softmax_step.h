@@ -160,8 +160,8 @@ struct SpeculativeMaskedSoftmax {
   }
 };
 
-// The same for a whole block whose bias comes in boxes. It is in S, but for what is computed again, or is added in the
-// exponents (kStartsFromBias). row_max is of biased scores.
+// The same for a whole block whose bias comes in boxes: it is added in the exponents. Scores are raw, row_max is of
+// biased scores.
 template <class Config>
 struct BoxSoftmax {
   static constexpr bool kMayRecomputeS = true;
@@ -169,23 +169,23 @@ struct BoxSoftmax {
   template <class Mainloop>
   __device__ __forceinline__ static typename Config::Flag run(Mainloop& m, const FwdWork<Config>&, int, int q_stage,
                                                               float (&correction)[Mainloop::kRows]) {
-    constexpr bool kStarts = Mainloop::kStartsFromBias;
+    using Element = typename Config::Element;
     auto scores = row_col_view(m.acc_s);
+    if constexpr (!Mainloop::kReadsBoxesEarly) read_boxes(m);
+    auto& words = m.bias_words;
     if (m.softmax.may_speculate(m.params.rescale_threshold_log2)) {
-      // row_max is in units of log2(e), biases are in natural units.
+      // row_max is of biased scores in units of log2(e), biases are in natural units.
       const auto offset = [&](int mi, int ni) {
-        if constexpr (kStarts) return m.softmax.row_max[mi];
-        const float bias = half_of_pair<typename Config::Element>(m.bias_words[box_word(mi, ni)], ni % 2);
-        return __fmaf_rn(-kBiasUnit, bias, m.softmax.row_max[mi]);
+        return __fmaf_rn(-kBiasUnit, half_of_pair<Element>(words[box_word(mi, ni)], ni % 2), m.softmax.row_max[mi]);
       };
       if (m.softmax.exp2_speculative(scores, m.scale_log2, offset)) return false;
       if (m.softmax.raise_row_max(scores, m.params.softmax_scale_log2, correction)) return true;
       m.recompute_s(q_stage);
-      if constexpr (kStarts) put_bias<true>(m);
+      if constexpr (!Mainloop::kReleasesBoxesEarly) read_boxes(m);
     }
 #pragma unroll
     for (int i = 0; i < cute::size(scores); ++i) scores(i) *= m.scale_log2;
-    if constexpr (!kStarts) add_box<typename Config::Element>(scores, 0, m.bias_words);
+    add_box<Element>(scores, 0, words);
     return update_softmax(m, scores, correction);
   }
 };
