@@ -342,7 +342,7 @@ def _plan_key(
 ) -> PlanKey:
     batch, seqlen_q, heads, head_dim = q.shape
     sizes = batch, seqlen_q, 0 if k is None else k.shape[1], heads, cache.k.shape[2], head_dim, cache.capacity
-    return PlanKey(*sizes, window_left, window_right, num_splits, batch_invariant, head_dim_v).normal(is_causal)
+    return PlanKey.of(sizes, is_causal, (window_left, window_right), num_splits, batch_invariant, head_dim_v)
 
 
 def _check_new_keys(

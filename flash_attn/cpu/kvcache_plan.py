@@ -30,15 +30,19 @@ class PlanKey(NamedTuple):
     batch_invariant: bool
     head_dim_v: int
 
-    def normal(self, causal: bool) -> PlanKey:
-        """Equal for equal plans: causal is part of the window, and what is unbounded is -1."""
-        left, right = (-1 if is_unbounded(side) else side for side in (self.window_left, self.window_right))
-        return self._replace(
-            window_left=left,
-            window_right=0 if causal else right,
-            num_splits=min(self.num_splits, checks.MAX_INT),
-            batch_invariant=bool(self.batch_invariant),
-        )
+    @staticmethod
+    def of(
+        sizes: tuple[int, int, int, int, int, int, int],
+        causal: bool,
+        window: tuple[int, int],
+        num_splits: int,
+        batch_invariant: bool,
+        head_dim_v: int,
+    ) -> PlanKey:
+        """Equal for equal plans: causal is part of the window, and what is unbounded is -1. sizes: the first seven."""
+        left, right = (-1 if is_unbounded(side) else side for side in window)
+        splits = min(num_splits, checks.MAX_INT)
+        return PlanKey(*sizes, left, 0 if causal else right, splits, bool(batch_invariant), head_dim_v)
 
     @property
     def elements(self) -> int:
@@ -90,8 +94,8 @@ def kvcache_plan(
     checks.require(divisible, "nheads", f"a head count divisible by the K/V head count {heads_k}", heads)
     if heads_k > 0:
         checks.check_at_most("seqlen_q", seqlen_q * (heads // heads_k), "rows for each K/V head")
-    sizes_of_key = batch, seqlen_q, seqlen_new, heads, heads_k, head_dim, seqlen_cache
-    key = PlanKey(*sizes_of_key, window_left, window_right, num_splits, batch_invariant, head_dim_v).normal(causal)
+    of_key = batch, seqlen_q, seqlen_new, heads, heads_k, head_dim, seqlen_cache
+    key = PlanKey.of(of_key, causal, (window_left, window_right), num_splits, batch_invariant, head_dim_v)
     checks.require(num_splits >= 0, "num_splits", "a value >= 0", num_splits)
     checks.check_lengths("cache_seqlens", seqlens_k, [batch])
     checks.check_lengths("cache_leftpad", leftpad_k, [batch])
