@@ -87,42 +87,50 @@ def forward(
     q, k, v = args.q, args.k, args.v
     if v is None or k is None:
         q, k, v = unpack(q, k, v)
-    q, k, v = rows_contiguous(q), rows_contiguous(k), rows_contiguous(v)
     if args.cu_seqlens_q is None:
-        result = backend.fwd(
-            q, k, v, out, args.alibi_slopes, args.dropout_p, args.softmax_scale, args.causal, args.window_left,
-            args.window_right, args.softcap, args.return_softmax, None, args.return_max_logit, args.batch_invariant,
-            **named,
-        )  # fmt: skip
-        return tuple(result)
-    result = backend.varlen_fwd(
+        return _flash_attn_forward(
+            q,
+            k,
+            v,
+            args.dropout_p,
+            args.softmax_scale,
+            args.causal,
+            args.window_left,
+            args.window_right,
+            args.softcap,
+            args.alibi_slopes,
+            args.return_softmax,
+            out=out,
+            return_max_logit=args.return_max_logit,
+            batch_invariant=args.batch_invariant,
+            flash_attn_gpu=backend,
+            named=named,
+        )
+    return _flash_attn_varlen_forward(
         q,
         k,
         v,
-        out,
-        as_index("cu_seqlens_q", args.cu_seqlens_q),
-        as_index("cu_seqlens_k", args.cu_seqlens_k),
-        as_index("seqused_k", args.seqused_k),
-        as_index("leftpad_k", args.leftpad_k),
-        as_index("block_table", args.block_table),
-        args.alibi_slopes,
+        args.cu_seqlens_q,
+        args.cu_seqlens_k,
         args.max_seqlen_q,
         args.max_seqlen_k,
         args.dropout_p,
         args.softmax_scale,
-        False,
         args.causal,
         args.window_left,
         args.window_right,
         args.softcap,
+        args.alibi_slopes,
         args.return_softmax,
-        None,
-        0,
-        args.return_max_logit,
-        args.batch_invariant,
-        **named,
+        args.block_table,
+        args.leftpad_k,
+        args.seqused_k,
+        out=out,
+        flash_attn_gpu=backend,
+        return_max_logit=args.return_max_logit,
+        batch_invariant=args.batch_invariant,
+        named=named,
     )
-    return tuple(result)
 
 
 def forward_into(args: AttentionArgs, out: torch.Tensor, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
@@ -148,6 +156,107 @@ def _has_copies(args: AttentionArgs, inputs: tuple[torch.Tensor, ...]) -> bool:
         or (args.qv is not None and not has_contiguous_rows(args.qv))
         or any(x is not None and not (x.dtype is torch.int32 and x.is_contiguous()) for x in index)
     )
+
+
+def _flash_attn_forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dropout_p: float,
+    softmax_scale: float,
+    causal: bool,
+    window_size_left: int,
+    window_size_right: int,
+    softcap: float,
+    alibi_slopes: torch.Tensor | None,
+    return_softmax: bool,
+    *,
+    flash_attn_gpu: ModuleType,
+    out: torch.Tensor | None,
+    return_max_logit: bool,
+    batch_invariant: bool,
+    named: dict[str, object],
+) -> tuple[torch.Tensor, ...]:
+    """Dense forward by FlashAttention-2's arguments. flash_attn_gpu: the backend. named: the options that it takes by
+    name, of those that are given."""
+    q, k, v = rows_contiguous(q), rows_contiguous(k), rows_contiguous(v)
+    result = flash_attn_gpu.fwd(
+        q,
+        k,
+        v,
+        out,
+        alibi_slopes,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size_left,
+        window_size_right,
+        softcap,
+        return_softmax,
+        None,
+        return_max_logit,
+        batch_invariant,
+        **named,
+    )
+    return tuple(result)
+
+
+def _flash_attn_varlen_forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float,
+    softmax_scale: float,
+    causal: bool,
+    window_size_left: int,
+    window_size_right: int,
+    softcap: float,
+    alibi_slopes: torch.Tensor | None,
+    return_softmax: bool,
+    block_table: torch.Tensor | None,
+    leftpad_k: torch.Tensor | None,
+    seqused_k: torch.Tensor | None,
+    *,
+    flash_attn_gpu: ModuleType,
+    out: torch.Tensor | None,
+    return_max_logit: bool,
+    batch_invariant: bool,
+    named: dict[str, object],
+) -> tuple[torch.Tensor, ...]:
+    """`_flash_attn_forward` of packed sequences."""
+    q, k, v = rows_contiguous(q), rows_contiguous(k), rows_contiguous(v)
+    result = flash_attn_gpu.varlen_fwd(
+        q,
+        k,
+        v,
+        out,
+        as_index("cu_seqlens_q", cu_seqlens_q),
+        as_index("cu_seqlens_k", cu_seqlens_k),
+        as_index("seqused_k", seqused_k),
+        as_index("leftpad_k", leftpad_k),
+        as_index("block_table", block_table),
+        alibi_slopes,
+        max_seqlen_q,
+        max_seqlen_k,
+        dropout_p,
+        softmax_scale,
+        False,
+        causal,
+        window_size_left,
+        window_size_right,
+        softcap,
+        return_softmax,
+        None,
+        0,
+        return_max_logit,
+        batch_invariant,
+        **named,
+    )
+    return tuple(result)
 
 
 def forward_in_use(
