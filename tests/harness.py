@@ -323,6 +323,19 @@ def by_function():
         yield
 
 
+def record_served(monkeypatch, name):
+    """A list that tells of each call whether the C function `eager.NAME` served it."""
+    served, original = [], getattr(eager, name)
+
+    def function(*args):
+        result = original(*args)
+        served.append(result is not NotImplemented)
+        return result
+
+    monkeypatch.setattr(eager, name, function)
+    return served
+
+
 @contextmanager
 def no_synchronisation():
     """Any call that waits for the GPU raises."""

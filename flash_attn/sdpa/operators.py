@@ -143,7 +143,7 @@ def _gradients(
 
 
 def sdpa_backward(*arguments: Any, scale: float | None = None) -> tuple[torch.Tensor, ...]:
-    """aten::_scaled_dot_product_flash_attention_backward: the lengths that it takes are none of packed sequences."""
+    """aten::_scaled_dot_product_flash_attention_backward, a dense call: its lengths (arguments 6 to 9) are not used."""
     arguments = (*arguments[:6], None, None, 0, 0, *arguments[10:])
     return _gradients(True, *arguments, scale=scale)
 
@@ -206,7 +206,7 @@ def _flash_forward(
     target = _writable(out)
     q, k, v = map(calls.rows_contiguous, (query, key, value))
     if cum_seq_k is None and seqused_k is not None:
-        cum_seq_k = cum_seq_q  # pages begin at the block table, lengths stand in seqused_k
+        cum_seq_k = cum_seq_q  # never read: pages come from the block table, lengths from seqused_k
     _, lse, dmask, rng_state = backends.of(q).varlen_fwd(
         q, k, v, target, cum_seq_q, cum_seq_k, seqused_k, None, block_table, alibi_slopes, max_q, max_k, dropout_p,
         scale, False, is_causal, *window, 0.0, return_debug_mask, None, 0, False, batch_invariant,

@@ -8,11 +8,10 @@ import dataclasses
 import kvcache_harness as kv
 import pytest
 import torch
-from harness import by_function
+from harness import by_function, record_served
 from serving_harness import make_latent_batch
 
 from flash_attn import flash_attn_with_kvcache, set_batch_invariant
-from flash_attn.ops import eager
 
 pytestmark = pytest.mark.devices("cuda")
 CASES = (
@@ -34,16 +33,7 @@ def make_problem(case, device):
 
 @pytest.fixture
 def served(monkeypatch):
-    """Whether each call was served."""
-    calls, original = [], eager.attention_over_cache
-
-    def attention_over_cache(*args):
-        result = original(*args)
-        calls.append(result is not NotImplemented)
-        return result
-
-    monkeypatch.setattr(eager, "attention_over_cache", attention_over_cache)
-    return calls
+    return record_served(monkeypatch, "attention_over_cache")
 
 
 def both(problem, served, **options):

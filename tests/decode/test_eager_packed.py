@@ -5,28 +5,18 @@ from __future__ import annotations
 
 import pytest
 import torch
-from harness import by_function
+from harness import by_function, record_served
 from serving_harness import HEADS, LENGTHS_Q, keywords, make_batch, make_latent_batch
 
 from flash_attn import set_batch_invariant
 from flash_attn.integrations import sglang, vllm
-from flash_attn.ops import eager
 
 pytestmark = pytest.mark.devices("cuda")
 
 
 @pytest.fixture
 def served(monkeypatch):
-    """Whether each call was served."""
-    calls, original = [], eager.packed_attention
-
-    def packed_attention(*args):
-        result = original(*args)
-        calls.append(result is not NotImplemented)
-        return result
-
-    monkeypatch.setattr(eager, "packed_attention", packed_attention)
-    return calls
+    return record_served(monkeypatch, "packed_attention")
 
 
 def call(batch, **options):

@@ -107,10 +107,9 @@ struct StaticTileOrder {
   }
 };
 
-// The strip of 64 rows that a warpgroup of kDirect takes in a thread block of two, if thread blocks take strips from
-// both ends of a head: the further one begins before the middle, the further the other one ends behind it. Under a
-// causal mask all thread blocks then have as many keys, and a long strip has the tensor cores for itself most of the
-// time.
+// The strip of 64 rows of a warpgroup of kDirect if thread blocks pair rows: group 0 has one from the first half of a
+// head, group 1 one from the second, equally far from the middle. Under a causal mask all thread blocks then have the
+// same number of keys, and the longer strip uses the tensor cores alone most of the time.
 FLASH_HOST_DEVICE constexpr int paired_strip(int m_blocks, int m_block, int group) {
   return group == 0 ? m_blocks - 1 - m_block : m_blocks + m_block;
 }

@@ -89,7 +89,7 @@ struct Fp8FwdConfig {
   static constexpr bool kLowerKeysFirst = !kExpBits || kHeadDim < 128;
   // Accumulators of S: one for each step of a block if there are registers for them.
   static constexpr int kScoreBuffers = kHeadDim == 128 ? 1 : 2;
-  // Two consumers take turns to issue their products, so that one exponentiates while the tensor cores serve the other.
+  // Two consumers issue their products in turn: one computes exponentials during the products of the other.
   static constexpr bool kTakesTurns = kHeadDim == 256;
   static_assert(!kTakesTurns || kWarpGroups == 2);
   // A separate loop for blocks without a mask: a gain of 8 % with exp2, a loss of 4 % with kExpBits.
