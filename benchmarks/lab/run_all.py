@@ -87,7 +87,7 @@ EXPERIMENTS = (
          "prefill_cache", FASTEST, 45),
     grid("grid_b4h8", "every implementation at batch 4 and 8 heads", "fwd bwd fwd+bwd", "b4h8", EVERYONE, 125, SHORT),
     grid("fwd_other", "what features, packing and small problems cost", "fwd",
-         "gqa window varlen varlen_equal features value_dim small one_wave small_eager", FASTEST, 55),
+         "gqa window varlen varlen_equal features value_dim small one_wave small_eager", FASTEST, 110),
     grid("deterministic", "the deterministic backward", "bwd", "deterministic", "sdpa_flash", 22),
     grid("fwd_bwd", "the mma.sync forward and backward", "fwd bwd", "cells dims gqa window varlen features",
          FASTEST, 70, environment=(("FLASH_ATTN_FAMILY", "mma_sync"),)),
