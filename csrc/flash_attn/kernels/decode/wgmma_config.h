@@ -3,6 +3,7 @@
 
 #include "kernels/common/element.h"
 #include "kernels/common/partial.h"
+#include "kernels/decode/cta_work.h"
 #include "kernels/tma/mbarrier.h"
 #include "kernels/tma/swizzle.h"
 #include "params/kvcache.h"
@@ -45,8 +46,9 @@ struct KvWgmmaStorage {
   alignas(16) float out[Config::kRows * Config::kHeadDim];  // of the second consumer, then of both
   RowStats stats[2][Config::kRows];                         // of the second consumer, and of both
   int64_t scratch[Config::kThreads / 32 + 2];               // find_cta_work()
-  tma::Barrier full[Config::kStages];                       // arrivals: one of each producer warp
-  tma::Barrier empty[Config::kStages];                      // arrivals: one of each warp of the consumer
+  CtaWork cta_work;
+  tma::Barrier full[Config::kStages];   // arrivals: one of each producer warp
+  tma::Barrier empty[Config::kStages];  // arrivals: one of each warp of the consumer
 };
 
 }  // namespace decode

@@ -88,8 +88,8 @@ struct KvWgmmaConsumer {
   ExactSoftmax<kThreadRows> softmax;
 
   __device__ __forceinline__ KvWgmmaConsumer(const Flash_kvcache_params& params_, KvWgmmaStorage<Config>& storage_,
-                                             const CtaWork& cta_work, int index_)
-      : params(params_), storage(storage_), work(params_, blockIdx.x, cta_work), index(index_) {}
+                                             int index_)
+      : params(params_), storage(storage_), work(params_, blockIdx.x, storage_.cta_work), index(index_) {}
 
   // Among both consumers.
   __device__ __forceinline__ int thread() const { return index * 128 + threadIdx.x % 128; }

@@ -37,15 +37,16 @@ __global__ void __launch_bounds__(plan::kKvWgmmaThreads, 1)
   }
   wait_for_previous_kernel();
   const CtaWork cta_work = find_cta_work(params, blockIdx.x, storage.scratch);
+  if (threadIdx.x == 0) storage.cta_work = cta_work;  // in registers of both roles it would spill
   __syncthreads();
   // Shuffled, so that ptxas sees uniform branches.
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
   if (warp < Config::kProducerWarps) {
     cutlass::arch::warpgroup_reg_dealloc<Config::kProducerRegisters>();
-    KvWgmmaProducer<Config>(params, storage, cta_work, warp).run();
+    KvWgmmaProducer<Config>(params, storage, warp).run();
   } else {
     cutlass::arch::warpgroup_reg_alloc<Config::kConsumerRegisters>();
-    KvWgmmaConsumer<Config>(params, storage, cta_work, warp / 4 - 1).run();
+    KvWgmmaConsumer<Config>(params, storage, warp / 4 - 1).run();
   }
   if (params.dropout.rng_state != nullptr) store_rng_state(params.dropout);  // of a forward
 }

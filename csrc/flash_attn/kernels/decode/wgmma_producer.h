@@ -28,8 +28,8 @@ struct KvWgmmaProducer {
   uint32_t exists = 0;         // a bit for each key of the warp
 
   __device__ __forceinline__ KvWgmmaProducer(const Flash_kvcache_params& params_, KvWgmmaStorage<Config>& storage_,
-                                             const CtaWork& cta_work, int warp_)
-      : params(params_), storage(storage_), work(params_, blockIdx.x, cta_work), warp(warp_) {}
+                                             int warp_)
+      : params(params_), storage(storage_), work(params_, blockIdx.x, storage_.cta_work), warp(warp_) {}
 
   // To the next n_block of the thread block; false: there is none.
   __device__ __forceinline__ bool advance() {
