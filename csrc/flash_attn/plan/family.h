@@ -36,7 +36,6 @@ struct FamilyQuery {
   int multiprocessors;
   bool may_use_decode;             // without dropout, max_logit and origins
   int64_t decode_rows;             // packed rows of a K/V head
-  bool decode_by_wgmma = false;    // kv_takes_wgmma()
   int64_t decode_tiles;            // tiles of these, of all sequences and K/V heads: kv_row_tiles()
   int64_t seen_keys;               // of an m_block, at most
   int64_t mean_keys;               // of an m_block, on average
@@ -47,8 +46,9 @@ struct FamilyQuery {
   bool has_wide_kernel = false;    // may_use_wide_kernel()
   bool batch_invariant = false;    // only options and head dims may choose
   Dtype kv_dtype = Dtype::kBf16;
-  int64_t pass_cost = 0;       // dequantize_cost(), which the decode kernels save
-  bool is_pass_large = false;  // needs too much memory for it
+  int64_t pass_cost = 0;         // dequantize_cost(), which the decode kernels save
+  bool is_pass_large = false;    // needs too much memory for it
+  bool decode_by_wgmma = false;  // kv_takes_wgmma()
 };
 
 // The kernels of this head dim run smaller ones too: missing columns are never read or written.
