@@ -2,6 +2,7 @@
 // MMAs, shared memory layouts, registers per thread.
 #pragma once
 
+#include <cute/arch/copy_sm90_tma.hpp>
 #include <cute/tensor.hpp>
 
 #include "kernels/common/accumulator.h"
@@ -91,6 +92,11 @@ struct BwdOnePassConfig {
   static constexpr int kDqTile = kBlockM * kHeadDim;  // floats
   static constexpr int kWarpDq = kDqTile / kDqWarps;  // floats of one warp
   static constexpr int kDqBuffers = kHasDqWarpgroup ? 2 : 1;
+  // L2 hints. Q and dO ranked above the sums of dQ would fill L2 with heads that are done, and every addition would
+  // fetch its lines from memory and write them back.
+  static constexpr auto kRowsHint =
+      kIsTall ? cute::TMA::CacheHintSm90::EVICT_NORMAL : cute::TMA::CacheHintSm90::EVICT_LAST;
+  static constexpr auto kDqHint = kRowsHint;
   // Two warps of the producer warpgroup reduce whole dQ tiles into global memory (DqReduceWarp).
   static constexpr bool kHasDqReduceWarps = !kDqInSmem;
   static constexpr int kSmemDq = kDqInSmem ? plan::kSharedDqRows * kHeadDim : kDqBuffers * kDqTile;  // floats

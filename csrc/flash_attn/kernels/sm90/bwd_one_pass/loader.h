@@ -148,9 +148,7 @@ struct BwdLoader {
   }
 
   __device__ __forceinline__ void run(const BwdWorkTile& tile) {
-    // As measured of each tile, docs/tuning/bwd_sm90.md.
-    constexpr auto kHint =
-        Config::kIsTall ? cute::TMA::CacheHintSm90::EVICT_NORMAL : cute::TMA::CacheHintSm90::EVICT_LAST;
+    constexpr auto kHint = Config::kRowsHint;
     const Flash_bwd_params& params = launch.params;
     const bool is_varlen = params.is_varlen();
     const TmaRows k_rows(is_varlen, tile.batch, tile.k_begin, tile.seqlen_k);
