@@ -10,7 +10,7 @@
 #include "kernels/common/row_loader.h"
 #include "kernels/sm90/bwd_variant.h"
 #include "params/flash.h"
-#include "plan/bwd_tiles.h"
+#include "plan/sm90_smem.h"
 
 namespace flash {
 namespace sm90 {
@@ -81,7 +81,8 @@ struct BwdOnePassConfig {
   static constexpr int kSmemQ = kBlockM * kHeadDim;  // elements; of dO too
   static constexpr int kSmemK = kBlockN * kHeadDim;  // and of V
   static constexpr int kSmemDs = kBlockM * kBlockN;
-  static constexpr int kKvStages = kHeadDim <= 64 && !kDqInSmem ? 2 : 1;  // buffers of K and V
+  static constexpr bool kEarlyK = plan::has_early_k(kTile, kMayDrop, kBiased);
+  static constexpr int kVStages = kHeadDim <= 64 && !kDqInSmem ? 2 : 1, kKStages = kEarlyK ? 2 : kVStages;  // buffers
   struct Nothing {};
   template <class State>
   using IfBiased = std::conditional_t<kBiased, State, Nothing>;
