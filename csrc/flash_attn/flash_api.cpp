@@ -29,7 +29,7 @@
 #include "params/flash.h"
 #include "params/fp8.h"
 #include "params/jvp.h"
-#include "params/kvcache.h"
+#include "params/kvcache_wgmma.h"
 #include "plan/bwd_plan.h"
 #include "plan/bwd_tiles.h"
 #include "plan/explain.h"
@@ -78,14 +78,19 @@ cudaError_t run_mha_fwd_jvp(const Flash_fwd_jvp_params& params, const plan::FwdP
   });
 }
 
-cudaError_t run_mha_fwd_split(const Flash_kvcache_params& params, Dtype q_dtype, cudaStream_t stream) {
+cudaError_t run_mha_fwd_split(const Flash_kvcache_params& params, bool by_wgmma, Dtype q_dtype, cudaStream_t stream) {
   if (is_eight_bit(params.kv_dtype)) {
     return E4M3_SWITCH(params.kv_dtype, [&] {
       return HEADDIM_8BIT_SWITCH(params.d, [&] { return run_mha_fwd_split_<kDtype, kHeadDim>(params, stream); });
     });
   }
   return FP16_SWITCH(q_dtype, [&] {
-    return HEADDIM_SWITCH(params.d, [&] { return run_mha_fwd_split_<kDtype, kHeadDim>(params, stream); });
+    return HEADDIM_SWITCH(params.d, [&] {
+      if constexpr (plan::has_kv_wgmma(kHeadDim)) {
+        if (by_wgmma) return run_mha_fwd_split_wgmma_<kDtype, kHeadDim>(params, stream);
+      }
+      return run_mha_fwd_split_<kDtype, kHeadDim>(params, stream);
+    });
   });
 }
 

@@ -88,7 +88,7 @@ void check_shared_dq() {
 
 void check_running() {
   using flash::plan::running_n_blocks;
-  check::that(running_n_blocks(false, false, 8, 1, 128) == 32, "no order");
+  check::that(running_n_blocks(false, false, 8, 1, 128) == 128, "no order");
   check::that(running_n_blocks(false, true, 256, 1, 64) == 16, "no order, wide heads");
   check::that(running_n_blocks(true, false, 8, 1, 128) == 8, "few m_blocks");
   check::that(running_n_blocks(true, false, 128, 1, 128) == 16, "more m_blocks");

@@ -84,6 +84,37 @@ void check_splits() {
   check_row("one fixed split", problem, kH200, {16, 64, SplitRule::kNowhere, false, false, false, 0});
 }
 
+// 33 to 64 packed rows of 16 bits at head dim 64 or 128, without what the kernel lacks.
+void check_wgmma() {
+  const auto by_wgmma = [](const DecodeProblem& problem, const Device& device = kH200) {
+    return flash::plan::plan_decode(problem, device).by_wgmma;
+  };
+  DecodeProblem problem = decoding(16, 32, 8, 128, 4096);
+  for (const int tokens : {1, 8, 9, 16, 17, 100}) {
+    problem.seqlen_q = tokens;
+    check::that(by_wgmma(problem) == (tokens > 8), "rows of a tile", tokens);
+  }
+  problem.options.page_size = 1;
+  problem.options.has_leftpad = true;
+  check::that(by_wgmma(problem) && !by_wgmma(problem, kA100), "any page, by compute capability 9.0");
+  Device small = flash::plan::limited(kH200, 100 * 1024);
+  check::that(!by_wgmma(problem, small), "a GPU of less shared memory");
+  const auto lacks = [&](const char* what, auto set) {
+    DecodeProblem other = problem;
+    set(other);
+    check::that(!by_wgmma(other), what);
+  };
+  lacks("head dim 96", [](DecodeProblem& p) { p.head_dim = 96; });
+  lacks("head dim 120", [](DecodeProblem& p) { p.head_dim = 120; });
+  lacks("8 bits", [](DecodeProblem& p) { p.kv_dtype = Dtype::kE4m3; });
+  lacks("batch invariant", [](DecodeProblem& p) { p.batch_invariant = true; });
+  lacks("score modifiers", [](DecodeProblem& p) { p.options.has_score_mod = true; });
+  lacks("rotary queries", [](DecodeProblem& p) { p.options.has_rotary = true; });
+  lacks("mask bits", [](DecodeProblem& p) { p.options.has_mask_bits = true; });
+  lacks("rows of q without 16-byte vectors", [](DecodeProblem& p) { p.options.q_vectors = false; });
+  lacks("rows of the cache without 16-byte vectors", [](DecodeProblem& p) { p.options.kv_vector_bytes = 4; });
+}
+
 // Each of these alone takes the kernel with all features.
 void check_variant() {
   const DecodeProblem plain = decoding(16, 32, 8, 64, 8192);
@@ -274,7 +305,7 @@ void check_eight_bit_queries() {
 void check_rows_that_pay() {
   const auto least_rows = [](Dtype kv_dtype, int capacity) {
     for (int seqlen_q = 1; seqlen_q < 1024; ++seqlen_q) {
-      DecodeProblem problem{1, seqlen_q, 32, 8, 128, capacity};
+      DecodeProblem problem{1, seqlen_q, 32, 8, 256, capacity};  // wgmma decodes 128
       problem.kv_dtype = kv_dtype;
       if (!decodes(flash::plan::plan_fwd(cached(problem), kH200, nullptr))) return seqlen_q;
     }
@@ -561,6 +592,7 @@ void check_mla() {
 int main() {
   check_decoding();
   check_splits();
+  check_wgmma();
   check_variant();
   check_chunked_prefill();
   check_eight_bit();

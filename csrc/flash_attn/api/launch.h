@@ -23,7 +23,7 @@ namespace flash {
 // The instantiations that a plan names (flash_api.cpp). q_dtype: of 16 bits.
 cudaError_t run_mha_fwd(const Flash_fwd_split_params& params, const plan::FwdPlan& plan, cudaStream_t stream);
 cudaError_t run_mha_fwd_fp8(const Flash_fwd_fp8_params& params, const plan::FwdPlan& plan, cudaStream_t stream);
-cudaError_t run_mha_fwd_split(const Flash_kvcache_params& params, Dtype q_dtype, cudaStream_t stream);
+cudaError_t run_mha_fwd_split(const Flash_kvcache_params& params, bool by_wgmma, Dtype q_dtype, cudaStream_t stream);
 
 // The plan of a call whose sizes the kernels can count.
 inline plan::FwdPlan checked_plan(const plan::FwdProblem& problem, int device, int64_t sm_margin) {
@@ -156,8 +156,10 @@ inline void schedule(const Flash_kvcache_params& params, const at::Tensor& q, cu
                params.kv_dtype);
 }
 
-inline void decode(const Flash_kvcache_params& params, const at::Tensor& q, cudaStream_t stream) {
-  check_launch(run_mha_fwd_split(params, dtype_of(q), stream), "flash_fwd_split_kernel", q, params.kv_dtype);
+inline void decode(const Flash_kvcache_params& params, const plan::DecodePlan& plan, const at::Tensor& q,
+                   cudaStream_t stream) {
+  check_launch(run_mha_fwd_split(params, plan.by_wgmma, dtype_of(q), stream), "flash_fwd_split_kernel", q,
+               params.kv_dtype);
 }
 
 // ---- stages ----
@@ -339,7 +341,8 @@ inline void set_params_splits(FwdLaunch& launch) {
 }
 
 inline void attention(FwdLaunch& launch) {
-  if (launch.plan.family == plan::Family::kDecode) return decode(*launch.kv, launch.q, launch.stream());
+  if (launch.plan.family == plan::Family::kDecode)
+    return decode(*launch.kv, *launch.plan.decode, launch.q, launch.stream());
   if (launch.plan.is_fp8) {
     return check_launch(run_mha_fwd_fp8(fp8_params(launch), launch.plan, launch.stream()), "flash_fwd_fp8_kernel",
                         launch.q);
@@ -389,7 +392,7 @@ inline void recompute(const FwdLaunch& launch, const Flash_fwd_params& given) {
   Flash_kvcache_params params = set_params_decode(launch, given, launch.plan.dequantized_rows);
   const at::Tensor workspace = allocate_decode_workspace(params, *launch.plan.decode, launch.q);
   schedule(params, launch.q, launch.stream());
-  decode(params, launch.q, launch.stream());
+  decode(params, *launch.plan.decode, launch.q, launch.stream());
 }
 
 inline void launch(FwdLaunch& launch) {

@@ -36,8 +36,8 @@ constexpr BwdThreshold kBwdThresholds[] = {
      "full 291 to 372, causal 174 to 254 TFLOPS"},
     {BwdSchedule::kTwoPass, 128, BwdMaskKind::kOpenRight, BwdMode::kAny, 256,
      "full s 128 1.12 times as fast, s 256 1.00, s 512 0.94 (H200)"},
-    {BwdSchedule::kTwoPass, 128, BwdMaskKind::kMaskedRight, BwdMode::kDefault, 512,
-     "causal s 128 to 512 1.18 to 1.03 times as fast, s 1024 0.92 (H200)"},
+    {BwdSchedule::kTwoPass, 128, BwdMaskKind::kMaskedRight, BwdMode::kDefault, 256,
+     "causal s 128, 256 1.18, 1.14 times as fast, s 1024 0.92 (H200, one pass with one buffer of K)"},
     {BwdSchedule::kTwoPass, 128, BwdMaskKind::kMaskedRight, BwdMode::kDeterministic, 2048,
      "not published: one pass adds to dQ in order, two passes add nothing"},
 };
@@ -132,9 +132,13 @@ constexpr RunningNBlocks kOrderedNBlocks[] = {
 constexpr int kStepsOfNBlock = 8;
 constexpr int kMBlocksOfNBlock = 32;  // causal s 128k 0.73 to 0.98 of the other mode's speed (H100)
 
+// Of any call with an order.
+constexpr int kMostOrderedNBlocks = 32;
+
 // Without an order nothing waits, and the more n_blocks read the same rows at a time, the less power L2 takes: d 128
-// full s 8192 492 to 510, causal s 16384 493 to 558 TFLOPS. Not measured with 64 keys.
-constexpr int kMostRunningNBlocks = 32;
+// full s 8192 492 to 510, causal s 16384 493 to 558 TFLOPS with 32 of them. More of them only in sequences of more than
+// 4096 keys: rows and sums of four heads of 16384 at d 128 are 67 MB, more than L2 holds. Not measured with 64 keys.
+constexpr int kMostRunningNBlocks = 128;
 
 // m_blocks: of one head; group: query heads of a K/V head; block_n: keys of a CTA.
 constexpr int running_n_blocks(bool is_ordered, bool masked_right, int64_t m_blocks, int64_t group, int block_n) {
@@ -144,7 +148,7 @@ constexpr int running_n_blocks(bool is_ordered, bool masked_right, int64_t m_blo
   const int64_t by_steps = steps < row.fewest ? row.fewest : steps < row.most ? steps : row.most;
   const int64_t by_length = m_blocks / kMBlocksOfNBlock;
   const int64_t running = by_length > by_steps ? by_length : by_steps;
-  return running < kMostRunningNBlocks ? static_cast<int>(running) : kMostRunningNBlocks;
+  return running < kMostOrderedNBlocks ? static_cast<int>(running) : kMostOrderedNBlocks;
 }
 
 }  // namespace plan

@@ -7,7 +7,7 @@
 #include "core/kv_schedule.h"
 #include "plan/device.h"
 #include "plan/kv_head_pairs.h"
-#include "plan/kv_tiles.h"
+#include "plan/kv_wgmma.h"
 #include "plan/problem.h"
 
 namespace flash {
@@ -55,8 +55,9 @@ struct DecodePlan {
   int64_t workspace_words;  // partial results
 
   // ---- the kernel: by the options too ----
-  bool is_plain;     // KvVariant::kPlain (kernels/decode/variant.h)
-  bool masks_bits;   // KvVariant::kMaskBits
+  bool by_wgmma;     // the wgmma kernel; else KvVariant::
+  bool is_plain;     // kPlain (kernels/decode/variant.h)
+  bool masks_bits;   // kMaskBits
   bool in_clusters;  // CTAs are launched as clusters of two (kernels/decode/cluster_pair.h)
 };
 
@@ -204,6 +205,7 @@ constexpr bool kv_is_plain(const DecodeProblem& problem, const DecodePlan& plan)
 
 // The variant of the kernel.
 constexpr void plan_variant(const DecodeProblem& problem, const Device& device, DecodePlan& plan) {
+  plan.by_wgmma = kv_takes_wgmma(problem, device);
   plan.is_plain = kv_is_plain(problem, plan);
   plan.masks_bits = problem.options.has_mask_bits;
   const bool has_clusters = device.capability >= 90;

@@ -7,6 +7,7 @@ namespace flash {
 namespace plan {
 
 constexpr uint32_t kAllHeadDims = 0xffffffffu;
+constexpr int kWgmmaCapability = 90;
 
 struct Device {
   int capability = 0;  // 10 * major + minor

@@ -76,15 +76,19 @@ inline const char* split_rule_name(SplitRule rule) {
 // Fields of the decode kernels: tile, grid, KV splits and combine.
 inline void explain_split(const DecodeProblem& problem, const DecodePlan& plan, Explanation& result) {
   const KvTile tile = kv_tile(problem.head_dim, plan.tile_size, problem.kv_dtype);
-  result["variant"] = std::string(plan.is_plain ? "plain" : plan.masks_bits ? "mask bits" : "all features");
+  const char* const variant = plan.by_wgmma     ? "wgmma"
+                              : plan.is_plain   ? "plain"
+                              : plan.masks_bits ? "mask bits"
+                                                : "all features";
+  result["variant"] = std::string(variant);
   if (is_eight_bit(problem.kv_dtype)) result["kv_dtype"] = std::string(dtype_name(problem.kv_dtype));
   result["head_dim"] = int64_t{tile.head_dim};
   result["block_m"] = int64_t{tile.rows()};  // packed rows (query token, query head)
   result["block_n"] = int64_t{plan.block_n};
   result["tile_heads"] = int64_t{plan.tile_heads};
-  result["warps"] = int64_t{kv_threads(tile) / 32};
-  result["kv_stages"] = int64_t{plan.stages};
-  result["smem_bytes"] = int64_t{kv_smem_bytes(tile, plan.stages)};
+  result["warps"] = int64_t{(plan.by_wgmma ? kKvWgmmaThreads : kv_threads(tile)) / 32};
+  result["kv_stages"] = int64_t{plan.by_wgmma ? kKvWgmmaStages : plan.stages};
+  result["smem_bytes"] = int64_t{plan.by_wgmma ? kKvWgmmaSmem : kv_smem_bytes(tile, plan.stages)};
   result["grid"] = int64_t{plan.thread_blocks};
   result["cluster"] = int64_t{plan.in_clusters ? 2 : 1};
   result["num_work_tiles"] = plan.work_items * plan.head_tiles;

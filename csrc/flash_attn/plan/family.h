@@ -8,7 +8,7 @@
 
 #include "plan/bwd_tiles.h"
 #include "plan/grid.h"
-#include "plan/kv_tiles.h"
+#include "plan/kv_wgmma.h"
 
 namespace flash {
 namespace plan {
@@ -28,8 +28,6 @@ constexpr const char* family_name(Family family) {
   return "";
 }
 
-constexpr int kWgmmaCapability = 90;
-
 // What the choice depends on.
 struct FamilyQuery {
   int capability;  // 10 * major + minor
@@ -48,8 +46,9 @@ struct FamilyQuery {
   bool has_wide_kernel = false;    // may_use_wide_kernel()
   bool batch_invariant = false;    // only options and head dims may choose
   Dtype kv_dtype = Dtype::kBf16;
-  int64_t pass_cost = 0;       // dequantize_cost(), which the decode kernels save
-  bool is_pass_large = false;  // needs too much memory for it
+  int64_t pass_cost = 0;         // dequantize_cost(), which the decode kernels save
+  bool is_pass_large = false;    // needs too much memory for it
+  bool decode_by_wgmma = false;  // kv_takes_wgmma()
 };
 
 // The kernels of this head dim run smaller ones too: missing columns are never read or written.
@@ -132,6 +131,7 @@ constexpr FamilyQuery family_query(const FwdProblem& problem, const Device& devi
   query.has_wide_kernel = may_use_wide_kernel(problem);
   query.may_use_decode = may_use_decode_kernels(problem);
   query.decode_rows = problem.heads_k > 0 ? product(problem.rows(), problem.group()) : 0;
+  query.decode_by_wgmma = kv_takes_wgmma(problem.decode, device);
   query.kv_dtype = problem.kv_dtype;
   const int64_t decode_tiles = kv_row_tiles(query.head_dim, query.decode_rows, problem.kv_dtype);
   query.decode_tiles = product(problem.batch, problem.heads_k, decode_tiles);
@@ -289,7 +289,8 @@ constexpr int64_t decode_cost(const FamilyQuery& query) {
   const int size = kv_tile_size(query.head_dim, query.decode_rows, query.kv_dtype);
   const int rows = kv_tile(query.head_dim, size, query.kv_dtype).rows();
   const int64_t work = product(query.seen_keys, query.decode_tiles, costs.head_dim) / query.multiprocessors;
-  return rows <= 16 ? cost.call_16 + cost.work_16 * work : cost.call + (rows <= 32 ? cost.work_32 : cost.work) * work;
+  if (rows <= 16) return cost.call_16 + cost.work_16 * work;
+  return cost.call + (rows <= 32 || query.decode_by_wgmma ? cost.work_32 : cost.work) * work;
 }
 
 // What runs a call.

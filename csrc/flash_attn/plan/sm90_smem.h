@@ -134,22 +134,28 @@ constexpr int kSm90BwdBiasStages = 2;
 // Whether shared memory also has room for the random bits of dropout.
 constexpr bool sm90_biased_bwd_may_drop(const Sm90BwdTile& tile) { return tile.head_dim <= 64; }
 
+// Whether shared memory has room for a second K: the next one lands early, and dK is staged where the last one was.
+constexpr bool has_early_k(const Sm90BwdTile& tile, bool may_drop, bool biased) {
+  return tile.head_dim > 64 && !may_drop && !biased;
+}
+
 // sizeof(sm90::BwdStorage).
 constexpr int sm90_bwd_smem_bytes(const Sm90BwdTile& tile, bool may_drop, bool dq_in_smem, Dtype dtype,
                                   bool biased = false) {
   const int element = dtype_bytes(dtype), m = tile.block_m, n = tile.block_n;
   const bool has_group = has_dq_warpgroup(tile);
-  const int kv_stages = tile.head_dim <= 64 && !dq_in_smem ? 2 : 1, key_parts = has_group ? 2 : 1;
+  const int v_stages = tile.head_dim <= 64 && !dq_in_smem ? 2 : 1, key_parts = has_group ? 2 : 1;
+  const int k_stages = has_early_k(tile, may_drop, biased) ? 2 : v_stages;
   const int64_t staged_dq = int64_t{has_group ? 2 : 1} * m * tile.head_dim;
   const int64_t dq_floats = dq_in_smem ? int64_t{kSharedDqRows} * tile.head_dim : staged_dq;
   const int64_t gradients = has_group && !dq_in_smem && !biased ? n * (tile.head_dim + tile.value_dim()) : 1;
-  const int barriers = 3 * kv_stages * key_parts + 2 * 4 + 4 * tile.stages + 2 * 2 + 1;
+  const int barriers = (2 * k_stages + v_stages) * key_parts + 1 + 2 * 4 + 4 * tile.stages + 2 * 2 + 1;
   const int bias_stages = biased ? kSm90BwdBiasStages : 0;
   SmemLayout storage;
   storage.add(2 * kBiasBoxBytes * bias_stages * m, kSwizzleBytes)
       .add(2 * kBarrierBytes * bias_stages, kBarrierBytes)
-      .add(element * kv_stages * n * tile.head_dim, kSwizzleBytes)
-      .add(element * kv_stages * n * tile.value_dim(), kSwizzleBytes)
+      .add(element * k_stages * n * tile.head_dim, kSwizzleBytes)
+      .add(element * v_stages * n * tile.value_dim(), kSwizzleBytes)
       .add(element * tile.stages * m * tile.head_dim, kSwizzleBytes)
       .add(element * tile.stages * m * tile.value_dim(), kSwizzleBytes)
       .add(element * 2 * m * n, kSwizzleBytes)
@@ -163,13 +169,6 @@ constexpr int sm90_bwd_smem_bytes(const Sm90BwdTile& tile, bool may_drop, bool d
       .add(2 * 4, 4)
       .add(2 * 4 * tile.stages, 4);
   return storage.size(kSwizzleBytes);
-}
-
-// Of the main kernel; with a dQ pass of the larger of both.
-constexpr int sm90_backward_smem_bytes(const Sm90BwdTile& tile, bool may_drop, Dtype dtype) {
-  if (!has_dq_pass(tile)) return sm90_bwd_smem_bytes(tile, may_drop, false, dtype);
-  const int dkv = sm90_dkv_smem_bytes(tile, may_drop, dtype), dq = sm90_dq_smem_bytes(tile, may_drop, dtype);
-  return dkv > dq ? dkv : dq;
 }
 
 }  // namespace plan

@@ -10,13 +10,15 @@
 namespace flash {
 namespace tma {
 
-// Called by one thread, after fence_buffer() by all that wrote to `source`; both pointers are 16-byte aligned.
+// Called by one thread, after fence_buffer() by all that wrote to `source`; both pointers are 16-byte aligned. hint: L2
+// policy, a cute::TMA::CacheHintSm90.
 // cute::tma_store_wait<0>() waits until the buffer has been read.
-__device__ __forceinline__ void reduce_bulk(float* target, const float* source, int count) {
+__device__ __forceinline__ void reduce_bulk(float* target, const float* source, int count, uint64_t hint) {
   const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(source));
-  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(target), "r"(address),
-               "r"(count * static_cast<int>(sizeof(float)))
-               : "memory");
+  asm volatile(
+      "cp.reduce.async.bulk.global.shared::cta.bulk_group.L2::cache_hint.add.f32 [%0], [%1], %2, %3;" ::"l"(target),
+      "r"(address), "r"(count * static_cast<int>(sizeof(float))), "l"(hint)
+      : "memory");
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 

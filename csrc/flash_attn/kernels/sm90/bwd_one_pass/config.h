@@ -2,6 +2,7 @@
 // MMAs, shared memory layouts, registers per thread.
 #pragma once
 
+#include <cute/arch/copy_sm90_tma.hpp>
 #include <cute/tensor.hpp>
 
 #include "kernels/common/accumulator.h"
@@ -9,7 +10,7 @@
 #include "kernels/common/row_loader.h"
 #include "kernels/sm90/bwd_variant.h"
 #include "params/flash.h"
-#include "plan/bwd_tiles.h"
+#include "plan/sm90_smem.h"
 
 namespace flash {
 namespace sm90 {
@@ -80,7 +81,8 @@ struct BwdOnePassConfig {
   static constexpr int kSmemQ = kBlockM * kHeadDim;  // elements; of dO too
   static constexpr int kSmemK = kBlockN * kHeadDim;  // and of V
   static constexpr int kSmemDs = kBlockM * kBlockN;
-  static constexpr int kKvStages = kHeadDim <= 64 && !kDqInSmem ? 2 : 1;  // buffers of K and V
+  static constexpr bool kEarlyK = plan::has_early_k(kTile, kMayDrop, kBiased);
+  static constexpr int kVStages = kHeadDim <= 64 && !kDqInSmem ? 2 : 1, kKStages = kEarlyK ? 2 : kVStages;  // buffers
   struct Nothing {};
   template <class State>
   using IfBiased = std::conditional_t<kBiased, State, Nothing>;
@@ -91,6 +93,11 @@ struct BwdOnePassConfig {
   static constexpr int kDqTile = kBlockM * kHeadDim;  // floats
   static constexpr int kWarpDq = kDqTile / kDqWarps;  // floats of one warp
   static constexpr int kDqBuffers = kHasDqWarpgroup ? 2 : 1;
+  // L2 hints. Q and dO ranked above the sums of dQ would fill L2 with heads that are done, and every addition would
+  // fetch its lines from memory and write them back.
+  static constexpr auto kRowsHint =
+      kIsTall ? cute::TMA::CacheHintSm90::EVICT_NORMAL : cute::TMA::CacheHintSm90::EVICT_LAST;
+  static constexpr auto kDqHint = kRowsHint;
   // Two warps of the producer warpgroup reduce whole dQ tiles into global memory (DqReduceWarp).
   static constexpr bool kHasDqReduceWarps = !kDqInSmem;
   static constexpr int kSmemDq = kDqInSmem ? plan::kSharedDqRows * kHeadDim : kDqBuffers * kDqTile;  // floats

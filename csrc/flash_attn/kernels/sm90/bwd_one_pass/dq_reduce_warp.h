@@ -49,7 +49,8 @@ struct DqReduceWarp {
     storage.dq_full[stage].wait(state.phase);
     if (is_elected) {
       fence_buffer();  // orders the stores of the tile before the bulk reduction; stalls no computing warp here
-      reduce_bulk(params.dq_accum_ptr + dq_tile * Config::kDqTile, storage.dq_tile(stage), Config::kDqTile);
+      reduce_bulk(params.dq_accum_ptr + dq_tile * Config::kDqTile, storage.dq_tile(stage), Config::kDqTile,
+                  static_cast<uint64_t>(Config::kDqHint));
       cute::tma_store_wait<0>();  // the bulk reduction has read the buffer
       storage.dq_empty[stage].arrive();
       if (is_deterministic) {

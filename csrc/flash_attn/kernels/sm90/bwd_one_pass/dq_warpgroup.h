@@ -32,7 +32,7 @@ struct DqWarpgroup {
   BwdStorage<Config>& storage;
   const int thread;  // of the warpgroup
   PipelineState<2> state;
-  PipelineState<Config::kKvStages> kv_state;
+  PipelineState<Config::kKStages> kv_state;
 
   __device__ __forceinline__ DqWarpgroup(const BwdLaunch& launch_, BwdStorage<Config>& storage_)
       : launch(launch_), params(launch_.params), storage(storage_), thread(threadIdx.x % 128) {}

@@ -78,7 +78,7 @@ struct BwdConsumer {
   BwdStorage<Config>& storage;
   const int group;
   PipelineState<Config::kStages> state;
-  PipelineState<Config::kKvStages> kv_state;
+  PipelineState<Config::kKStages> kv_state;
   PipelineState<2> ds_state;
   typename Config::template IfBiased<PipelineState<2>> bias_state;
 
@@ -96,12 +96,14 @@ struct BwdConsumer {
     mainloop.run();
     const bool has_rows = mainloop.order.count() > 0;
     if (!has_rows || Config::kSeparateDkvSmem) mainloop.wait_for_tma_stores();  // else the first step has waited
+    if (!has_rows && Config::kEarlyK) wait_for_dq_buffer<Config>(storage, ds_state);
     const Flash_bwd_params& params = launch.params;
     store_dkv(mainloop, mainloop.acc_dv, params.dropout.keep_scale,
               {launch.dv_map, params.dv_ptr, params.dv_strides, params.d_v}, storage.staged_dv());
     __syncwarp();
     store_dkv(mainloop, mainloop.acc_dk, params.scale_softmax,
-              {launch.dk_map, params.dk_ptr, params.dk_strides, params.d}, storage.staged_dk());
+              {launch.dk_map, params.dk_ptr, params.dk_strides, params.d},
+              storage.staged_dk(has_rows ? storage.k[mainloop.k_stage()] : nullptr));
     __syncwarp();
     state = mainloop.state;
     ds_state = mainloop.ds_state;

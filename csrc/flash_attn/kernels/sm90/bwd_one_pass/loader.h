@@ -28,7 +28,7 @@ struct BwdLoader {
   BwdStorage<Config>& storage;
   const bool is_elected;  // this lane
   PipelineState<Config::kStages> state;
-  PipelineState<Config::kKvStages> kv_state;
+  PipelineState<Config::kKStages> kv_state;
   typename Config::template IfBiased<PipelineState<2>> bias_state;
   bool is_first = true;
   uint32_t pre_clear_phase = 0;
@@ -96,13 +96,14 @@ struct BwdLoader {
     }
   }
 
-  // Prefetches K and V into the L2 cache while the previous work tile still uses their only buffer.
+  // Prefetches what the previous work tile still uses the only buffer of, V and maybe K, into the L2 cache.
   __device__ __forceinline__ void prefetch_kv(const TmaRows& k_rows, int row, int head) const {
     if (!is_elected) return;
 #pragma unroll
     for (int col = 0; col < Config::kHeadDim; col += Config::kAtomCols) {
       for (int first = 0; first < Config::kBlockN; first += Config::kBlockN / Config::kKvParts) {
         for (const CUtensorMap* map : {&launch.k_map, &launch.v_map}) {
+          if (Config::kEarlyK && map == &launch.k_map) continue;
           cute::SM90_TMA_LOAD_5D::PREFETCH::copy(map, col, row + first + k_rows.shift, head, k_rows.outer,
                                                  k_rows.origin);
         }
@@ -119,12 +120,27 @@ struct BwdLoader {
     for (int i = 0; i < Config::kKvParts; ++i) {
       const int first = i * kRows, offset = first * Config::kAtomCols;
       const MaskedRows<Config> masked = masked_keys_of<Config, kRows>(launch, tile, order, row + first, first_key);
+      if constexpr (Config::kEarlyK) {
+        storage.v_empty.wait(stage ^ 1);
+        load<kRows, Config::kHeadDim>(launch.v_map, storage.v_full[0][i], storage.v[0], k_rows, row, masked, head,
+                                      kHint);
+        continue;
+      }
       storage.kv_empty[stage][i].wait(kv_state.phase ^ 1);
       load<kRows, Config::kHeadDim, Config::kBlockN>(launch.k_map, storage.k_full[stage][i], storage.k[stage] + offset,
                                                      k_rows, row + first, masked, head, kHint);
       load<kRows, Config::kHeadDim, Config::kBlockN>(launch.v_map, storage.v_full[stage][i], storage.v[stage] + offset,
                                                      k_rows, row + first, masked, head, kHint);
     }
+  }
+
+  // kEarlyK: K of the next work tile, during the last steps of this one. The second buffer, which the first work tile
+  // frees though nobody has used it, is a phase ahead.
+  __device__ __forceinline__ void load_early_k(const TmaRows& k_rows, int row, int first_key, int head) {
+    const int stage = kv_state.stage;
+    storage.kv_empty[stage][0].wait(kv_state.phase ^ 1 ^ stage);
+    load<Config::kBlockN, Config::kHeadDim>(launch.k_map, storage.k_full[stage][0], storage.k[stage], k_rows, row,
+                                            first_key, head, cute::TMA::CacheHintSm90::EVICT_FIRST);
   }
 
   // attn_bias of a step, a box for each consumer: of its keys, or fp32 of half of them.
@@ -148,9 +164,7 @@ struct BwdLoader {
   }
 
   __device__ __forceinline__ void run(const BwdWorkTile& tile) {
-    // As measured of each tile, docs/tuning/bwd_sm90.md.
-    constexpr auto kHint =
-        Config::kIsTall ? cute::TMA::CacheHintSm90::EVICT_NORMAL : cute::TMA::CacheHintSm90::EVICT_LAST;
+    constexpr auto kHint = Config::kRowsHint;
     const Flash_bwd_params& params = launch.params;
     const bool is_varlen = params.is_varlen();
     const TmaRows k_rows(is_varlen, tile.batch, tile.k_begin, tile.seqlen_k);
@@ -162,7 +176,8 @@ struct BwdLoader {
     if (count == 0) return;
     BwdStep<Config> at = order.start();
     const int key = tile.n_block * Config::kBlockN;
-    if (!is_first && Config::kKvStages == 1) prefetch_kv(k_rows, key, tile.head_k);
+    if (!is_first && Config::kVStages == 1) prefetch_kv(k_rows, key, tile.head_k);
+    if constexpr (Config::kEarlyK) load_early_k(k_rows, key, first_visible_key(visibility), tile.head_k);
     is_first = false;
     for (int i = 0; i < count; ++i) {
       const int stage = state.stage, row = at.m_block * Config::kBlockM;

@@ -59,9 +59,9 @@ struct BwdMainloop {
   const BwdSteps<Config> order;
   const Coords coords;  // rows: queries of the m_block; columns: this warpgroup's keys
   PipelineState<Config::kStages> state;
-  PipelineState<Config::kKvStages> kv_state;
-  PipelineState<2> ds_state;  // of the next dS to store
-  PipelineState<2> dq_state;  // of the next dS whose dQ is to be computed
+  PipelineState<Config::kKStages> kv_state;  // of K; and of V, if that has as many
+  PipelineState<2> ds_state;                 // of the next dS to store
+  PipelineState<2> dq_state;                 // of the next dS whose dQ is to be computed
   typename Config::template IfBiased<PipelineState<2>> bias_state;
   typename Config::template IfBiased<QStep> last_step{};  // without a dQ warpgroup: the step of dq_state
 
@@ -69,7 +69,7 @@ struct BwdMainloop {
 
   __device__ __forceinline__ BwdMainloop(const BwdLaunch& launch_, Storage& storage_, const BwdWorkTile& tile_,
                                          int group_, PipelineState<Config::kStages> state_,
-                                         PipelineState<Config::kKvStages> kv_state_, PipelineState<2> ds_state_)
+                                         PipelineState<Config::kKStages> kv_state_, PipelineState<2> ds_state_)
       : launch(launch_),
         params(launch_.params),
         storage(storage_),
@@ -129,9 +129,9 @@ struct BwdMainloop {
     const Visit at = visit_at(given);
     const RowValues lse_rows{storage.lse_log2[stage], coords};
     const EarlyRowValues lse_log2(lse_rows);
-    start_scores(storage.k[kv_stage()], storage.q[stage], acc_s);
+    start_scores(storage.k[k_stage()], storage.q[stage], acc_s);
     storage.do_full[stage].wait(state.phase);
-    start_scores(storage.v[kv_stage()], storage.dout[stage], acc_dp);
+    start_scores(storage.v[v_stage()], storage.dout[stage], acc_dp);
     const Seen seen = seen_at(at);
     wait_for<1>(acc_s);
     constexpr bool kStartsDv = !Config::kIsTall;  // registers do not hold dP and P in two precisions
@@ -155,7 +155,10 @@ struct BwdMainloop {
     }
   }
 
-  __device__ __forceinline__ int kv_stage() const { return Config::kKvStages == 1 ? 0 : kv_state.stage; }
+  __device__ __forceinline__ int k_stage() const { return Config::kKStages == 1 ? 0 : kv_state.stage; }
+  __device__ __forceinline__ int v_stage() const { return Config::kVStages == 1 ? 0 : kv_state.stage; }
+  // Work tiles alternate between the buffers of K: the stage of K is the phase of a single V.
+  __device__ __forceinline__ uint32_t v_phase() const { return Config::kEarlyK ? kv_state.stage : kv_state.phase; }
 
   // kListed: whether every query of the step sees all keys of this consumer.
   __device__ __forceinline__ bool is_whole(const Visit& at) const {
@@ -259,7 +262,7 @@ struct BwdMainloop {
   __device__ __forceinline__ void compute_own_dq() {
     if (dq_state.stage == group) {
       AccDq acc_dq;
-      compute_dq<Config>(storage, dq_state, kv_stage(), thread, {launch, tile, own_dq_step()}, acc_dq);
+      compute_dq<Config>(storage, dq_state, k_stage(), thread, {launch, tile, own_dq_step()}, acc_dq);
       stage_dq_tile<Config>(storage, dq_state, acc_dq, thread);
       __syncwarp();  // wgmma needs converged warps
     }
@@ -282,6 +285,7 @@ struct BwdMainloop {
     } else {
       wait_for_consumers<Config>();
     }
+    if constexpr (Config::kEarlyK) storage.kv_empty[k_stage() ^ 1][0].arrive();
   }
 
   __device__ __forceinline__ bool is_first_lane() const { return thread % 32 == 0; }
@@ -317,7 +321,7 @@ struct BwdMainloop {
     const RowRange unmasked =
         Config::kListed ? RowRange{} : unmasked_rows(visibility, key_begin(), key_begin() + 64, Config::kBlockM);
     Element* const keys = storage.k[kv_state.stage];
-    Element* const values = storage.v[kv_state.stage];
+    Element* const values = storage.v[v_stage()];
     AccSdP acc_s;
     storage.q_full[state.stage].wait(state.phase);
     start_scores(keys, storage.q[state.stage], acc_s);
@@ -404,15 +408,16 @@ struct BwdMainloop {
         store_zero_ds(i == 0);
       }
       release_step(state.stage);
+      if (Config::kEarlyK && i + 1 == count) storage.v_empty.arrive();
       state.advance();
       if (i > 0) compute_own_dq();
       if constexpr (Config::kBiased) last_step = at;
       if constexpr (!Config::kPassesSteps) order.advance(at);
     }
     compute_own_dq();
-    storage.kv_empty[kv_stage()][0].arrive();
+    if constexpr (!Config::kEarlyK) storage.kv_empty[k_stage()][0].arrive();
     wait_for_ds_readers();
-    if constexpr (!Config::kDsHoldsDkv) wait_for_dq_buffer<Config>(storage, ds_state);
+    if constexpr (!Config::kEarlyK && !Config::kDsHoldsDkv) wait_for_dq_buffer<Config>(storage, ds_state);
   }
 
   // Waits until the warpgroup that computes dQ has read all dS of this consumer.
@@ -431,7 +436,7 @@ struct BwdMainloop {
     if (count == 0) return;
     const int part = Config::kHasDqWarpgroup ? group : 0;
     storage.k_full[kv_state.stage][part].wait(kv_state.phase);
-    storage.v_full[kv_state.stage][part].wait(kv_state.phase);
+    storage.v_full[v_stage()][part].wait(v_phase());
     if constexpr (Config::kHasDqWarpgroup) {
       run_with_dq_warpgroup(count);
     } else {

@@ -19,8 +19,8 @@ template <class Config>
 struct BwdStorage : BiasRing<Config::kBiasStages, Config::kWarpGroups * Config::kBlockM> {
   using Element = typename Config::Element;
 
-  alignas(1024) Element k[Config::kKvStages][Config::kSmemK];
-  alignas(1024) Element v[Config::kKvStages][Config::kSmemK];
+  alignas(1024) Element k[Config::kKStages][Config::kSmemK];
+  alignas(1024) Element v[Config::kVStages][Config::kSmemK];
   alignas(1024) Element q[Config::kStages][Config::kSmemQ];
   alignas(1024) Element dout[Config::kStages][Config::kSmemQ];
   alignas(1024) Element ds[2][Config::kSmemDs];  // a ring of two stages, each with the dS of both consumers
@@ -36,7 +36,9 @@ struct BwdStorage : BiasRing<Config::kBiasStages, Config::kWarpGroups * Config::
 
   // Barrier: arrivals of a phase -> waited for by.
   // k_full, v_full: load warp (1, plus the TMA bytes) -> consumers, dQ warpgroup (k_full).
-  // kv_empty: every thread of the consumers (of this part's consumer) and of the dQ warpgroup -> load warp.
+  // kv_empty: every thread of the consumers (of this part's consumer) and of the dQ warpgroup -> load warp. kEarlyK: of
+  // K, in the first step of a work tile, when dK of the one before has left the other buffer.
+  // v_empty: kEarlyK, every consumer thread -> load warp.
   // q_full, do_full: load warp (1, plus the TMA bytes) and the 32 lanes of the statistics warp -> consumers.
   // q_empty, do_empty: every consumer thread -> load warp, statistics warp.
   // ds_full: every consumer thread -> the warpgroup that computes dQ. ds_empty: its 128 threads -> consumers.
@@ -47,8 +49,8 @@ struct BwdStorage : BiasRing<Config::kBiasStages, Config::kWarpGroups * Config::
   //
   // Empty barriers count every reading thread: racecheck does not see that a warp's lanes are ordered before one lane
   // that arrives for all, and 8 arrivals instead of 256 save no time.
-  Barrier k_full[Config::kKvStages][Config::kKvParts], v_full[Config::kKvStages][Config::kKvParts];
-  Barrier kv_empty[Config::kKvStages][Config::kKvParts];
+  Barrier k_full[Config::kKStages][Config::kKvParts], v_full[Config::kVStages][Config::kKvParts];
+  Barrier kv_empty[Config::kKStages][Config::kKvParts], v_empty;
   Barrier ds_full[2], ds_empty[2], dq_full[2], dq_empty[2];
   Barrier q_full[Config::kStages], q_empty[Config::kStages];
   Barrier do_full[Config::kStages], do_empty[Config::kStages];
@@ -66,8 +68,10 @@ struct BwdStorage : BiasRing<Config::kBiasStages, Config::kWarpGroups * Config::
   // Where dK and dV are staged for their TMA store; with kDqInSmem in the consumer's rows of dS.
   static_assert(!Config::kDqInSmem || Config::kSmemDs == Config::kSmemK,
                 "a consumer's rows of dK and dV take its rows of dS");
-  __device__ __forceinline__ Element* staged_dk() {
+  // `last_k`: the buffer of K that the work tile has read, or null.
+  __device__ __forceinline__ Element* staged_dk(Element* last_k) {
     if constexpr (Config::kSeparateDkvSmem) return dkv + Config::kSmemK;
+    if (Config::kEarlyK && last_k != nullptr) return last_k;
     return Config::kDsHoldsDkv ? ds[0] + Config::kSmemK : reinterpret_cast<Element*>(dq);
   }
   __device__ __forceinline__ Element* staged_dv() { return Config::kSeparateDkvSmem ? dkv : ds[0]; }
@@ -77,10 +81,10 @@ struct BwdStorage : BiasRing<Config::kBiasStages, Config::kWarpGroups * Config::
 
   __device__ __forceinline__ void init_barriers() {
     constexpr int kDqWarpgroup = Config::kHasDqWarpgroup ? 128 : 0;
-    for (int i = 0; i < Config::kKvStages; ++i) {
-      for (int part = 0; part < Config::kKvParts; ++part) {
+    for (int part = 0; part < Config::kKvParts; ++part) {
+      for (int i = 0; i < Config::kVStages; ++i) v_full[i][part].init(1);
+      for (int i = 0; i < Config::kKStages; ++i) {
         k_full[i][part].init(1);
-        v_full[i][part].init(1);
         kv_empty[i][part].init(Config::kConsumers / Config::kKvParts + kDqWarpgroup);
       }
     }
@@ -91,6 +95,7 @@ struct BwdStorage : BiasRing<Config::kBiasStages, Config::kWarpGroups * Config::
       do_empty[i].init(Config::kConsumers);
     }
     pre_clear_full.init(1);
+    v_empty.init(Config::kConsumers);
     this->init_bias_barriers(Config::kConsumers);
     for (int i = 0; i < 2; ++i) {
       work_full[i].init(1);
