@@ -97,7 +97,7 @@ void check_lists(const Problem& problem, const Visibility& window, bool of_keys,
     for (int index = 0; index < tile.blocks(); ++index) {
       bool visited = false, is_whole = false;
       const BlockEntry entry = tile.entry(index, classify, visited, is_whole);
-      bool some = false, every = true;
+      bool some = false, every = true, any_whole = false;
       for (int strip = 0; strip < size / kMaskStrip; ++strip) {
         if (tile.begin + kMaskStrip * strip >= tile.own_end()) continue;  // never read
         const BlockClass expected = class_of_strip(problem, window, tile, strip, index), found = entry.strip(strip);
@@ -105,9 +105,11 @@ void check_lists(const Problem& problem, const Visibility& window, bool of_keys,
                     static_cast<int>(expected), problem.seqlen_q, problem.seqlen_k);
         some |= expected != BlockClass::kHidden;
         every &= expected == BlockClass::kWhole;
+        any_whole |= expected == BlockClass::kWhole;
         ++(expected == BlockClass::kHidden ? totals.hidden : every ? totals.whole : totals.partial);
       }
       check::that(entry.block() == index && visited == some, "visited blocks", of_keys, tile.begin, index, visited);
+      if (of_keys) check::that(entry.has_whole_strip() == any_whole, "a whole strip", tile.begin, index);
       check::that(is_whole == every, "blocks that are whole for all strips", of_keys, tile.begin, index, is_whole);
     }
   }

@@ -355,9 +355,14 @@ void check_masks() {
               continue;
             }
             check::that(plan.family == Family::kWgmma && !plan.dq_in_smem, "kernel", head_dim, seqlen, options);
-            check::that(plan.variant == BwdVariant::kListed, "variant", head_dim,
-                        flash::plan::variant_name(plan.variant));
             const bool has_pass = problem.deterministic || problem.max_head_dim() > 128;
+            const bool is_plain = !has_pass && !problem.has_dropout;
+            check::that(plan.variant == (is_plain ? BwdVariant::kListedPlain : BwdVariant::kListed), "variant",
+                        head_dim, flash::plan::variant_name(plan.variant));
+            BwdProblem mapped = problem;
+            mapped.mask_block_rows = 128;
+            check::that(plan_of(mapped, kH100, forced).order.order.width.divisor <= plan.order.order.width.divisor,
+                        "a map keeps to fewer heads", head_dim, seqlen);
             check::that(plan.dq_pass == has_pass && plan.has_dq_semaphores() == false, "dQ", head_dim, options);
             check::that(plan.head_dim == plan.head_dim_v && flash::plan::has_listed_bwd(plan.head_dim, plan.head_dim) &&
                             plan.head_dim >= problem.max_head_dim(),

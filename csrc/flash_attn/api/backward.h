@@ -216,6 +216,7 @@ inline plan::BwdPlan plan_call(const BwdCall& call, Flash_bwd_params& params, co
   params.keeps_dq = stage != plan::BwdStage::kAll;
   plan::BwdProblem problem = bwd_problem(params, dtype_of(call.q), call.deterministic, stage);
   if (call.scores.mask.given()) problem.mask_matrices = mask_matrix_count(call.scores.mask, params);
+  if (call.scores.mask.block_map.has_value()) problem.mask_block_rows = call.scores.mask.block_q;
   problem.has_bias = call.scores.bias.given() && has_scores(params);
   if (problem.has_mask() || problem.has_bias) check_mask_options(call);
   const plan::BwdPlan plan = plan::plan_bwd(problem, device_of(params.device, call.launch.sm_margin), forced_family());

@@ -26,6 +26,12 @@ struct BlockEntry {
   FLASH_HOST_DEVICE constexpr BlockClass strip(int strip) const {
     return static_cast<BlockClass>(bits >> (kIndexBits + 2 * strip) & 3u);
   }
+  // Then all its rows see something, and all its keys are seen.
+  FLASH_HOST_DEVICE constexpr bool has_whole_strip() const {
+    constexpr uint32_t kWholeBits = 0xaaaaaaaau << kIndexBits;
+    static_assert(static_cast<int>(BlockClass::kWhole) == 2 && static_cast<int>(BlockClass::kPartial) == 1);
+    return (bits & kWholeBits) != 0u;
+  }
 };
 
 struct BlockCount {

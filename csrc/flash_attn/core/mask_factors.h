@@ -134,6 +134,11 @@ struct MaskFactors {
     return static_cast<MappedBlock>(value < kWhole ? value : kWhole);
   }
 
+  FLASH_HOST_DEVICE uint32_t bits_word(int row, int key) const {
+    const int index = key / kMaskWordKeys;
+    return index < row_words ? bits[static_cast<int64_t>(row) * row_words + index] : 0u;
+  }
+
   // A bit for each of the kMaskWordKeys keys from `key`, a multiple of kMaskWordKeys: whether `row` sees it. key_hidden
   // is not applied.
   FLASH_HOST_DEVICE uint32_t row_word(int row, int key) const {
@@ -143,10 +148,7 @@ struct MaskFactors {
       block = mapped(row, key);
       if (block == MappedBlock::kHidden) return 0;
     }
-    if (bits != nullptr && block != MappedBlock::kWhole) {
-      const int index = key / kMaskWordKeys;
-      word = index < row_words ? bits[static_cast<int64_t>(row) * row_words + index] : 0u;
-    }
+    if (bits != nullptr && block != MappedBlock::kWhole) word = bits_word(row, key);
     if (query_ranges != nullptr) {
       const Intervals keys = keys_of(row);
       word &= interval_word(keys.begin[0], keys.end[0], key) | interval_word(keys.begin[1], keys.end[1], key);

@@ -14,8 +14,8 @@ namespace plan {
 // kGeneral: of the wgmma family, dropout and score modifiers. kAccumulate: dK and dV are added to fp32 tensors, in the
 // mma.sync family with or without dropout, in the wgmma family by plain calls; there kGeneral adds for the others.
 // kListed: of the wgmma family, all calls with a mask or a bias as data. kBiased: in its place with a bias, in one
-// pass, at head dim 128 without dropout.
-enum class BwdVariant { kPlain, kDropout, kAccumulate, kGeneral, kListed, kBiased };
+// pass, at head dim 128 without dropout. kListedPlain: in its place with a mask and nothing else, in one pass.
+enum class BwdVariant { kPlain, kDropout, kAccumulate, kGeneral, kListed, kBiased, kListedPlain };
 
 constexpr const char* variant_name(BwdVariant variant) {
   switch (variant) {
@@ -25,6 +25,7 @@ constexpr const char* variant_name(BwdVariant variant) {
     case BwdVariant::kGeneral: return "general";
     case BwdVariant::kListed: return "listed";
     case BwdVariant::kBiased: return "biased";
+    case BwdVariant::kListedPlain: return "listed_plain";
   }
   return "";
 }
@@ -169,9 +170,10 @@ constexpr Sm90BwdTile listed_tile(const BwdProblem& problem) {
 constexpr BwdVariant wgmma_bwd_variant(const BwdProblem& problem) {
   if (problem.has_mask()) {
     const Sm90BwdTile tile = listed_tile(problem);
+    if (has_dq_pass(tile)) return BwdVariant::kListed;
+    if (problem.is_plain() && !problem.has_bias) return BwdVariant::kListedPlain;
     const bool drops = !problem.has_dropout || sm90_biased_bwd_may_drop(tile);
-    const bool biased = problem.has_bias && drops && !has_dq_pass(tile);
-    return biased ? BwdVariant::kBiased : BwdVariant::kListed;
+    return problem.has_bias && drops ? BwdVariant::kBiased : BwdVariant::kListed;
   }
   if (!problem.is_plain()) return BwdVariant::kGeneral;
   return problem.accumulates_dkv ? BwdVariant::kAccumulate : BwdVariant::kPlain;
@@ -208,7 +210,9 @@ inline BwdPlan plan_bwd_wgmma(const BwdProblem& problem, const Device& device) {
   if (problem.has_mask()) plan.mask = plan_mask(problem, true, tile.block_n, tile.block_m);
   const bool is_ordered = problem.deterministic && !has_dq_pass(tile);
   plan.running_n_blocks =
-      running_n_blocks(is_ordered, problem.window.may_mask_right(), rows / 64, problem.group(), tile.block_n);
+      problem.mask_block_rows > 0 && !has_dq_pass(tile)
+          ? kRunningOutOfStep
+          : running_n_blocks(is_ordered, problem.window.may_mask_right(), rows / 64, problem.group(), tile.block_n);
   plan.order = n_block_grid(problem, tile.block_n, device.multiprocessors, plan.running_n_blocks);
   plan.grid = persistent_grid(plan.order.blocks, device, plan.is_dynamic);
   if (has_dq_pass(tile)) {

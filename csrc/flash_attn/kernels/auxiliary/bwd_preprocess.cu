@@ -67,13 +67,18 @@ __device__ float apply_lse(const Flash_bwd_params& params, int64_t row, float si
 
 // Whether a row's O depends on Q. A call that keeps dQ adds to that of other keys, which it does not know: the LSE
 // tells.
-__device__ bool has_keys(const Flash_bwd_params& params, const WorkTile&, int64_t lse_row, int row, int first_row) {
+__device__ bool has_keys(const Flash_bwd_params& params, int64_t lse_row, int row, int first_row) {
   return params.keeps_dq ? !isinf(params.softmax_lse_ptr[lse_row + row]) : row >= first_row;
 }
 
-// The same under a mask as data.
-__device__ bool has_keys(const Flash_bwd_mask_params& params, const WorkTile& tile, int64_t, int row, int) {
-  return is_seen(seen_rows(params, params.mask, tile.batch, tile.head, tile.q_begin, tile.segment), row);
+// Under a mask as data its bit tells.
+template <class Params>
+__device__ const uint32_t* seen_rows_of(const Params& params, const WorkTile& tile) {
+  if constexpr (kHasMask<Params>) {
+    return seen_rows(params, params.mask, tile.batch, tile.head, tile.q_begin, tile.segment);
+  } else {
+    return nullptr;
+  }
 }
 
 // Divisions are the host's: a row waits for them.
@@ -123,7 +128,7 @@ __device__ float block_sum(float value) {
 // Padding rows of a dense softmax_d are set to 0 here, so that it needs no fill; those of a packed one stay
 // uninitialised.
 template <class Pair, class Params>
-__global__ void __launch_bounds__(kMostThreads, kHasMask<Params> ? 1 : kLargestBlocksPerSm)
+__global__ void __launch_bounds__(kMostThreads, kLargestBlocksPerSm)
     softmax_d_kernel(const __grid_constant__ SoftmaxDLaunch<Params> launch) {
   const Params& params = launch.params;
   // The order matters. An earlier kernel of the stream may still use the memory of the workspace. And the next kernel,
@@ -146,12 +151,15 @@ __global__ void __launch_bounds__(kMostThreads, kHasMask<Params> ? 1 : kLargestB
   const int first_row = first_visible_row(Visibility{tile.seqlen_q, tile.seqlen_k, params.window});
   const int64_t lse_row = lse_offset(tile, params);
   const float sink = row_sink(params, tile);
+  const uint32_t* const seen = seen_rows_of(params, tile);
   float dsink = 0.0f;
   float* const delta = params.softmax_d_ptr + softmax_d_offset(params, tile.batch, tile.head, tile.q_begin);
   for (int offset = threadIdx.x >> lane_bits; offset < kRows; offset += blockDim.x >> lane_bits) {
     const int row = tile.row_begin + offset;
     float sum = 0.0f;
-    if (row < tile.row_end && col < params.d_v && has_keys(params, tile, lse_row, row, first_row)) {
+    uint32_t bits = ~0u;  // asked for before the row, since nothing hides a second latency
+    if (kHasMask<Params> && row < tile.row_end) bits = seen[row / kMaskWordKeys];
+    if (row < tile.row_end && col < params.d_v && (kHasMask<Params> || has_keys(params, lse_row, row, first_row))) {
       // Copies: through references to memory the products would load four bytes at a time.
       const uint4 dout = load(params.do_ptr, params.do_strides, row, col);
       const uint4 out = load(params.o_ptr, params.o_strides, row, col);
@@ -162,6 +170,7 @@ __global__ void __launch_bounds__(kMostThreads, kHasMask<Params> ? 1 : kLargestB
         sum += dot<Pair>(load(params.do_ptr, params.do_strides, row, col + kWarpCols),
                          load(params.o_ptr, params.o_strides, row, col + kWarpCols));
       }
+      if (kHasMask<Params> && !(bits >> row % kMaskWordKeys & 1u)) sum = 0.0f;
     }
 #pragma unroll
     for (int distance = 16; distance > 0; distance /= 2) {

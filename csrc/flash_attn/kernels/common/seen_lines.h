@@ -64,16 +64,40 @@ __device__ __forceinline__ SeenLines<kKeys / kMaskWordKeys> seen_by_rows(const M
   return seen;
 }
 
+// word_of_row() of a lane's two rows of a strip, which begins with `row` and is in one block of the map. Both are read
+// before either is looked at.
+__device__ __forceinline__ void words_of_strip(const MaskFactors& factors, const Visibility& window, int row, int key,
+                                               uint32_t (&words)[2]) {
+  const int last = window.seqlen_q - 1, lane = threadIdx.x % 32;
+  const int rows[2] = {min(row + lane, last), min(row + 32 + lane, last)};
+  Intervals keys[2];
+  if (factors.query_ranges != nullptr) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) keys[half] = factors.keys_of(rows[half]);
+  }
+  const MappedBlock block = factors.block_map == nullptr ? MappedBlock::kPartial : factors.mapped(row, key);
+  uint32_t bits[2] = {~0u, ~0u};
+  if (factors.bits != nullptr && block == MappedBlock::kPartial) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) bits[half] = factors.bits_word(rows[half], key);
+  }
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    words[half] =
+        MaskFactors::interval_word(window.key_begin(rows[half]), window.key_end(rows[half]), key) & bits[half];
+    if (factors.query_ranges != nullptr) words[half] &= word_of(keys[half], key);
+    if (block == MappedBlock::kHidden) words[half] = 0u;
+  }
+}
+
 // Lines are 16 keys of S^T from `key` on, a multiple of 16; 64 rows from `row` on.
 __device__ __forceinline__ SeenLines<2> seen_by_keys(const MaskFactors& factors, const Visibility& window, int row,
                                                      int key) {
   const int lane = threadIdx.x % 32;
-  uint32_t by_rows = 0;  // 16 keys of a row of each half
+  uint32_t words[2], by_rows = 0;  // 16 keys of a row of each half
+  words_of_strip(factors, window, row, key / kMaskWordKeys * kMaskWordKeys, words);
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const uint32_t word = word_of_row(factors, window, row + 32 * half + lane, key / kMaskWordKeys * kMaskWordKeys);
-    by_rows |= (word >> key % kMaskWordKeys & 0xffffu) << 16 * half;
-  }
+  for (int half = 0; half < 2; ++half) by_rows |= (words[half] >> key % kMaskWordKeys & 0xffffu) << 16 * half;
   SeenLines<2> seen{{transpose_bits(by_rows)}};
   if (factors.key_hidden != nullptr) {
     const Intervals hidden = factors.hidden_rows_of(min(key + lane % 16, window.seqlen_k - 1));

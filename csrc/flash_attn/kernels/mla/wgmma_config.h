@@ -24,6 +24,7 @@ struct MlaWgmmaConfig {
   static constexpr int kProducerWarps = 4, kThreads = 32 * kProducerWarps + 128 * kConsumers;
   static constexpr int kLaunchRegisters = 168;  // 65536 of kThreads, a multiple of 8
   static constexpr int kProducerRegisters = kFp8 ? 88 : 56, kConsumerRegisters = kFp8 ? 208 : 224;
+  static constexpr int kLandedArrivals = kFp8 ? kProducerWarps : kProducerWarps / kStages;  // of a step's keys
   static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= (1 + kConsumers) * kLaunchRegisters);
 
   // Q, K and P are sequences of matrices of 64 columns, in which 128-byte rows are swizzled.
@@ -61,15 +62,20 @@ struct MlaWgmmaStorage {
   using Element = typename Config::Element;
   alignas(1024) Element q[Config::kAtoms * Config::kAtomElements];
   alignas(1024) Element kv[Config::kStages][Config::kAtoms * Config::kAtomElements];  // latent columns, then rotated
-  alignas(1024) Element probs[Config::kAtomElements];
-  MlaReference references[Config::kRows];  // with `probs`
+  alignas(1024) Element first_probs[Config::kAtomElements];
+  MlaReference references[Config::kRows];  // with the newest probabilities
   float row_sums[Config::kConsumers][Config::kRows];
-  tma::Barrier kv_full[Config::kStages][Config::kAtoms];  // arrivals: one of each producer warp
+  tma::Barrier kv_full[Config::kStages][Config::kAtoms];  // arrivals: one of each warp that loads keys of the step
   // Of a half of the latent columns; the rotated ones belong to the half of the consumer that has the step.
   tma::Barrier kv_empty[Config::kStages][2];
   // By the consumer that wrote them. Arrivals: each lane that wrote references. racecheck does not see that a warp's
   // lanes are ordered before one lane that arrives for all.
   tma::Barrier probs_full[Config::kConsumers];
+
+  // The second consumer's lie where the rotated columns of Q were, which both consumers hold in registers.
+  __device__ __forceinline__ Element* probs(int consumer) {
+    return consumer == 0 ? first_probs : q + Config::kRopeAtom * Config::kAtomElements;
+  }
 };
 
 constexpr int kCopyLanes = 8;  // of a row's 128 bytes: each 128-byte line by one instruction

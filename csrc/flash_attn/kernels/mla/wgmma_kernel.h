@@ -149,7 +149,7 @@ struct MlaConsumer {
   __device__ __forceinline__ void share_probs(const float (&correction)[kThreadRows]) {
 #pragma unroll
     for (int sixteen = 0; sixteen < Config::kKeys / 16; ++sixteen) {
-      store_matrices(vector_in_atom<Config>(storage.probs, 0, warp * 16 + lane % 16, sixteen * 2 + lane / 16),
+      store_matrices(vector_in_atom<Config>(storage.probs(kIndex), 0, warp * 16 + lane % 16, sixteen * 2 + lane / 16),
                      products.prob_pair(sixteen, 0), products.prob_pair(sixteen, 1), products.prob_pair(sixteen, 2),
                      products.prob_pair(sixteen, 3));
     }
@@ -185,13 +185,19 @@ struct MlaConsumer {
       row_sum[row] *= shared.correction;
     }
     rescale_out(correction);
-    products.start_other_values(storage.probs, half_of_stage(kOther));
+    products.start_other_values(storage.probs(kOther), half_of_stage(kOther));
   }
 
   // O is complete: this consumer's half of the stage may be overwritten.
   __device__ __forceinline__ void finish_values(int stage) {
     products.wait_for_out();
     if (lane == 0) storage.kv_empty[stage][kIndex].arrive();
+  }
+
+  // Until the other consumer's half of O is complete, too. Tensor cores that prefer the first consumer would multiply
+  // by its S first, and free the keys of the other's stage later.
+  __device__ __forceinline__ void wait_for_values_of_other(int i) const {
+    storage.kv_empty[kOther][kOther].wait(i / Config::kStages & 1);
   }
 
   // An own step, and before it the step of the other consumer that precedes it. The first consumer has P of that step
@@ -201,6 +207,7 @@ struct MlaConsumer {
       if (i > 0) {
         start_other_values(i - 1);
         finish_values(kOther);
+        wait_for_values_of_other(i - 1);
       }
       start_scores(i);
       products.wait_for_scores();
@@ -212,8 +219,8 @@ struct MlaConsumer {
     mask(i);
     float correction[kThreadRows];
     exponentiate(correction);
-    if (kIndex == 1) finish_values(kOther);  // it reads the memory of P
     share_probs(correction);
+    if (kIndex == 1) finish_values(kOther);
     rescale_out(correction);
     products.start_own_values(half_of_stage(kIndex));
     finish_values(kIndex);
@@ -297,7 +304,7 @@ struct MlaConsumer {
 template <class Config>
 __device__ __forceinline__ void init_barriers(MlaWgmmaStorage<Config>& storage) {
   for (int stage = 0; stage < Config::kStages; ++stage) {
-    for (tma::Barrier& barrier : storage.kv_full[stage]) barrier.init(Config::kProducerWarps);
+    for (tma::Barrier& barrier : storage.kv_full[stage]) barrier.init(Config::kLandedArrivals);
     for (tma::Barrier& barrier : storage.kv_empty[stage]) barrier.init(4);
   }
   constexpr int kWriters = Config::kRows / MlaConsumer<Config, 0>::kThreadRows;

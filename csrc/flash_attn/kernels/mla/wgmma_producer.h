@@ -10,106 +10,123 @@
 namespace flash {
 namespace mla {
 
+// Two warps have the steps of a stage, so that they wait for its copies to land while the others ask for the next keys.
+//
 // The halves of the latent columns come in the order in which consumers release them: of each step the half of the
-// consumer that has it, with the rotated columns, then the other. All warps copy keys, a quarter each; one lane or a
-// few of the first warp ask for boxes. A consumer releases its half, which the other has read before by then, see
-// MlaConsumer.
+// consumer that has it, with the rotated columns, then the other. A warp copies half of the keys of all atoms of
+// columns; or a lane asks for one box of every second atom. A consumer releases its half, which the other has read
+// before by then, see MlaConsumer.
 template <class Config>
 struct MlaProducer {
   using Element = typename Config::Element;
-  static constexpr int kGroups = Config::kKeys / 32;                        // a lane looks up one key of each
-  static constexpr int kWarpKeys = Config::kKeys / Config::kProducerWarps;  // keys that a warp copies
-  static constexpr int kRowsAtATime = 32 / kCopyLanes;
-  static_assert(32 % kWarpKeys == 0);
+  static constexpr int kStageWarps = Config::kProducerWarps / Config::kStages;
+  static constexpr int kWarpKeys = Config::kKeys / kStageWarps;  // keys that a warp copies
+  static constexpr int kRowsAtATime = 32 / kCopyLanes, kWarpAtoms = Config::kHalfAtoms / kStageWarps;
+  static_assert(kWarpKeys == 32 && kStageWarps == 2 && kRowsAtATime == 4, "a lane looks up one key of either warp");
+
+  // A key's row of the pages.
+  struct Row {
+    int page, row;
+  };
 
   const MlaWgmmaLaunch& launch;
   const Flash_mla_params& params;
   MlaWgmmaStorage<Config>& storage;
   const MlaWork& work;
-  const int warp, lane = threadIdx.x % 32;
-  uint32_t exists[kGroups];  // a bit for each key
-  int page[kGroups], row[kGroups];
+  const int stage, part, lane = threadIdx.x % 32;  // part: the warp, of those of the stage
+  const int box_key, box_turn;                     // the lane's box: its first key, and which of the warp's atoms
+  uint32_t exists[kStageWarps];                    // a bit for each key
+  Row rows[kStageWarps];                           // of keys lane and lane + 32
+  Row box;                                         // of box_key
 
   __device__ __forceinline__ MlaProducer(const MlaWgmmaLaunch& launch_, MlaWgmmaStorage<Config>& storage_,
-                                         const MlaWork& work_, int warp_)
-      : launch(launch_), params(launch_.params), storage(storage_), work(work_), warp(warp_) {}
+                                         const MlaWork& work_, int warp)
+      : launch(launch_),
+        params(launch_.params),
+        storage(storage_),
+        work(work_),
+        stage(warp / kStageWarps),
+        part(warp % kStageWarps),
+        box_key(lane * launch_.params.box_rows % Config::kKeys),
+        box_turn(lane * launch_.params.box_rows / Config::kKeys) {}
 
   __device__ __forceinline__ void find_keys(int step) {
     const int* const table = work.table(params);
 #pragma unroll
-    for (int i = 0; i < kGroups; ++i) {
+    for (int i = 0; i < kStageWarps; ++i) {
       const int key = step * Config::kKeys + i * 32 + lane;
       const PageRow at = page_row(params.paged, table, key, step < work.to && key >= work.begin && key < work.end);
-      page[i] = at.valid ? at.page : 0;
-      row[i] = at.valid ? at.row : 0;
+      rows[i] = at.valid ? Row{at.page, at.row} : Row{0, 0};
       exists[i] = __ballot_sync(0xffffffffu, at.valid);
     }
+    const auto of_key = [this](int first, int second) {
+      const int low = __shfl_sync(0xffffffffu, first, box_key % 32);
+      const int high = __shfl_sync(0xffffffffu, second, box_key % 32);
+      return box_key < 32 ? low : high;
+    };
+    box = {of_key(rows[0].page, rows[1].page), of_key(rows[0].row, rows[1].row)};
   }
 
   __device__ __forceinline__ bool fits_boxes() const {
-    uint32_t all = params.box_rows > 0 ? 0xffffffffu : 0u;
-#pragma unroll
-    for (int i = 0; i < kGroups; ++i) all &= exists[i];
-    return all == 0xffffffffu;
+    return params.box_rows > 0 && (exists[0] & exists[1]) == 0xffffffffu;
   }
 
-  // A lane asks for the boxes that begin with a key which it looked up.
-  __device__ __forceinline__ void load_atom(const CUtensorMap& map, int stage, int atom, int first_col) const {
-    tma::Barrier& full = storage.kv_full[stage][atom];
-    if (lane == 0) full.arrive_and_expect(Config::kAtomBytes);
+  __device__ __forceinline__ void load_box(const CUtensorMap& map, int atom, int first_col) const {
+    tma::load_tile<1, Config::kAtomCols, Config::kKeys>(
+        map, storage.kv_full[stage][atom],
+        storage.kv[stage] + atom * Config::kAtomElements + box_key * Config::kAtomCols,
+        tma::TmaRows(false, box.page, 0, 0), box.row, 0, cute::TMA::CacheHintSm90::EVICT_NORMAL, first_col);
+  }
+
+  // All keys of the step exist. The other warp arrives too: both copy keys elsewhere.
+  __device__ __forceinline__ void load_boxes(int half) const {
+    if (lane < Config::kHalfAtoms || (lane == Config::kHalfAtoms && half == stage)) {
+      const int atom = lane == Config::kHalfAtoms ? Config::kRopeAtom : half * Config::kHalfAtoms + lane;
+      tma::Barrier& full = storage.kv_full[stage][atom];
+      if (lane % kStageWarps == part) {
+        full.arrive_and_expect(Config::kAtomBytes);
+      } else {
+        full.arrive();
+      }
+    }
     __syncwarp();
-#pragma unroll
-    for (int i = 0; i < kGroups; ++i) {
-      const int key = i * 32 + lane;
-      if ((key & (params.box_rows - 1)) != 0) continue;
-      tma::load_tile<1, Config::kAtomCols, Config::kKeys>(
-          map, full, storage.kv[stage] + atom * Config::kAtomElements + key * Config::kAtomCols,
-          tma::TmaRows(false, page[i], 0, 0), row[i], 0, cute::TMA::CacheHintSm90::EVICT_NORMAL, first_col);
-    }
+    const int atom = half * Config::kHalfAtoms + box_turn * kStageWarps + part;
+    if (box_turn < kWarpAtoms) load_box(launch.latent_map, atom, atom * Config::kAtomCols);
+    if (half == stage && part == 0 && box_turn == 0) load_box(launch.rope_map, Config::kRopeAtom, 0);
   }
 
-  // All keys of the step exist. The other warps arrive too: one that no consumer waited for could miss a phase.
-  __device__ __forceinline__ void load_boxes(int stage, int half) const {
-    if (warp > 0) return arrive_landed(storage, stage, half);
-#pragma unroll 1
-    for (int i = 0; i < Config::kHalfAtoms; ++i) {
-      const int atom = half * Config::kHalfAtoms + i;
-      load_atom(launch.latent_map, stage, atom, atom * Config::kAtomCols);
-    }
-    if (half == stage) load_atom(launch.rope_map, stage, Config::kRopeAtom, 0);
-  }
-
-  // The warp's quarter. Keys that do not exist become 0: NaN there would pass a probability of 0.
-  __device__ __forceinline__ void copy_keys(int stage, int half) const {
-    const int vector = lane % kCopyLanes, first_key = warp * kWarpKeys;
-    const int group = first_key / 32;
-    const uint32_t bits = group == 0 ? exists[0] : exists[1];
-    const int own_page = group == 0 ? page[0] : page[1], own_row = group == 0 ? row[0] : row[1];
-    const int64_t latent_at = own_page * params.latent_strides.batch + own_row * params.latent_strides.row;
-    const int64_t rope_at = own_page * params.rope_strides.batch + own_row * params.rope_strides.row;
-    const Element* const latent =
-        static_cast<const Element*>(params.latent_ptr) + half * Config::kHalf + vector * tma::kVectorCols;
-    const Element* const rope = static_cast<const Element*>(params.rope_ptr) + vector * tma::kVectorCols;
+  // Keys that do not exist become 0: NaN there would pass a probability of 0.
+  template <int kAtoms>
+  __device__ __forceinline__ void copy_atoms(int first_atom, const void* pages, const MatrixStrides& strides,
+                                             int first_col) const {
+    const int vector = lane % kCopyLanes;
+    const uint32_t bits = part == 0 ? exists[0] : exists[1];
+    const int page = part == 0 ? rows[0].page : rows[1].page, row = part == 0 ? rows[0].row : rows[1].row;
+    const int64_t row_at = page * strides.batch + row * strides.row;
+    const Element* const columns = static_cast<const Element*>(pages) + first_col + vector * tma::kVectorCols;
 #pragma unroll
     for (int i = 0; i < kWarpKeys / kRowsAtATime; ++i) {
-      const int key = first_key + i * kRowsAtATime + lane / kCopyLanes;
-      const bool is_key = bits >> key % 32 & 1;
-      const Element* const from = latent + __shfl_sync(0xffffffffu, latent_at, key % 32);
-      Element* const to = vector_in_atom<Config>(storage.kv[stage], half * Config::kHalfAtoms, key, vector);
+      const int key = i * kRowsAtATime + lane / kCopyLanes;
+      const Element* const from = columns + __shfl_sync(0xffffffffu, row_at, key);
+      // The swizzle repeats after eight rows.
+      Element* const to = vector_in_atom<Config>(storage.kv[stage], first_atom, key % (2 * kRowsAtATime), vector) +
+                          (part * kWarpKeys + i / 2 * 2 * kRowsAtATime) * Config::kAtomCols;
 #pragma unroll
-      for (int atom = 0; atom < Config::kHalfAtoms; ++atom) {
-        sm80::copy16_async(to + atom * Config::kAtomElements, from + atom * Config::kAtomCols, is_key);
-      }
-      if (half == stage) {
-        sm80::copy16_async(vector_in_atom<Config>(storage.kv[stage], Config::kRopeAtom, key, vector),
-                           rope + __shfl_sync(0xffffffffu, rope_at, key % 32), is_key);
+      for (int atom = 0; atom < kAtoms; ++atom) {
+        sm80::copy16_async(to + atom * Config::kAtomElements, from + atom * Config::kAtomCols, bits >> key & 1);
       }
     }
+  }
+
+  __device__ __forceinline__ void copy_keys(int half) const {
+    copy_atoms<Config::kHalfAtoms>(half * Config::kHalfAtoms, params.latent_ptr, params.latent_strides,
+                                   half * Config::kHalf);
+    if (half == stage) copy_atoms<1>(Config::kRopeAtom, params.rope_ptr, params.rope_strides, 0);
     sm80::commit_copies();
   }
 
   // No warp sees another one's copies complete: each waits for its own and arrives.
-  __device__ __forceinline__ void finish_copies(int stage) const {
+  __device__ __forceinline__ void finish_copies() const {
     sm80::wait_for_copies_but(1);
     arrive_landed(storage, stage, stage);
     sm80::wait_for_copies_but(0);
@@ -118,24 +135,23 @@ struct MlaProducer {
 
   __device__ __forceinline__ void run() {
     const int count = work.to - work.from;
-    find_keys(work.from);
+    find_keys(work.from + stage);
 #pragma unroll 1
-    for (int i = 0; i < count; ++i) {
-      const int stage = i % Config::kStages;
+    for (int i = stage; i < count; i += Config::kStages) {
       const uint32_t free = (i / Config::kStages & 1) ^ 1;
       const bool in_boxes = fits_boxes();
 #pragma unroll 1
-      for (int part = 0; part < 2; ++part) {
-        const int half = part == 0 ? stage : 1 - stage;
+      for (int turn = 0; turn < 2; ++turn) {
+        const int half = turn == 0 ? stage : 1 - stage;
         storage.kv_empty[stage][half].wait(free);
         if (in_boxes) {
-          load_boxes(stage, half);
+          load_boxes(half);
         } else {
-          copy_keys(stage, half);
+          copy_keys(half);
         }
       }
-      find_keys(work.from + i + 1);
-      if (!in_boxes) finish_copies(stage);
+      find_keys(work.from + i + Config::kStages);
+      if (!in_boxes) finish_copies();
     }
   }
 };

@@ -50,6 +50,7 @@ cudaError_t run_flash_bwd_variant(const Flash_bwd_mask_params& params, const pla
     case plan::BwdVariant::kAccumulate: return run(std::integral_constant<BwdVariant, BwdVariant::kAccumulate>());
     case plan::BwdVariant::kGeneral:
     case plan::BwdVariant::kListed:
+    case plan::BwdVariant::kListedPlain:
     case plan::BwdVariant::kBiased: break;
   }
   return cudaErrorInvalidValue;  // a variant of the wgmma family

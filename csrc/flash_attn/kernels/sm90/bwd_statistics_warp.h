@@ -30,6 +30,31 @@ __device__ __forceinline__ void store_dropout_bits(const Flash_bwd_params& param
   }
 }
 
+// LSE and softmax_d of a lane's rows in a step by list, 32 apart. No address and no branch depends on a load, so that
+// all of them are on their way at once.
+template <int kRows>
+__device__ __forceinline__ void load_listed_rows(const Flash_bwd_params& params, const MaskParams& mask,
+                                                 const BwdWorkTile& tile, const QStep& at, const float* lse,
+                                                 const float* delta, float (&lse_log2)[kRows],
+                                                 float (&softmax_d)[kRows]) {
+  const int first = at.m_block * 32 * kRows, lane = threadIdx.x % 32;
+  const uint32_t* const seen = seen_rows_of(params, mask, tile, at.head) + first / kMaskWordKeys;
+  uint32_t words[kRows];
+#pragma unroll
+  for (int j = 0; j < kRows; ++j) {
+    const int row = min(first + 32 * j + lane, tile.seqlen_q - 1);
+    lse_log2[j] = lse[row];
+    softmax_d[j] = delta[row];
+    words[j] = seen[j];
+  }
+#pragma unroll
+  for (int j = 0; j < kRows; ++j) {
+    const bool valid = first + 32 * j + lane < tile.seqlen_q && (words[j] >> lane & 1u);
+    lse_log2[j] = valid ? lse_or_inf(lse_log2[j]) * ScoreMod::kLog2e : INFINITY;
+    softmax_d[j] = valid ? softmax_d[j] : 0.0f;
+  }
+}
+
 // LSE and softmax_d of the rows of each step. Fully masked rows (by position, by list, or by an infinite LSE of either
 // sign) and rows beyond the sequence get an LSE of +inf, which makes P 0. The global loads of a step are
 // issued before the wait for its buffers. Waits for q_empty, do_empty; arrives on q_full, do_full.
@@ -40,22 +65,23 @@ __device__ __forceinline__ void load_statistics(const Launch& launch, Storage& s
   constexpr int kRows = Config::kBlockM / 32;  // of each lane
   const int lane = threadIdx.x % 32;
   const BwdSteps<Config> order = bwd_steps<Config>(params, launch.mask, tile);
-  const int first_row = Config::kListed ? 0 : first_visible_row(mask_of<Config>(params, tile));
+  const int first_row = first_visible_row(mask_of<Config>(params, tile));
   BwdStep<Config> at = order.start();
   const int count = order.count();
   for (int i = 0; i < count; ++i) {
     const float* const lse = params.softmax_lse_ptr + lse_offset(params, tile.batch, at.head, tile.q_begin);
     const float* const delta = params.softmax_d_ptr + softmax_d_offset(params, tile.batch, at.head, tile.q_begin);
     float lse_log2[kRows], softmax_d[kRows];
+    if constexpr (Config::kListed) {
+      load_listed_rows(params, launch.mask, tile, at, lse, delta, lse_log2, softmax_d);
+    } else {
 #pragma unroll
-    for (int j = 0; j < kRows; ++j) {
-      const int row = at.m_block * Config::kBlockM + 32 * j + lane;
-      bool valid = row >= first_row && row < tile.seqlen_q;
-      if constexpr (Config::kListed) {
-        valid = valid && is_seen(seen_rows_of(params, launch.mask, tile, at.head), row);
+      for (int j = 0; j < kRows; ++j) {
+        const int row = at.m_block * Config::kBlockM + 32 * j + lane;
+        const bool valid = row >= first_row && row < tile.seqlen_q;
+        lse_log2[j] = valid ? lse_or_inf(lse[row]) * ScoreMod::kLog2e : INFINITY;
+        softmax_d[j] = valid ? delta[row] : 0.0f;
       }
-      lse_log2[j] = valid ? lse_or_inf(lse[row]) * ScoreMod::kLog2e : INFINITY;
-      softmax_d[j] = valid ? delta[row] : 0.0f;
     }
     storage.q_empty[state.stage].wait(state.phase ^ 1);
 #pragma unroll

@@ -36,6 +36,7 @@ template <class Config, class Launch>
 __device__ __forceinline__ MaskedRows<Config> masked_queries_of(const Launch& launch, const BwdWorkTile& tile,
                                                                 const BwdStep<Config>& at, int row, int first_row) {
   if constexpr (Config::kListed) {
+    if (at.entry.has_whole_strip()) return {};
     const uint32_t* const seen = seen_rows_of(launch.params, launch.mask, tile, at.head);
     return tma::MarkedRows{unseen_of_lane<Config::kBlockM>(seen, row, tile.seqlen_q)};
   } else {

@@ -8,9 +8,10 @@ namespace sm90 {
 // run-time flags. kAccumulate: kPlain, but dK and dV are added to fp32 matrices; as a flag of kPlain it would change
 // how ptxas schedules the loop.
 // kListed: m_blocks by list, of a mask as data (core/block_list.h), with all of kGeneral as run-time flags.
-// kBiased: the same with biases as data, in one pass and without softcap, at head dim 128 without dropout; it may store
+// kListedPlain: kListed without any of them.
+// kBiased: kListed with biases as data, in one pass and without softcap, at head dim 128 without dropout; it may store
 // dS.
-enum class BwdVariant { kPlain, kGeneral, kAccumulate, kListed, kBiased };
+enum class BwdVariant { kPlain, kGeneral, kAccumulate, kListed, kBiased, kListedPlain };
 
 // Where dQ is accumulated. kGlobal: in fp32 tiles in global memory, into which every n_block reduces. kGlobalTall: the
 // same with plan::kSm90TallBwdTile. kShared: in shared memory, by a thread block that computes all n_blocks of a head.

@@ -20,7 +20,8 @@ struct BwdOnePassConfig {
   static constexpr Dtype kDtype = kDtype_;
   using Element = ElementOf<kDtype>;
   static constexpr bool kBiased = kVariant_ == BwdVariant::kBiased;
-  static constexpr bool kListed = kVariant_ == BwdVariant::kListed || kBiased;
+  static constexpr bool kListedPlain = kVariant_ == BwdVariant::kListedPlain;
+  static constexpr bool kListed = kVariant_ == BwdVariant::kListed || kListedPlain || kBiased;
   static constexpr bool kPassesSteps = kListed;  // consumers get their steps from the statistics warp
   static constexpr bool kIsGeneral = kVariant_ == BwdVariant::kGeneral;  // P is made after dP
   static constexpr bool kMayAccumulate = kVariant_ != BwdVariant::kPlain && !kListed;
@@ -29,7 +30,8 @@ struct BwdOnePassConfig {
   static constexpr plan::Sm90BwdTile kTile = kDqInSmem ? plan::kSm90SharedDqTile
                                              : kIsTall ? plan::kSm90TallBwdTile
                                                        : plan::sm90_bwd_tile(kHeadDim_, kHeadDim_);
-  static constexpr bool kMayDrop = kIsGeneral || (kBiased ? plan::sm90_biased_bwd_may_drop(kTile) : kListed);
+  static constexpr bool kMayDrop =
+      kIsGeneral || (kBiased ? plan::sm90_biased_bwd_may_drop(kTile) : kListed && !kListedPlain);
   // A dedicated warpgroup computes dQ from the dS of both consumers, so that neither consumer waits for the other's dS.
   static constexpr bool kHasDqWarpgroup = plan::has_dq_warpgroup(kTile);
   static constexpr int kHeadDim = kTile.head_dim;
@@ -46,8 +48,10 @@ struct BwdOnePassConfig {
 
   static constexpr int kConsumers = 128 * kWarpGroups;  // threads
   static constexpr int kThreads = plan::sm90_bwd_threads(kTile);
-  static constexpr int kProducerRegisters = 24;
-  static constexpr int kConsumerRegisters = kHasDqWarpgroup ? 192 : 240;
+  // With a dQ warpgroup consumers without options leave registers to the load warp, which looks up lists.
+  static constexpr bool kLeavesRegisters = kListedPlain && kHasDqWarpgroup;
+  static constexpr int kProducerRegisters = kLeavesRegisters ? 40 : 24;
+  static constexpr int kConsumerRegisters = kLeavesRegisters ? 184 : kHasDqWarpgroup ? 192 : 240;
   static constexpr int kDqWarpgroupRegisters = 104;
 
   template <class MmaOp>

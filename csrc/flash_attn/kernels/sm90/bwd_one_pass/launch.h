@@ -139,6 +139,7 @@ cudaError_t run_mha_bwd_one_pass(const Flash_bwd_mask_params& params, const plan
     case plan::BwdVariant::kGeneral: return run(std::integral_constant<BwdVariant, BwdVariant::kGeneral>());
     case plan::BwdVariant::kAccumulate: return run(std::integral_constant<BwdVariant, BwdVariant::kAccumulate>());
     case plan::BwdVariant::kListed: return run(std::integral_constant<BwdVariant, BwdVariant::kListed>());
+    case plan::BwdVariant::kListedPlain: return run(std::integral_constant<BwdVariant, BwdVariant::kListedPlain>());
     case plan::BwdVariant::kBiased: return run(std::integral_constant<BwdVariant, BwdVariant::kBiased>());
     case plan::BwdVariant::kDropout: break;
   }

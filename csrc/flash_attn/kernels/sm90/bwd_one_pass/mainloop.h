@@ -215,7 +215,7 @@ struct BwdMainloop {
       } else {
         differentiate_scores(scores, dp, softmax_d_of_rows);
       }
-    } else if constexpr (Config::kListed) {
+    } else if constexpr (Config::kListed && !Config::kListedPlain) {
       const int diagonal = alibi_diagonal(params, tile.batch, visibility, tile_coords.row_begin);
       if (params.has_score_mod) {
         ScoreMod(params, tile.batch, at.head).apply(scores, coords, diagonal, tile_coords.key_begin);
@@ -230,7 +230,11 @@ struct BwdMainloop {
       const RowValues lse_rows{storage.lse_log2[stage], coords};
       differentiate_marked(params, visibility, tile_coords, coords, lse_rows, softmax_d_of_rows, scores, dp);
     } else if constexpr (!Config::kIsGeneral) {
-      if (!is_unmasked) mask_scores<Config::kBlockM, 64>(scores, coords, mask_at(at), tile_coords);
+      if constexpr (Config::kListedPlain) {
+        if (!is_unmasked) hide_unseen(scores, seen);
+      } else {
+        if (!is_unmasked) mask_scores<Config::kBlockM, 64>(scores, coords, mask_at(at), tile_coords);
+      }
       exponentiate_scores(scores, params.softmax_scale_log2, lse_log2);
       const EarlyRowValues softmax_d_of_rows(softmax_d);
       if constexpr (kStartsDv) start_dkv(convert<Element>(acc_s), storage.dout[stage], acc_dv);

@@ -84,6 +84,7 @@ cudaError_t run_mha_bwd_two_pass(const Flash_bwd_mask_params& params, const plan
     case plan::BwdVariant::kGeneral: return run_flash_bwd_two_pass<General, General>(params, plan, stream);
     case plan::BwdVariant::kAccumulate: return run_flash_bwd_two_pass<Accumulate, Plain>(params, plan, stream);
     case plan::BwdVariant::kListed:
+    case plan::BwdVariant::kListedPlain:
     case plan::BwdVariant::kBiased:
     case plan::BwdVariant::kDropout: break;
   }
