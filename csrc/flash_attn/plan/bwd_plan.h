@@ -199,7 +199,7 @@ inline BwdPlan plan_bwd_wgmma(const BwdProblem& problem, const Device& device) {
   plan.threads = sm90_bwd_threads(tile);
   plan.smem_bytes = has_dq_pass(tile) ? sm90_dkv_smem_bytes(tile, has_random_bits, problem.dtype)
                                       : sm90_bwd_smem_bytes(tile, has_random_bits, dq_in_smem, problem.dtype,
-                                                            plan.variant == BwdVariant::kBiased);
+                                                            problem.has_mask(), plan.variant == BwdVariant::kBiased);
   if (dq_in_smem) {
     set_dq_in_smem(plan, problem, device);
     return plan;

@@ -135,17 +135,17 @@ constexpr int kSm90BwdBiasStages = 2;
 constexpr bool sm90_biased_bwd_may_drop(const Sm90BwdTile& tile) { return tile.head_dim <= 64; }
 
 // Whether shared memory has room for a second K: the next one lands early, and dK is staged where the last one was.
-constexpr bool has_early_k(const Sm90BwdTile& tile, bool may_drop, bool biased) {
-  return tile.head_dim > 64 && !may_drop && !biased;
+constexpr bool has_early_k(const Sm90BwdTile& tile, bool may_drop, bool by_list) {
+  return tile.head_dim > 64 && !may_drop && !by_list;
 }
 
 // sizeof(sm90::BwdStorage).
 constexpr int sm90_bwd_smem_bytes(const Sm90BwdTile& tile, bool may_drop, bool dq_in_smem, Dtype dtype,
-                                  bool biased = false) {
+                                  bool by_list = false, bool biased = false) {
   const int element = dtype_bytes(dtype), m = tile.block_m, n = tile.block_n;
   const bool has_group = has_dq_warpgroup(tile);
   const int v_stages = tile.head_dim <= 64 && !dq_in_smem ? 2 : 1, key_parts = has_group ? 2 : 1;
-  const int k_stages = has_early_k(tile, may_drop, biased) ? 2 : v_stages;
+  const int k_stages = has_early_k(tile, may_drop, by_list) ? 2 : v_stages;
   const int64_t staged_dq = int64_t{has_group ? 2 : 1} * m * tile.head_dim;
   const int64_t dq_floats = dq_in_smem ? int64_t{kSharedDqRows} * tile.head_dim : staged_dq;
   const int64_t gradients = has_group && !dq_in_smem && !biased ? n * (tile.head_dim + tile.value_dim()) : 1;

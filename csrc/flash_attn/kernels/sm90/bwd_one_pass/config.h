@@ -85,7 +85,7 @@ struct BwdOnePassConfig {
   static constexpr int kSmemQ = kBlockM * kHeadDim;  // elements; of dO too
   static constexpr int kSmemK = kBlockN * kHeadDim;  // and of V
   static constexpr int kSmemDs = kBlockM * kBlockN;
-  static constexpr bool kEarlyK = plan::has_early_k(kTile, kMayDrop, kBiased);
+  static constexpr bool kEarlyK = plan::has_early_k(kTile, kMayDrop, kListed);
   static constexpr int kVStages = kHeadDim <= 64 && !kDqInSmem ? 2 : 1, kKStages = kEarlyK ? 2 : kVStages;  // buffers
   struct Nothing {};
   template <class State>

@@ -139,7 +139,7 @@ template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, 1) flash_bwd_kernel(const __grid_constant__ BwdLaunch launch) {
   static_assert(
       sizeof(BwdStorage<Config>) == plan::sm90_bwd_smem_bytes(Config::kTile, Config::kMayDrop, Config::kDqInSmem,
-                                                              Config::kDtype, Config::kBiased),
+                                                              Config::kDtype, Config::kListed, Config::kBiased),
       "plan and kernel agree on the shared memory");
   extern __shared__ __align__(1024) char smem[];
   BwdStorage<Config>& storage = begin_kernel<Config>(launch, smem);
@@ -197,7 +197,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     flash_bwd_heads_kernel(const __grid_constant__ BwdLaunch launch) {
   static_assert(
       sizeof(BwdStorage<Config>) == plan::sm90_bwd_smem_bytes(Config::kTile, Config::kMayDrop, Config::kDqInSmem,
-                                                              Config::kDtype, Config::kBiased),
+                                                              Config::kDtype, Config::kListed, Config::kBiased),
       "plan and kernel agree on the shared memory");
   extern __shared__ __align__(1024) char smem[];
   BwdStorage<Config>& storage = begin_kernel<Config>(launch, smem);
