@@ -402,6 +402,26 @@ def test_longest_sequence_as_a_tensor(device, kind):
     assert torch.equal(ours, flash_attn_varlen_func(q, k, v, cu, cu, LONGEST, LONGEST, **options))
 
 
+@pytest.mark.parametrize("kind", ("attn_bias", "bits", "both", "with rel_bias"))
+def test_longest_sequence_of_no_keys(device, kind):
+    """Keys belong to no sequence, and masks and biases have no columns."""
+    q, k, v = (randn(device, TOTAL, h, DIM) for h in (HEADS, HEADS_K, HEADS_K))
+    cu, empty, options = cumulative(device), cumulative(device, (0, 0, 0)), {}
+    if kind != "bits":
+        options["attn_bias"] = randn(device, 1, TOTAL, 0)
+    if kind in ("bits", "both"):
+        options["mask"] = AttentionMask.from_tensor(
+            torch.ones(1, TOTAL, 0, dtype=torch.bool, device=device), packed=True
+        )
+    if kind == "with rel_bias":
+        options["rel_bias"] = rel_bias_of(device)
+    out, lse, _ = flash_attn_varlen_func(q, k, v, cu, empty, LONGEST, 0, return_attn_probs=True, **options)
+    assert not out.any() and (lse == math.inf).all()
+    leaves = [q, k, v, *(x for name, x in options.items() if name != "mask")]
+    for leaf, grad in zip(leaves, torch.autograd.grad(out, leaves, torch.randn_like(out))):
+        assert grad.shape == leaf.shape and not grad.any()
+
+
 def test_masks_for_other_lengths(device):
     """Also where their words of bits have the shape that the call needs."""
     q, k, v = dense_inputs(device, 3)
