@@ -233,6 +233,9 @@ inline void check_mask_options(const FwdCall& call) {
 inline plan::FwdPlan plan_call(const FwdCall& call, const plan::FwdProblem& problem, const Flash_fwd_params& params) {
   if (problem.has_mask() || problem.has_bias) check_mask_options(call);
   const plan::FwdPlan plan = checked_plan(problem, params.device, call.launch.sm_margin);
+  if (params.varlen.seqused_k != nullptr) {
+    checks::at_most("seqused_k", plan.mask.key_strips, "strips of 64 keys in all sequences with a mask");
+  }
   if (problem.gathers_keys && plan.stages.has(plan::Stage::kDequantize)) {
     checks::at_most("block_table", static_cast<int64_t>(params.b) * plan.dequantized_rows, "keys of all sequences");
   }
