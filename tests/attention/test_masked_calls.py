@@ -422,6 +422,23 @@ def test_longest_sequence_of_no_keys(device, kind):
         assert grad.shape == leaf.shape and not grad.any()
 
 
+@pytest.mark.parametrize("kind", ("bits", "expanded", "packed"))
+def test_no_heads(device, kind):
+    """Masks and biases of as many heads as q."""
+    shape, cu = (0, 5, 5) if kind == "packed" else (2, 0, 4, 5), cumulative(device, (5,))
+    sees = torch.ones(1, dtype=torch.bool, device=device).expand(shape)
+    mask = AttentionMask.from_tensor(sees.contiguous() if kind == "bits" else sees, packed=kind == "packed")
+    options = {"mask": mask, "attn_bias": randn(device, *shape), "rel_bias": torch.zeros(0, 3, device=device)}
+    leaves = [randn(device, *shape[:-3], n, 0, DIM) for n in (shape[-2], 5, 5)]
+    if kind == "packed":
+        out = flash_attn_varlen_func(*leaves, cu, cu, 5, 5, **options)
+    else:
+        out = flash_attn_func(*leaves, **options)
+    leaves.append(options["attn_bias"])
+    grads = torch.autograd.grad(out, leaves, torch.ones_like(out))
+    assert out.shape == leaves[0].shape and [x.shape for x in grads] == [x.shape for x in leaves]
+
+
 def test_masks_for_other_lengths(device):
     """Also where their words of bits have the shape that the call needs."""
     q, k, v = dense_inputs(device, 3)

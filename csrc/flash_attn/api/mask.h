@@ -46,7 +46,7 @@ inline void mask_factor(const char* name, const at::Tensor& tensor, const at::Te
   dtype(name, tensor, type);
   if (tensor.dim() != dims) fail(name, "expected ", dims, " dimensions, got ", tensor.sizes());
   const int64_t heads = q.size(-2), own = tensor.size(-3);
-  if (own == 0 || heads % own != 0) {
+  if (own != heads && (own == 0 || heads % own != 0)) {
     fail(name, "expected a head count that divides ", heads, ", got shape ", tensor.sizes());
   }
   if (!tensor.is_contiguous()) fail(name, "expected a contiguous tensor, got strides ", tensor.strides());
