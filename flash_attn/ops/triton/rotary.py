@@ -107,7 +107,9 @@ def _rows_of_tables(
         )  # not in a slice of starts: Inductor has no code for it
         inside = sequence < starts.shape[0] - 1
         sequence = sequence.clamp(0, starts.shape[0] - 2)
-        shift = seqlen_offsets[sequence] if isinstance(seqlen_offsets, torch.Tensor) else seqlen_offsets
+        shift = seqlen_offsets
+        if isinstance(seqlen_offsets, torch.Tensor):
+            shift = seqlen_offsets[sequence] if seqlen_offsets.shape[0] > 0 else 0
         positions = torch.where(inside, row - starts[sequence] + shift, -1)
     known = ((positions >= 0) & (positions < cos.shape[0]))[..., None]
     positions = torch.where(known[..., 0], positions, 0)
