@@ -30,7 +30,7 @@ class MaskBits(NamedTuple):
         checks.require(in_range, "mask_keys", f"a value from 0 to {checks.MAX_LENGTH}", self.keys)
         got = f"shape {list(words.shape)}"
         checks.require(words.dim() == 4, "mask_bits", "4 dimensions", got)
-        divides = words.shape[1] > 0 and heads % words.shape[1] == 0
+        divides = words.shape[1] == heads or (words.shape[1] > 0 and heads % words.shape[1] == 0)
         checks.require(divides, "mask_bits", f"a head count that divides {heads}", got)
         checks.require(words.is_contiguous(), "mask_bits", "a contiguous tensor", f"strides {list(words.stride())}")
         checks.require(words.shape[0] in (1, batch), "mask_bits", f"a batch of 1 or {batch}", got)

@@ -70,7 +70,7 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
         if x.device != q.device:
             raise RuntimeError(f"{name}: expected a tensor on q's device ({q.device}), got one on {x.device}")
     heads, heads_k = q.shape[-2], k.shape[-2]
-    if heads_k == 0 or heads % heads_k != 0:
+    if heads != heads_k and (heads_k == 0 or heads % heads_k != 0):
         raise RuntimeError(f"q: expected a head count divisible by that of k ({heads_k}), got {heads}")
     expected = [*q.shape[: q.dim() - 3], *k.shape[-3:-1], q.shape[-1]]
     if list(k.shape) != expected:
@@ -125,7 +125,7 @@ def quantize_qkv(q: Tensor, k: Tensor, v: Tensor, smooth_k: bool = True, rotate:
     lse_shift = None
     if mean is not None:
         rounded = eight_bit.decode(q8, q_descale.unsqueeze(-1).unsqueeze(q.dim() - 3), torch.float32)
-        by_query_head = mean.repeat_interleave(heads // heads_k, -2) if mean.dim() > 1 else mean
+        by_query_head = mean.repeat_interleave(heads // max(heads_k, 1), -2) if mean.dim() > 1 else mean
         lse_shift = (rounded * by_query_head).sum(-1).transpose(-1, -2).contiguous()
     return QuantizedQKV(q8, k8, v8, q_descale, k_descale, v_descale, lse_shift)
 

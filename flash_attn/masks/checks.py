@@ -78,7 +78,7 @@ def _check_common(mask: MaskFactors, heads: int, device: torch.device) -> None:
         dtype = torch.uint8 if name == "block_map" else torch.int32
         require(x.dtype == dtype, f"mask.{name}", f"dtype {dtype_name(dtype)}", dtype_name(x.dtype))
         mask_heads = x.shape[-3]
-        divides = mask_heads > 0 and heads % mask_heads == 0
+        divides = mask_heads == heads or (mask_heads > 0 and heads % mask_heads == 0)
         require(divides, f"mask.{name}", f"a head count that divides {heads}", f"shape {list(x.shape)}")
         require(x.is_contiguous(), f"mask.{name}", "a contiguous tensor", f"strides {list(x.stride())}")
 

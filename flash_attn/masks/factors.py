@@ -118,10 +118,10 @@ def _select(x: Tensor, batches: slice, heads: slice, num_heads: int) -> tuple[Te
     x = x if x.shape[0] == 1 else x[batches]
     if x.shape[1] == 1:
         return x, lambda seen: seen
+    if x.shape[1] == num_heads:
+        return x[:, heads], lambda seen: seen
     group = num_heads // x.shape[1]
     first, stop = heads.start // group, -(-heads.stop // group)
-    if group == 1:
-        return x[:, heads], lambda seen: seen
     of_head = torch.arange(heads.start, heads.stop, device=x.device) // group - first
     return x[:, first:stop], lambda seen: seen[:, of_head]
 

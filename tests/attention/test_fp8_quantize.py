@@ -310,3 +310,9 @@ def test_smoothing_is_exact_but_for_rounding(device):
 def test_bad_shapes_are_named(shapes, message):
     with pytest.raises(RuntimeError, match=f"^{message}"):
         fp8.quantize_qkv(*(torch.zeros(shape) for shape in shapes), smooth_k=False)
+
+
+def test_no_heads(device):
+    q, k = torch.zeros(2, 4, 0, 8, device=device), torch.zeros(2, 5, 0, 8, device=device)
+    x = fp8.quantize_qkv(q, k, k)
+    assert (x.q.shape, x.v.shape, x.lse_shift.shape) == (q.shape, k.shape, (2, 0, 4))

@@ -402,6 +402,43 @@ def test_longest_sequence_as_a_tensor(device, kind):
     assert torch.equal(ours, flash_attn_varlen_func(q, k, v, cu, cu, LONGEST, LONGEST, **options))
 
 
+@pytest.mark.parametrize("kind", ("attn_bias", "bits", "both", "with rel_bias"))
+def test_longest_sequence_of_no_keys(device, kind):
+    """Keys belong to no sequence, and masks and biases have no columns."""
+    q, k, v = (randn(device, TOTAL, h, DIM) for h in (HEADS, HEADS_K, HEADS_K))
+    cu, empty, options = cumulative(device), cumulative(device, (0, 0, 0)), {}
+    if kind != "bits":
+        options["attn_bias"] = randn(device, 1, TOTAL, 0)
+    if kind in ("bits", "both"):
+        options["mask"] = AttentionMask.from_tensor(
+            torch.ones(1, TOTAL, 0, dtype=torch.bool, device=device), packed=True
+        )
+    if kind == "with rel_bias":
+        options["rel_bias"] = rel_bias_of(device)
+    out, lse, _ = flash_attn_varlen_func(q, k, v, cu, empty, LONGEST, 0, return_attn_probs=True, **options)
+    assert not out.any() and (lse == math.inf).all()
+    leaves = [q, k, v, *(x for name, x in options.items() if name != "mask")]
+    for leaf, grad in zip(leaves, torch.autograd.grad(out, leaves, torch.randn_like(out))):
+        assert grad.shape == leaf.shape and not grad.any()
+
+
+@pytest.mark.parametrize("kind", ("bits", "expanded", "packed"))
+def test_no_heads(device, kind):
+    """Masks and biases of as many heads as q."""
+    shape, cu = (0, 5, 5) if kind == "packed" else (2, 0, 4, 5), cumulative(device, (5,))
+    sees = torch.ones(1, dtype=torch.bool, device=device).expand(shape)
+    mask = AttentionMask.from_tensor(sees.contiguous() if kind == "bits" else sees, packed=kind == "packed")
+    options = {"mask": mask, "attn_bias": randn(device, *shape), "rel_bias": torch.zeros(0, 3, device=device)}
+    leaves = [randn(device, *shape[:-3], n, 0, DIM) for n in (shape[-2], 5, 5)]
+    if kind == "packed":
+        out = flash_attn_varlen_func(*leaves, cu, cu, 5, 5, **options)
+    else:
+        out = flash_attn_func(*leaves, **options)
+    leaves.append(options["attn_bias"])
+    grads = torch.autograd.grad(out, leaves, torch.ones_like(out))
+    assert out.shape == leaves[0].shape and [x.shape for x in grads] == [x.shape for x in leaves]
+
+
 def test_masks_for_other_lengths(device):
     """Also where their words of bits have the shape that the call needs."""
     q, k, v = dense_inputs(device, 3)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from harness import captured
 from mask_harness import INT_MAX, ScoreCall, expected, ints, packed_expected, packed_mask, starts
-from reference import assert_accurate, assert_gradient_accurate, visible
+from reference import assert_accurate, assert_gradient_accurate, attention, visible
 
 from flash_attn import backends
 from flash_attn.masks import AttentionMask
@@ -255,6 +255,40 @@ def test_seqused_k_hides_the_keys_after_it(device):
     results = packed_calls(call, device, lengths, mask, q, k, v, ints(*used, device=device))
     for ours, right in zip(results[:2], packed_calls(call, device, lengths, same, q, k, v)[0][:2]):
         torch.testing.assert_close(ours, right, rtol=0.01, atol=0.01)
+
+
+SHARED = [(150, 150, 100), (70, 40, 130), (9, 200, 0), (131, 41, 190)]  # (queries, first key, keys) of sequences
+
+
+@pytest.mark.parametrize("call", (Call("ranges", 64), Call("startend", 64, window=(100, 60)), Call("bits", 128),
+                                  Call("ranges", 160), Call("startend", 320)), ids=str)  # fmt: skip
+def test_sequences_that_share_keys(device, call):
+    """By seqused_k, in any order. Of each in turn the values that it does not see are NaN, to others too."""
+    skip_on_cpu(device, call)
+    queries, begins, lengths = zip(*SHARED)
+    total_q, total_k = sum(queries), 300
+    sizes = ((total_q, HEADS), (total_k, call.heads_k), (total_k, call.heads_k))
+    q, k, v = (torch.randn(n, h, call.dim, device=device).to(call.dtype) for n, h in sizes)
+    mask = packed_mask(call.mask, [(total_q, total_k)], device)
+    cu_q = [0, *torch.tensor(queries).cumsum(0).tolist()]
+    arrays = [ints(*x, device=device) for x in (cu_q, (*begins, 7), lengths)]
+    options = (max(queries), total_k, 0.0, call.dim**-0.5, False, call.causal, *call.window, 0.0, False, None)
+    for row, (sq, key, sk) in zip(cu_q, SHARED):
+        rows, keys = slice(row, row + sq), slice(key, key + sk)
+        dense = mask.sequence(row, row + sq, key, key + sk).to_dense()
+        seen = dense.repeat_interleave(HEADS // dense.shape[1], 1) & visible(sq, sk, call.causal, call.window, device)
+        values = torch.full_like(v, NAN)
+        finite = v[keys].where(seen[0].unflatten(0, (call.heads_k, -1)).any(1).any(1).T[..., None], 0.0)
+        values[keys] = finite.where(finite != 0.0, NAN)
+        ours = backends.get(device).varlen_fwd(
+            q, k, values, None, *arrays, None, None, None, *options, mask=mask.factors
+        )
+        right, plain = (
+            attention(q[None, rows].to(dtype), k[None, keys].to(dtype), finite[None].to(dtype), mask=seen, dtype=dtype)
+            for dtype in (torch.float64, call.dtype)
+        )
+        assert_accurate(ours[0][rows], right.out[0], plain.out[0])
+        assert_accurate(ours[1][:, rows], right.lse[0], plain.lse[0].float(), "lse", slack=1e-4)
 
 
 # ---- launches, errors ----

@@ -43,6 +43,7 @@ EMULATED = [
     "hopper_attention",
     "emulated_jvp",
     "emulated_mask_bits",
+    "emulated_mask_plan",
     "emulated_mla",
     "emulated_softmax",
     "emulated_wide_bwd",

@@ -21,6 +21,12 @@ FEATURES = ({}, {"causal": True}, {"window": (20, 0)}, {"window": (7, 2)}, {"sof
             {"mask_heads": 4, "mask_shared": True}, {"mask_shared": True})  # fmt: skip
 
 
+def test_no_heads(device):
+    q, cache = (torch.randn(2, n, 0, 64, device=device).bfloat16() for n in (3, 40))
+    seen = torch.ones(2, 0, 3, 5, dtype=torch.bool, device=device)
+    assert flash_attn_with_kvcache(q, cache, cache, cache_seqlens=9, mask_bits=seen).shape == q.shape
+
+
 @pytest.mark.parametrize("features", FEATURES, ids=str)
 @pytest.mark.parametrize("page_size", (0, 16, 7))
 def test_features(device, features, page_size):

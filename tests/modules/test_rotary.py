@@ -115,6 +115,13 @@ def test_empty(device):
     cos, sin = tables(8, device)
     for shape in ((0, 5, 2, 8), (2, 0, 2, 8), (2, 5, 0, 8)):
         assert apply_rotary_emb(torch.empty(shape, device=device), cos, sin).shape == shape
+    x = torch.randn(2, 5, 3, 8, device=device)
+    for interleaved in (False, True):
+        assert torch.equal(apply_rotary_emb(x, cos[:, :0], sin[:, :0], interleaved=interleaved), x)
+    no_sequences = torch.zeros(1, dtype=torch.int32, device=device)
+    rows, offsets = x.flatten(0, 1), no_sequences[:0]
+    ours = apply_rotary_emb(rows, cos, sin, seqlen_offsets=offsets, cu_seqlens=no_sequences, max_seqlen=0)
+    assert torch.equal(ours, rows)
 
 
 @pytest.mark.devices("cpu")

@@ -217,7 +217,7 @@ inline plan::BwdPlan plan_call(const BwdCall& call, Flash_bwd_params& params, co
   plan::BwdProblem problem = bwd_problem(params, dtype_of(call.q), call.deterministic, stage);
   if (call.scores.mask.given()) problem.mask_matrices = mask_matrix_count(call.scores.mask, params);
   if (call.scores.mask.block_map.has_value()) problem.mask_block_rows = call.scores.mask.block_q;
-  problem.has_bias = call.scores.bias.given() && has_scores(params);
+  problem.has_bias = call.scores.bias.is_read() && has_scores(params);
   if (problem.has_mask() || problem.has_bias) check_mask_options(call);
   const plan::BwdPlan plan = plan::plan_bwd(problem, device_of(params.device, call.launch.sm_margin), forced_family());
   return plan;
@@ -344,7 +344,7 @@ inline Tensors mha_bwd(const BwdCall& call) {
   }
   params.d_rows = plan.softmax_d_rows;
   const BiasTensors bias = readable(call.scores.bias);
-  if (plan.mask.matrices > 0 || (bias.given() && has_scores(params))) {
+  if (plan.mask.matrices > 0 || (bias.is_read() && has_scores(params))) {
     params.mask = mask_params(call.scores.mask, params.h);
     params.mask.bias = bias_params(bias);
     params.dq_mask = params.mask;

@@ -23,6 +23,9 @@ struct BiasTensors {
   OptionalTensor rel_bias;   // (h, 2 R + 1)
 
   bool given() const { return attn_bias.has_value() || rel_bias.has_value(); }
+  // An attn_bias without columns says that no packed sequence has keys: kernels do not get it.
+  bool has_data() const { return attn_bias.has_value() && attn_bias->numel() > 0; }
+  bool is_read() const { return has_data() || rel_bias.has_value(); }
 };
 
 // ---- checks ----
@@ -69,7 +72,7 @@ inline void biases(const BiasTensors& bias, const at::Tensor& q, int64_t seqlen_
 }
 
 // Of a packed one.
-inline void packed_biases(const BiasTensors& bias, const at::Tensor& q, int64_t total_k, int64_t max_seqlen_k) {
+inline void packed_biases(const BiasTensors& bias, const at::Tensor& q, int64_t max_seqlen_k) {
   if (bias.attn_bias.has_value()) {
     const at::Tensor& given = *bias.attn_bias;
     device("attn_bias", given, q);
@@ -81,7 +84,6 @@ inline void packed_biases(const BiasTensors& bias, const at::Tensor& q, int64_t 
       fail("attn_bias", "expected shape [", size_or_one(heads), ", ", total_q, ", ", max_seqlen_k, "], got ",
            given.sizes());
     }
-    if (max_seqlen_k == 0 && total_k > 0) fail("max_seqlen_k", "expected at least 1 with keys and attn_bias, got 0");
   }
   if (bias.rel_bias.has_value()) rel_bias(*bias.rel_bias, q);
 }
@@ -114,10 +116,10 @@ inline bool loads_boxes(const ScoreBias& bias, bool is_packed) {
          !(is_packed && bias.row_stride == 0) && plan::tensor_map_holds(shape, Dtype::kFp16);
 }
 
-// Of calls that have scores: sizes of the tensors are then positive.
+// Of calls that have scores.
 inline ScoreBias bias_params(const BiasTensors& bias) {
   ScoreBias params;
-  if (bias.attn_bias.has_value()) {
+  if (bias.has_data()) {
     const at::Tensor& given = *bias.attn_bias;
     const auto stride = [&given](int64_t axis) { return given.size(axis) == 1 ? 0 : given.stride(axis); };
     params.data = given.const_data_ptr();
@@ -211,7 +213,7 @@ inline DiagonalParts diagonal_parts(const BiasTensors& bias, const Flash_bwd_par
 // otherwise. visits_all: the kernel writes all of it.
 inline at::Tensor allocate_ds(Flash_bwd_mask_params& call, const BiasTensors& bias, Dtype dtype, bool visits_all,
                               const at::Tensor& q) {
-  const bool of_data = bias.attn_bias.has_value(), is_packed = call.is_varlen();
+  const bool of_data = bias.has_data(), is_packed = call.is_varlen();
   if (!has_scores(call) || (!of_data && diagonal_parts(bias, call).parts == 0)) return at::Tensor();
   constexpr int64_t kVector = 8;
   const int64_t batch = is_packed ? 1 : call.b, heads = call.h, rows = call.seqlen_q;
@@ -263,7 +265,7 @@ inline std::vector<at::Tensor> bias_gradients(const BiasTensors& bias, const Fla
                                               const at::Tensor& q, const at::Tensor& ds) {
   std::vector<at::Tensor> results;
   const auto add = [&](const at::Tensor& given, const auto& tiles_of) {
-    const bool is_sum = has_scores(call), of_table = given.dim() == 2;
+    const bool is_sum = has_scores(call) && given.numel() > 0, of_table = given.dim() == 2;
     if (ds.defined() && !of_table) {
       results.push_back(sum_scores(given, ds, call.ds.cols));
       return;

@@ -131,8 +131,6 @@ inline void set_packed(FwdCall& call, const PackedArgs& packed) {
   if (call.is_quantized()) checks::quant_args(call.quant, q, k, v, batch, call.p_dropout);
   checks::output(call.out, q, checks::output_shape(q, v), call.out_type());
   checks::lengths("seqused_k", packed.seqused_k, q, batch);
-  if (packed.seqused_k.has_value() && call.scores.mask.key_hidden.has_value())  // its strips are those of cu_seqlens_k
-    checks::fail("seqused_k", "expected None with a mask that hides keys from ranges of queries on CUDA, got a tensor");
   checks::lengths("leftpad_k", packed.leftpad_k, q, batch);
   checks::block_table(packed.block_table, q, batch);
   checks::max_seqlen("max_seqlen_q", packed.max_seqlen_q);
@@ -207,7 +205,7 @@ inline plan::FwdProblem make_problem(const FwdCall& call, Flash_fwd_params& para
       call.has_8bit_kv() ? quantized_problem(call, params) : fwd_problem(params, dtype_of(call.q));
   if (call.scores.mask.given()) problem.mask_matrices = mask_matrix_count(call.scores.mask, params);
   if (call.scores.mask.block_map.has_value()) problem.mask_block_rows = call.scores.mask.block_q;
-  problem.has_bias = call.scores.bias.given() && has_scores(params);
+  problem.has_bias = call.scores.bias.is_read() && has_scores(params);
   problem.has_key_lengths = params.varlen.seqused_k != nullptr || params.varlen.leftpad_k != nullptr;
   problem.returns_max_logit = call.return_max_logit;
   problem.exact_row_max = call.returns_more() || CallEnvironment::exact_row_max();
@@ -235,6 +233,9 @@ inline void check_mask_options(const FwdCall& call) {
 inline plan::FwdPlan plan_call(const FwdCall& call, const plan::FwdProblem& problem, const Flash_fwd_params& params) {
   if (problem.has_mask() || problem.has_bias) check_mask_options(call);
   const plan::FwdPlan plan = checked_plan(problem, params.device, call.launch.sm_margin);
+  if (params.varlen.seqused_k != nullptr) {
+    checks::at_most("seqused_k", plan.mask.key_strips, "strips of 64 keys in all sequences with a mask");
+  }
   if (problem.gathers_keys && plan.stages.has(plan::Stage::kDequantize)) {
     checks::at_most("block_table", static_cast<int64_t>(params.b) * plan.dequantized_rows, "keys of all sequences");
   }

@@ -78,7 +78,7 @@ inline void check_dense_scores(const ScoreOptions& scores, const at::Tensor& q, 
 inline void check_packed_scores(const ScoreOptions& scores, const at::Tensor& q, const at::Tensor& k, int64_t batch,
                                 double p_dropout, int64_t max_seqlen_k, bool is_paged = false) {
   check_scores(scores, q, batch, p_dropout);
-  if (scores.bias.given()) checks::packed_biases(scores.bias, q, k.size(0), max_seqlen_k);
+  if (scores.bias.given()) checks::packed_biases(scores.bias, q, max_seqlen_k);
   if (!scores.mask.given()) return;
   if (is_paged) checks::fail("block_table", "expected None with a mask on CUDA, got a tensor");
   checks::packed_mask(scores.mask, q, k.size(0), max_seqlen_k);
@@ -100,7 +100,7 @@ inline float normal_float(double value) {
 
 // Whether ScoreMod is needed: softcap, ALiBi, biases or a scale that is not positive.
 inline bool has_score_mod(const ScoreOptions& scores) {
-  return static_cast<float>(scores.softcap) > 0.0f || scores.alibi_slopes.has_value() || scores.bias.given() ||
+  return static_cast<float>(scores.softcap) > 0.0f || scores.alibi_slopes.has_value() || scores.bias.is_read() ||
          !(normal_float(scores.softmax_scale) > 0.0f);
 }
 

@@ -55,6 +55,9 @@ struct SeenBits {
   int row_strips = 0, key_strips = 0;  // of a mask matrix
 };
 
+// With seqused_k, where sequences may share keys: of each sequence of a packed batch of `keys` keys.
+FLASH_HOST_DEVICE constexpr int key_strips_of_sequence(int keys) { return (keys + kMaskStrip - 1) / kMaskStrip; }
+
 // The blocks of one tile in the order of visits.
 struct BlockList {
   const uint32_t* __restrict__ entries = nullptr;

@@ -15,8 +15,7 @@ struct MaskPlanParams {
   int matrices = 1;  // mask.matrices.count()
   bool of_keys = false;
   int tile = 0, block = 0;
-  // Workspace: bounds of query_ranges and of key_hidden, of the strips of SeenBits: those of a packed batch are
-  // numbered by slots (varlen_first_slot()).
+  // Workspace: bounds of query_ranges and of key_hidden, of the strips of SeenBits (kernels/common/seen_bits.h).
   IntervalBounds* __restrict__ row_bounds = nullptr;
   IntervalBounds* __restrict__ key_bounds = nullptr;
 };

@@ -53,6 +53,9 @@ constexpr MaskPlan plan_mask(const Problem& problem, bool of_keys, int tile, int
   plan.capacity = (other + block - 1) / block;
   plan.row_strips = parts(problem.seqlen_q, kMaskStrip);
   plan.key_strips = parts(problem.seqlen_k, kMaskStrip);
+  if (problem.is_varlen && problem.has_key_lengths) {
+    plan.key_strips = product(problem.batch, key_strips_of_sequence(static_cast<int>(problem.seqlen_k)));
+  }
   return plan;
 }
 

@@ -83,7 +83,8 @@ def rotate(
     if conjugate:
         sin = -sin
     features = x[..., : 2 * half].to(dtype)
-    x0, x1 = (features[..., 0::2], features[..., 1::2]) if interleaved else features.split(half, dim=-1)
+    pairs = (slice(0, None, 2), slice(1, None, 2)) if interleaved else (slice(0, half), slice(half, None))
+    x0, x1 = (features[..., of_pair] for of_pair in pairs)
     parts = (x0 * cos - x1 * sin, x0 * sin + x1 * cos)
     rotated = torch.stack(parts, dim=-1).flatten(-2) if interleaved else torch.cat(parts, dim=-1)
     return rotated.to(x.dtype)
@@ -106,7 +107,9 @@ def _rows_of_tables(
         )  # not in a slice of starts: Inductor has no code for it
         inside = sequence < starts.shape[0] - 1
         sequence = sequence.clamp(0, starts.shape[0] - 2)
-        shift = seqlen_offsets[sequence] if isinstance(seqlen_offsets, torch.Tensor) else seqlen_offsets
+        shift = seqlen_offsets
+        if isinstance(seqlen_offsets, torch.Tensor):
+            shift = seqlen_offsets[sequence] if seqlen_offsets.shape[0] > 0 else 0
         positions = torch.where(inside, row - starts[sequence] + shift, -1)
     known = ((positions >= 0) & (positions < cos.shape[0]))[..., None]
     positions = torch.where(known[..., 0], positions, 0)

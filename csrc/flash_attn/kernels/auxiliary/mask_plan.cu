@@ -4,6 +4,7 @@
 
 #include "core/block_class.h"
 #include "kernels/common/launch.h"
+#include "kernels/common/seen_bits.h"
 #include "kernels/common/sequence.h"
 #include "kernels/common/transpose_bits.h"
 #include "params/mask.h"
@@ -32,8 +33,8 @@ __device__ MaskSequence mask_sequence(const MaskPlanParams& params, int matrix, 
     sequence.seqlen_q = call.varlen.segments_q[segment + 1] - sequence.q_begin;
     sequence.k_begin = call.varlen.key_ranges[2 * (segment - 1)];
     sequence.seqlen_k = call.varlen.key_ranges[2 * (segment - 1) + 1];
-    sequence.first_row_strip = varlen_first_slot(sequence.q_begin, segment, kMaskStrip);
-    sequence.first_key_strip = varlen_first_slot(sequence.k_begin, segment, kMaskStrip);
+    sequence.first_row_strip = first_strip(call, sequence.q_begin, segment);
+    sequence.first_key_strip = first_key_strip(call, sequence.k_begin, segment);
   } else {
     sequence.seqlen_q = call.seqlen_q;
     sequence.seqlen_k = call.seqlen_k;
@@ -42,6 +43,13 @@ __device__ MaskSequence mask_sequence(const MaskPlanParams& params, int matrix, 
   sequence.factors = params.mask.factors.of(matrices.batch_of(matrix), matrices.first_head_of(matrix), call.seqlen_q,
                                             call.seqlen_k, sequence.q_begin, sequence.k_begin);
   return sequence;
+}
+
+// The segment that owns a strip, by all lanes of a warp.
+__device__ int segment_of_strip(const Flash_fwd_params& call, bool of_rows, int strip) {
+  if (!call.is_varlen()) return 0;
+  if (!of_rows && call.varlen.seqused_k != nullptr) return 1 + strip / key_strips_of_sequence(call.seqlen_k);
+  return find_segment(of_rows ? call.varlen.segments_q : call.varlen.segments_k, call.b, strip, kMaskStrip);
 }
 
 __device__ __forceinline__ IntervalBounds warp_bounds(IntervalBounds bounds) {
@@ -66,9 +74,7 @@ __global__ void __launch_bounds__(kThreads) mask_bounds_kernel(const __grid_cons
               index = static_cast<int>(i - static_cast<int64_t>(matrix) * strips);
     const bool of_rows = index < seen.row_strips;
     const int strip = of_rows ? index : index - seen.row_strips;
-    const int* const segments = of_rows ? call.varlen.segments_q : call.varlen.segments_k;
-    const int segment = call.is_varlen() ? find_segment(segments, call.b, strip, kMaskStrip) : 0;
-    const MaskSequence sequence = mask_sequence(params, matrix, segment);
+    const MaskSequence sequence = mask_sequence(params, matrix, segment_of_strip(call, of_rows, strip));
     const int first = kMaskStrip * (strip - (of_rows ? sequence.first_row_strip : sequence.first_key_strip));
     const int end = min(first + kMaskStrip, of_rows ? sequence.seqlen_q : sequence.seqlen_k);
     const MaskFactors& factors = sequence.factors;

@@ -54,9 +54,9 @@ __device__ __forceinline__ FactorMask<Element> factor_mask(const Flash_fwd_param
 }
 
 // The seen bits of a work tile's sequence.
-template <class Tile>
-__device__ __forceinline__ const uint32_t* seen_keys_of(const Flash_fwd_params& params, const MaskParams& mask,
-                                                        const Tile& tile, int head, int segment) {
+template <class Params, class Tile>
+__device__ __forceinline__ const uint32_t* seen_keys_of(const Params& params, const MaskParams& mask, const Tile& tile,
+                                                        int head, int segment) {
   return seen_keys(params, mask, tile.batch, head, tile.k_begin, segment);
 }
 __device__ __forceinline__ const uint32_t* seen_rows_of(const Flash_fwd_params& params, const MaskParams& mask,
