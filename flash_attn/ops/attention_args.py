@@ -131,8 +131,9 @@ class AttentionArgs(NamedTuple):
 
     def has_score_tensors(self) -> bool:
         """Whether the call has a mask, a bias or another of the options in SCORES."""
-        values = _values_of_scores(self)
-        return not all(map(is_, values, _NO_SCORES)) and any(map(_is_given, values, _NO_SCORES))
+        if not _is_compiling() and all(map(is_, _values_of_scores(self), _NO_SCORES)):  # compilers know neither
+            return False
+        return any(_is_given(getattr(self, name), default) for name, default in zip(SCORES, _NO_SCORES))
 
     def mask(self) -> Optional[MaskFactors]:
         ranges, hidden, bits, blocks = self.mask_query_ranges, self.mask_key_hidden, self.mask_bits, self.mask_block_map
