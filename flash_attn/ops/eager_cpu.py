@@ -121,5 +121,5 @@ def attention(
     if results is None:
         return NotImplemented
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        return FlashAttnFunc.apply(q, k, v, rule, results)  # type: ignore[no-untyped-call,no-any-return]  # of torch
+        return FlashAttnFunc.apply(q, k, v, rule, results)
     return results[0]
