@@ -46,7 +46,7 @@ class FlashAttnFunc(torch.autograd.Function):
         from flash_attn.ops import eager
 
         if dout is None:
-            return (None,) * 5
+            return None, None, None, None, None
         rule, saved = ctx.rule, ctx.saved_tensors
         q, k, v, out, lse = saved
         grads = None
