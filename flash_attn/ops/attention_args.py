@@ -7,6 +7,7 @@ Annotations stay objects (no postponed evaluation): the schemas are made of them
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter, is_
 from typing import NamedTuple, Optional, TypeVar, Union
 
 import torch
@@ -115,7 +116,7 @@ class AttentionArgs(NamedTuple):
             return given
         for name in NAMED_OPTIONS:
             value = getattr(self, name)
-            if value is not self._field_defaults.get(name):
+            if _is_given(value, self._field_defaults.get(name)):
                 given[name] = value
         if self.attn_bias is not None:
             given["attn_bias"] = with_all_axes(self.attn_bias, packed=self.cu_seqlens_q is not None)
@@ -129,16 +130,10 @@ class AttentionArgs(NamedTuple):
         return given
 
     def has_score_tensors(self) -> bool:
-        """Whether the call has a mask or a bias."""
-        return not (
-            self.mask_query_ranges
-            is self.mask_key_hidden
-            is self.mask_bits
-            is self.mask_block_map
-            is self.attn_bias
-            is self.rel_bias
-            is None
-        )
+        """Whether the call has a mask, a bias or another of the options in SCORES."""
+        if not _is_compiling() and all(map(is_, _values_of_scores(self), _NO_SCORES)):  # compilers know neither
+            return False
+        return any(_is_given(getattr(self, name), default) for name, default in zip(SCORES, _NO_SCORES))
 
     def mask(self) -> Optional[MaskFactors]:
         ranges, hidden, bits, blocks = self.mask_query_ranges, self.mask_key_hidden, self.mask_bits, self.mask_block_map
@@ -189,8 +184,6 @@ class AttentionArgs(NamedTuple):
         return self._replace(q=q, k=k, v=v, **defaults)
 
 
-# Options of scores that FlashAttention-2 does not have: both records have them, and the backends take them by name.
-NAMED_OPTIONS = ("sinks", "rel_bias")
 # The tensors of a mask, which the backends take as one MaskFactors by the name of mask.
 MASK_TENSORS = ("mask_query_ranges", "mask_key_hidden", "mask_bits", "mask_block_map")
 # The arguments of calls with 8-bit tensors alone, also taken by name.
@@ -267,6 +260,19 @@ _OPTIONAL: dict[type, tuple[slice, tuple[object, ...]]] = {
     )
     for record in (AttentionArgs, AttentionBackwardArgs)
 }
+# The options of scores that FlashAttention-2 does not have: the fields of both records from here on. A forward saves
+# them for its backward.
+SCORES = tuple(
+    name
+    for name in AttentionBackwardArgs._fields[AttentionBackwardArgs._fields.index("sm_margin") + 1 :]
+    if name in AttentionArgs._fields
+)
+SCORE_TENSORS = tuple(name for name in SCORES if AttentionArgs.__annotations__[name] == Optional[Tensor])
+SCORE_NUMBERS = tuple(name for name in SCORES if name not in SCORE_TENSORS)
+# Those that the backends take by their own names, and sinks.
+NAMED_OPTIONS = ("sinks", *(name for name in SCORES if not name.startswith("mask_") and name != "attn_bias"))
+_NO_SCORES = tuple(map(AttentionArgs._field_defaults.get, SCORES))
+_values_of_scores = attrgetter(*SCORES)
 # The fields that a second backward may be asked for; out and lse are results of the others.
 BACKWARD_INPUTS = ("dout", "dlse", *ATTENTION_INPUTS)
 TANGENT_INPUTS = ATTENTION_INPUTS[:4]  # those with tangents and second derivatives
@@ -279,6 +285,11 @@ class Tangents(NamedTuple):
     tk: Optional[Tensor]
     tv: Optional[Tensor]
     tsinks: Optional[Tensor]
+
+
+def _is_given(value: object, default: object) -> bool:
+    """Whether an option differs from its default; tensors are not compared."""
+    return value is not default and (isinstance(value, Tensor) or value != default)
 
 
 _is_compiling = torch.compiler.is_compiling
@@ -341,8 +352,8 @@ def saved_for_backward(
     if not args.has_score_tensors():
         return tensors, options
     return (
-        (*tensors, *(getattr(args, name) for name in _SCORE_TENSORS)),
-        (*options, *(getattr(args, name) for name in _BLOCK_SIZE)),
+        (*tensors, *(getattr(args, name) for name in SCORE_TENSORS)),
+        (*options, *(getattr(args, name) for name in SCORE_NUMBERS)),
     )
 
 
@@ -352,20 +363,18 @@ def backward_args(
     """The arguments of the backward of a forward that saved these."""
     more = options[len(BACKWARD_OPTIONS) :]
     if not more:
-        return filled(AttentionBackwardArgs, (dout, dlse, *tensors, *options), _NO_SCORES)
-    plain, scores = tensors[: -len(_SCORE_TENSORS)], tensors[-len(_SCORE_TENSORS) :]
+        return filled(AttentionBackwardArgs, (dout, dlse, *tensors, *options), _AFTER_SM_MARGIN)
+    plain, scores = tensors[: -len(SCORE_TENSORS)], tensors[-len(SCORE_TENSORS) :]
     make: Callable[..., AttentionBackwardArgs] = AttentionBackwardArgs  # the saved values have no types
-    named = dict(zip((*_SCORE_TENSORS, *_BLOCK_SIZE), (*scores, *more)))
+    named = dict(zip((*SCORE_TENSORS, *SCORE_NUMBERS), (*scores, *more)))
     return make(dout, dlse, *plain, *options[: len(BACKWARD_OPTIONS)], **named)
 
 
-# Of the backward's arguments, those that are numbers; and what only calls with a mask or a bias save.
+# Of the backward's arguments, the numbers that all calls save.
 BACKWARD_OPTIONS = AttentionBackwardArgs._fields[
     AttentionBackwardArgs._fields.index("max_seqlen_q") : AttentionBackwardArgs._fields.index("sm_margin") + 1
 ]
-_SCORE_TENSORS = (*MASK_TENSORS, *BIASES)
-_BLOCK_SIZE = ("mask_block_q", "mask_block_k")
-_NO_SCORES = defaults_after(AttentionBackwardArgs, "sm_margin")
+_AFTER_SM_MARGIN = defaults_after(AttentionBackwardArgs, "sm_margin")
 
 
 class KvCacheArgs(NamedTuple):
@@ -407,13 +416,9 @@ class KvCacheArgs(NamedTuple):
     mask_keys: int = 0
 
     def named(self) -> dict[str, object]:
-        """Those of NAMED_OPTIONS, the mask and sm_margin that are given, by name."""
-        given: dict[str, object] = {} if self.sinks is None else {"sinks": self.sinks}
-        if self.mask_bits is not None:
-            given.update(mask_bits=self.mask_bits, mask_keys=self.mask_keys)
-        if self.sm_margin:
-            given["sm_margin"] = self.sm_margin
-        return given
+        """The options of KVCACHE_OPTIONS that are given, by name."""
+        given = ((name, getattr(self, name)) for name in KVCACHE_OPTIONS)
+        return {name: value for name, value in given if _is_given(value, self._field_defaults[name])}
 
     def is_scaled(self) -> bool:
         """Whether a tensor has 8 bits or an argument of such calls is given."""
@@ -438,6 +443,8 @@ class KvCacheArgs(NamedTuple):
         return self.q, self.k_cache, self.v_cache, self.k, self.v, self.sinks, self.out, self.qv
 
 
+# Those that the backends take by name: of them calls with qv take the first two alone.
+KVCACHE_OPTIONS = ("sinks", "sm_margin", *KvCacheArgs._fields[KvCacheArgs._fields.index("qv") + 1 :])
 # The fields that may ask for a gradient; none gets one.
 KVCACHE_INPUTS = ("q", "k_cache", "v_cache", "k", "v", "sinks", "out", "qv")
 

@@ -1,4 +1,5 @@
-"""Eager attention of plain CUDA tensors in one call of the extension, which records its autograd node in C++.
+"""Eager attention of plain tensors with no more around the kernels than an autograd node: CUDA tensors in one call of
+the extension, which records the node in C++; without it dense CPU tensors by `eager_cpu`.
 
 `csrc/flash_attn/api/eager.h` and `csrc/flash_attn/api/eager_inference.h` decide which calls it takes. `FlashAttnFunc`,
 over a cache `attend_over_cache`, of packed queries `calls.forward_in_use` compute the same results for all of them.
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from flash_attn import backends
 from flash_attn._types import TensorOrTuple
-from flash_attn.ops import library
+from flash_attn.ops import eager_cpu, library
 from flash_attn.ops.attention_args import backward_args
 
 _extension = backends.cuda_extension()
@@ -28,7 +29,7 @@ def _declines(*args: object) -> TensorOrTuple:
 
 # The result of a dense call, or NotImplemented where `FlashAttnFunc` has to take it. Takes the arguments of
 # flash_attn_func up to return_attn_probs, then whether the call is batch-invariant.
-attention: Callable[..., TensorOrTuple] = getattr(_extension, "attention", _declines)
+attention: Callable[..., TensorOrTuple] = getattr(_extension, "attention", eager_cpu.attention)
 
 # (out, lse) of a call over a cache, or NotImplemented where `attend_over_cache` has to take it.
 attention_over_cache: Callable[..., TensorOrTuple] = getattr(_extension, "attention_over_cache", _declines)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flash_attn.ops import arguments
-from flash_attn.ops.attention_args import AttentionArgs, KvCacheArgs, KvCachePlanArgs
+from flash_attn.ops.attention_args import KVCACHE_OPTIONS, AttentionArgs, KvCacheArgs, KvCachePlanArgs
 
 KERNEL_DIMS = (64, 512)  # head dims of q and of qv that CUDA kernels have
 _NOT_OVER_A_CACHE = (
@@ -22,7 +22,7 @@ _NOT_OVER_A_CACHE = (
     "cache_batch_idx",
     "k_token_descale",
     "v_token_descale",
-    "mask_bits",
+    *KVCACHE_OPTIONS[2:],
 )
 
 
@@ -41,7 +41,13 @@ def check_packed(args: AttentionArgs) -> None:
 
 def check_cached(args: KvCacheArgs) -> None:
     """Raise NotImplementedError for a call over a cache with a qv that no kernel computes."""
-    _check(args, args.k_cache, args.v_cache, {name: getattr(args, name) for name in _NOT_OVER_A_CACHE})
+    more = {name: getattr(args, name) for name in _NOT_OVER_A_CACHE}
+    _check(
+        args,
+        args.k_cache,
+        args.v_cache,
+        {name: x for name, x in more.items() if x is not KvCacheArgs._field_defaults.get(name)},
+    )
 
 
 def check_plan(args: KvCachePlanArgs) -> None:

@@ -5,6 +5,8 @@ Most arguments have the wanted type already: it is compared first, and a convers
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -21,6 +23,8 @@ from flash_attn.ops.attention_args import (
     DENSE,
     MASK_TENSORS,
     PLAIN,
+    SCORE_NUMBERS,
+    SCORE_TENSORS,
     AttentionArgs,
     Options,
     Sequences,
@@ -34,6 +38,12 @@ from flash_attn.ops.rows import RowsInUse
 _FLOAT32, _STRIDED = torch.float32, torch.strided
 _NO_OPTIONS = defaults_after(AttentionArgs, "batch_invariant")
 NAMES = (("qkv",), ("q", "kv"), ("q", "k", "v"))  # of the inputs in each packing
+# Options that are fields of AttentionArgs by the same names.
+_TENSORS = tuple(name for name in SCORE_TENSORS if name in Options._fields)
+_FORMS: dict[type, Callable[[str, object], object]]
+_FORMS = {bool: arguments.flag, int: arguments.integer, float: arguments.number}
+_NUMBERS = {name: _FORMS[Options.__annotations__[name]] for name in SCORE_NUMBERS if name in Options._fields}
+_SCORES = ("mask", *_TENSORS, *_NUMBERS)
 
 
 def attention(
@@ -162,8 +172,8 @@ def like(x: Tensor, used: Tensor) -> Tensor:
 def _with_options(args: AttentionArgs, options: Options) -> AttentionArgs:
     is_quantized = options.quant is not NO_QUANT
     fields = options.quant.fields(args.q) if is_quantized else {}
-    if not (options.mask is options.attn_bias is options.rel_bias is None):
-        fields.update(_score_tensors(args, options))
+    if any(getattr(options, name) is not Options._field_defaults[name] for name in _SCORES):
+        fields.update(_scores(args, options))
     return replaced(
         args,
         return_max_logit=arguments.flag("return_max_logit", options.return_max_logit),
@@ -177,12 +187,13 @@ def _with_options(args: AttentionArgs, options: Options) -> AttentionArgs:
 
 def check_score_tensors(options: Options, q: Tensor) -> None:
     """Raise an error that names a mask or a bias which no call takes, whatever its sizes."""
-    if options.attn_bias is options.rel_bias is None:
+    values = tuple(getattr(options, name) for name in _TENSORS)
+    if all(x is None for x in values):
         mask = options.mask
         if mask is None or (type(mask) is AttentionMask and q.device.type in DEVICES):
             return
-    names, values = ("mask", "attn_bias", "rel_bias"), (options.mask, options.attn_bias, options.rel_bias)
-    given = [name for name, value in zip(names, values) if value is not None]
+    names = ("mask", *_TENSORS)
+    given = [name for name in names if getattr(options, name) is not None]
     if not given:
         return
     if q.device.type not in DEVICES:
@@ -190,19 +201,20 @@ def check_score_tensors(options: Options, q: Tensor) -> None:
             f"{given[0]}: expected None on {q.device.type}, got one: taken on {', '.join(DEVICES)} alone"
         )
     mask = options.mask if isinstance(options.mask, Tensor) else None
-    arguments.check_optional_tensors(names, (mask, *values[1:]))
+    arguments.check_optional_tensors(names, (mask, *values))
     check_bias(options.attn_bias)
 
 
-def _score_tensors(args: AttentionArgs, options: Options) -> dict[str, object]:
-    """The fields of a mask and of biases."""
+def _scores(args: AttentionArgs, options: Options) -> dict[str, object]:
+    """The fields of options of scores, which `check_score_tensors` has passed."""
     is_packed = args.cu_seqlens_q is not None
     seqlen_q, seqlen_k = None, args.max_seqlen_k if is_packed else None
     if not is_packed:
         seqlen_q, seqlen_k = (
             x.shape[1] if x.dim() > 1 else None for x in (args.q, args.q if args.k is None else args.k)
         )
-    fields: dict[str, object] = {"attn_bias": options.attn_bias, "rel_bias": options.rel_bias}
+    fields: dict[str, object] = {name: getattr(options, name) for name in _TENSORS}
+    fields.update((name, form(name, getattr(options, name))) for name, form in _NUMBERS.items())
     mask = mask_factors(options.mask, is_packed, seqlen_q, seqlen_k)
     if mask is not None:
         fields.update(zip(MASK_TENSORS, mask))

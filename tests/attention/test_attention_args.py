@@ -17,7 +17,10 @@ from flash_attn.ops.attention_args import (
     BACKWARD_INPUTS,
     FORWARD_ONLY,
     KVCACHE_INPUTS,
+    KVCACHE_OPTIONS,
     MASK_TENSORS,
+    NAMED_OPTIONS,
+    SCORES,
     AttentionArgs,
     AttentionBackwardArgs,
     KvCacheArgs,
@@ -36,6 +39,8 @@ OPERATORS = {
     "kvcache_plan": KvCachePlanArgs,
 }
 BIAS = torch.zeros(1, 1, 1, 1)  # with all axes
+BLOCK_SIZE = ("mask_block_q", "mask_block_k")  # of a mask_block_map
+NO_SCORES = {name: AttentionArgs._field_defaults[name] for name in SCORES}
 
 
 def names(record):
@@ -53,25 +58,30 @@ def test_operators_take_the_record_by_position(name):
     assert {a.name: a.default_value for a in arguments if a.has_default_value()} == record._field_defaults
 
 
-@pytest.mark.parametrize("record", (AttentionArgs, AttentionBackwardArgs, KvCacheArgs))
+@pytest.mark.parametrize("record", (AttentionArgs, AttentionBackwardArgs))
 def test_named_options_are_passed_where_they_are_given(record):
-    scores, bits = {}, {"mask_bits": "mask_bits", "mask_keys": "mask_keys"} if record is KvCacheArgs else {}
-    if record is not KvCacheArgs:
-        factors = MaskFactors(*MASK_TENSORS, block_size=("mask_block_q", "mask_block_k"))
-        scores = {"mask": factors, "attn_bias": BIAS, "rel_bias": "rel_bias"}
-        absent = dict.fromkeys((*MASK_TENSORS, "attn_bias", "rel_bias"))
-    every = names(record)._replace(**({"attn_bias": BIAS} if scores else {}))
-    assert every.named() == {"sinks": "sinks", "sm_margin": "sm_margin", **scores, **bits}
-    unset = absent if scores else {"mask_bits": None, "mask_keys": 0}
-    plain = names(record)._replace(sinks=None, sm_margin=0, **unset)
-    assert plain.named() == {}
-    for name in scores and absent:
-        field = "mask" if name in MASK_TENSORS else name
-        assert list(plain._replace(**{name: BIAS if name == "attn_bias" else name}).named()) == [field]
+    factors = MaskFactors(*MASK_TENSORS, block_size=("mask_block_q", "mask_block_k"))
+    own = {name: name for name in NAMED_OPTIONS}
+    every = names(record)._replace(attn_bias=BIAS)
+    assert every.named() == {**own, "sm_margin": "sm_margin", "mask": factors, "attn_bias": BIAS}
+    plain = names(record)._replace(sinks=None, sm_margin=0, **NO_SCORES)
+    assert plain.named() == {} and not plain.has_score_tensors()
+    for name in SCORES:
+        given = plain._replace(**{name: BIAS if name == "attn_bias" else name})
+        passed = "mask" if name in MASK_TENSORS else name
+        assert given.has_score_tensors() and list(given.named()) == ([] if name in BLOCK_SIZE else [passed])
     if record is AttentionBackwardArgs:
         assert plain._replace(bias_grad=False).named() == {}
         given = plain._replace(bias_grad=False, attn_bias=BIAS).named()
         assert given == {"attn_bias": BIAS, "bias_grad": False}
+
+
+def test_named_options_of_a_cache_are_passed_where_they_are_given():
+    assert names(KvCacheArgs).named() == {name: name for name in KVCACHE_OPTIONS}
+    plain = names(KvCacheArgs)._replace(**{name: KvCacheArgs._field_defaults[name] for name in KVCACHE_OPTIONS})
+    assert plain.named() == {}
+    for name in KVCACHE_OPTIONS:
+        assert plain._replace(**{name: name}).named() == {name: name}
 
 
 def without_defaults(name):
@@ -132,10 +142,9 @@ def test_the_backward_takes_each_argument_of_its_forward():
     tensors, options = saved_for_backward(names(AttentionArgs), "out", "lse", "rng_state")
     every = names(AttentionBackwardArgs)._replace(bias_grad=True)
     assert backward_args("dout", "dlse", tensors, options) == every
-    absent = dict.fromkeys((*MASK_TENSORS, "attn_bias", "rel_bias"))
-    plain = names(AttentionArgs)._replace(**absent)
+    plain = names(AttentionArgs)._replace(**NO_SCORES)
     saved = saved_for_backward(plain, "out", "lse", "rng_state")
-    expected = every._replace(**absent, mask_block_q=0, mask_block_k=0)
+    expected = every._replace(**NO_SCORES)
     assert (
         backward_args("dout", "dlse", *saved) == expected == AttentionBackwardArgs("dout", "dlse", *saved[0], *saved[1])
     )

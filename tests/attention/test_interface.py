@@ -25,7 +25,9 @@ from flash_attn import (
     flash_attn_varlen_func,
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
+    inference,
 )
+from flash_attn.ops import eager
 
 pytestmark = pytest.mark.by_both_paths
 
@@ -84,6 +86,40 @@ def test_signature(name):
     assert plain_signature(function) == SIGNATURES[name]
     assert getattr(flash_attn_interface, name) is function
     assert name in flash_attn.__all__
+
+
+class Reached(Exception):
+    """A call has left its public function, with these arguments."""
+
+
+def reached(*args, **named):
+    raise Reached(args, tuple(named.values()))
+
+
+def holds(values, wanted):
+    return any(x is wanted or (isinstance(x, tuple) and holds(x, wanted)) for x in values)
+
+
+@pytest.mark.parametrize("name", sorted(set(SIGNATURES) - {"flash_attn_combine"}))
+def test_every_option_leaves_the_public_function(monkeypatch, name):
+    """None is tested in place and then forgotten: plain calls take another way, without options."""
+    function = getattr(flash_attn, name)
+    for module in (flash_attn_interface, inference):
+        for passed_on in {"attend_rows_in_use", "attend_over_cache"} & set(vars(module)):
+            monkeypatch.setattr(module, passed_on, reached)
+    monkeypatch.setattr(flash_attn_interface._Attention, "apply", reached)
+    monkeypatch.setattr(eager, "attention", reached)
+    monkeypatch.setattr(eager, "attention_over_cache", reached)
+    parameters = inspect.signature(function).parameters.values()
+    given = {x.name: torch.zeros(1) for x in parameters if x.default is x.empty}
+    for option in (x.name for x in parameters if x.default is not x.empty):
+        value = object()
+        with pytest.raises((Reached, TypeError, ValueError)) as caught:
+            function(**given, **{option: value})
+        if isinstance(caught.value, Reached):
+            assert holds(caught.value.args, value), f"{name} drops {option}"
+        else:
+            assert str(caught.value).startswith(f"{option}: ")
 
 
 def public_objects():

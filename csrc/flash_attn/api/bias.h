@@ -88,11 +88,6 @@ inline void packed_biases(const BiasTensors& bias, const at::Tensor& q, int64_t 
   if (bias.rel_bias.has_value()) rel_bias(*bias.rel_bias, q);
 }
 
-inline void no_biases(const BiasTensors& bias) {
-  if (bias.attn_bias.has_value()) fail("attn_bias", "expected None on CUDA, got a tensor");
-  if (bias.rel_bias.has_value()) fail("rel_bias", "expected None on CUDA, got a tensor");
-}
-
 }  // namespace checks
 
 // ---- parameters ----

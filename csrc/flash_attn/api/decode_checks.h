@@ -269,9 +269,7 @@ inline void kvcache(const KvCacheCall& call) {
   const at::Tensor& q = call.q;
   query(q, 4, kDenseAxes);
   caches(q, call.k_cache, call.v_cache, call.is_paged());
-  check_scores_without_bias(call.scores, q, q.size(0), 0.0);
-  if (call.scores.mask.given()) fail("mask", "expected None over a KV cache, got one");
-  if (call.scores.origins.has_value()) fail("origins", "expected None over a KV cache, got a Tensor");
+  check_scores_with_sinks_alone(call.scores, q, q.size(0), " over a KV cache");
   num_splits(call.num_splits);
   mask_bits(call.mask_bits, q);
   output(call.out, q, q.sizes());

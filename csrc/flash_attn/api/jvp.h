@@ -132,7 +132,7 @@ inline std::optional<std::vector<at::Tensor>> mha_jvp_fwd(const at::Tensor& q, c
   checks::tangents(tq, tk, tv, q, k, v);
   const OptionalTensor no_slopes;
   const ScoreOptions scores{softmax_scale, is_causal, window_left, window_right, 0.0, no_slopes, {}, {}};
-  check_scores_without_bias(scores, q, batch, 0.0);
+  check_scores_with_sinks_alone(scores, q, batch, " with tangents");
   const auto sequences = is_packed ? packed_sequences<Flash_fwd_params>(batch, false, *cu_seqlens_q, *cu_seqlens_k)
                                    : dense_sequences<Flash_fwd_params>(batch, false);
   const at::DimVector lse_shape = is_packed ? at::DimVector{heads, rows} : at::DimVector{batch, heads, rows};

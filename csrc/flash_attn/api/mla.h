@@ -130,13 +130,11 @@ inline void mla(const MlaCall& call, const char* k_name, const char* v_name) {
   }
   block_table(call.block_table, q, is_packed ? call.sequences.b : q.size(0));
   packed_rows("q", q.size(-3), q.size(-2), 1);
-  check_scores_without_bias(call.scores, q, call.batch(), 0.0);
+  check_scores_with_sinks_alone(call.scores, q, call.batch(), " with qv on CUDA");
   const Window window = make_window(call.scores);
   absent("window_size", window.left != kUnbounded || (window.right != kUnbounded && window.right != 0));
   if (has_score_mod(call.scores))
     fail("softcap", "expected no softcap and ALiBi, and a scale above 0, with qv on CUDA");
-  absent("origins", call.scores.origins.has_value());
-  absent("mask", call.scores.mask.given());
   num_splits(call.num_splits);
   output(call.out, q, shape);
 }

@@ -6,6 +6,7 @@
 #include <cmath>
 #include <limits>
 #include <optional>
+#include <string_view>
 
 #include "api/bias.h"
 #include "api/checks.h"
@@ -28,13 +29,38 @@ struct ScoreOptions {
 
   template <class Visitor>
   void visit_named(Visitor&& visit) {
-    visit("sinks", sinks, "a Tensor");
-    visit("origins", origins, "a Tensor");
-    visit("mask", mask, "MaskFactors");
-    visit("attn_bias", bias.attn_bias, "a Tensor");
-    visit("rel_bias", bias.rel_bias, "a Tensor");
+    visit_each(*this, visit);
+  }
+  template <class Visitor>
+  void visit_named(Visitor&& visit) const {
+    visit_each(*this, visit);
+  }
+
+ private:
+  template <class Scores, class Visitor>
+  static void visit_each(Scores& scores, Visitor&& visit) {
+    visit("sinks", scores.sinks, "a Tensor");
+    visit("origins", scores.origins, "a Tensor");
+    visit("mask", scores.mask, "MaskFactors");
+    visit("attn_bias", scores.bias.attn_bias, "a Tensor");
+    visit("rel_bias", scores.bias.rel_bias, "a Tensor");
   }
 };
+
+// Of a named option: one of another type needs a line here, a tensor none.
+inline bool is_given(const OptionalTensor& tensor) { return tensor.has_value(); }
+inline bool is_given(const MaskTensors& mask) { return mask.given(); }
+
+namespace overlap {
+
+inline void check_option(const char* name, const OptionalTensor& tensor, Operands written) {
+  check(written, {{name, tensor}});
+}
+inline void check_option(const char*, const MaskTensors& mask, Operands written) {
+  checks::mask_overlap(mask, written);
+}
+
+}  // namespace overlap
 
 struct LaunchOptions {
   int64_t sm_margin = 0;
@@ -54,19 +80,20 @@ inline void check_scores(const ScoreOptions& scores, const at::Tensor& q, int64_
 
 // written: outputs, which must not overlap what the call reads.
 inline void check_score_overlaps(const ScoreOptions& scores, overlap::Operands written) {
-  overlap::check(written, {{"alibi_slopes", scores.alibi_slopes},
-                           {"sinks", scores.sinks},
-                           {"origins", scores.origins},
-                           {"attn_bias", scores.bias.attn_bias},
-                           {"rel_bias", scores.bias.rel_bias}});
-  if (scores.mask.given()) checks::mask_overlap(scores.mask, written);
+  overlap::check(written, {{"alibi_slopes", scores.alibi_slopes}});
+  scores.visit_named([&](const char* name, const auto& option, const char*) {
+    if (is_given(option)) overlap::check_option(name, option, written);
+  });
 }
 
-// Of calls that take no bias.
-inline void check_scores_without_bias(const ScoreOptions& scores, const at::Tensor& q, int64_t batch,
-                                      double p_dropout) {
-  check_scores(scores, q, batch, p_dropout);
-  checks::no_biases(scores.bias);
+// Of calls whose kernels know no named option but sinks. where: which calls these are, as in " over a KV cache".
+inline void check_scores_with_sinks_alone(const ScoreOptions& scores, const at::Tensor& q, int64_t batch,
+                                          const char* where) {
+  check_scores(scores, q, batch, 0.0);
+  scores.visit_named([&](const char* name, const auto& option, const char*) {
+    const bool is_sink = std::string_view(name) == "sinks";
+    if (!is_sink && is_given(option)) checks::fail(name, "expected None", where, ", got one");
+  });
 }
 
 // Of calls that may have a mask and biases.
