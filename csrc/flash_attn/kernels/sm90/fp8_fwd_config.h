@@ -67,9 +67,8 @@ struct Fp8FwdConfig {
   // Descending, so that an attention sink at the first keys meets a settled row max; in ascending order it would take
   // up the few bits of P.
   static constexpr bool kDescending = true;
-  static constexpr bool kTransposedV = !kTransposesV;
   static constexpr int kRawVStages = kTransposesV ? plan::kFp8RawVStages : 0, kTransposeWarps = kTransposesV ? 2 : 0;
-  static constexpr bool kListed = false;
+  static constexpr bool kListed = false, kHasDescales = true;
   using Order = KvBlockOrder;
   using TripCount = DescendingTripCount<typename MaskOf<Fp8FwdConfig>::Bounds>;
   template <class Mask>
