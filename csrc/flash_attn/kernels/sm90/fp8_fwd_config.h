@@ -68,7 +68,7 @@ struct Fp8FwdConfig {
   // up the few bits of P.
   static constexpr bool kDescending = true;
   static constexpr int kRawVStages = kTransposesV ? plan::kFp8RawVStages : 0, kTransposeWarps = kTransposesV ? 2 : 0;
-  static constexpr bool kListed = false, kHasDescales = true;
+  static constexpr bool kListed = false;
   using Order = KvBlockOrder;
   using TripCount = DescendingTripCount<typename MaskOf<Fp8FwdConfig>::Bounds>;
   template <class Mask>
@@ -91,6 +91,9 @@ struct Fp8FwdConfig {
   // Two consumers issue their products in turn: one computes exponentials during the products of the other.
   static constexpr bool kTakesTurns = kHeadDim == 256;
   static_assert(!kTakesTurns || kWarpGroups == 2);
+  // The scheduler multiplies descales (ScaledTile), and O is not rescaled while it is zero. At head dim 128 ptxas would
+  // serialise the products of some kernels.
+  static constexpr bool kScaledTiles = kHeadDim != 128, kKnowsZeroO = kHeadDim != 128;
   // A separate loop for blocks without a mask: a gain of 8 % with exp2, a loss of 4 % with kExpBits.
   static constexpr bool kHasUnmaskedLoop = !kExpBits;
 

@@ -22,10 +22,12 @@ __device__ __forceinline__ float descale_of(const Descale& descale, const WorkTi
   return descale.ptr[tile.batch * descale.batch_stride + descale.group.divide(tile.head) * descale.head_stride];
 }
 
-__device__ __forceinline__ void complete_tile(const Fp8FwdLaunch& launch, ScaledTile& tile) {
+__device__ __forceinline__ float score_scale_log2(const Fp8FwdLaunch& launch, const WorkTile& tile) {
   constexpr float kLog2e = 1.4426950408889634f;
-  tile.score_scale_log2 =
-      launch.params.scale_softmax * kLog2e * descale_of(launch.q_descale, tile) * descale_of(launch.k_descale, tile);
+  return launch.params.scale_softmax * kLog2e * descale_of(launch.q_descale, tile) * descale_of(launch.k_descale, tile);
+}
+__device__ __forceinline__ void complete_tile(const Fp8FwdLaunch& launch, ScaledTile& tile) {
+  tile.score_scale_log2 = score_scale_log2(launch, tile);
 }
 
 // A consumer warpgroup, which computes one work tile after the other.
@@ -53,8 +55,14 @@ struct Fp8FwdConsumer {
   }
 
   // The kernels flush denormals to 0, and 0 * -inf is NaN: a masked score needs a scale that is not 0.
-  __device__ __forceinline__ void set_scale(float scale) {
+  __device__ __forceinline__ void set_scale(int slot) {
     constexpr float kLeastNormal = 1.17549435e-38f;
+    float scale;
+    if constexpr (Config::kScaledTiles) {
+      scale = storage.tile[slot].value.score_scale_log2;
+    } else {
+      scale = score_scale_log2(launch, mainloop.tile(slot));
+    }
     mainloop.negates = scale < 0.0f;
     mainloop.scale_log2 = fabsf(scale) < kLeastNormal ? kLeastNormal : fabsf(scale);
   }
@@ -86,7 +94,7 @@ struct Fp8FwdConsumer {
   __device__ __forceinline__ int compute_attn_1rowblock(int slot, bool is_first) {
     const int q_stage = q_state.stage;
     const bool computes = mainloop.steps(slot).count > 0;
-    set_scale(mainloop.tile(slot).score_scale_log2);
+    set_scale(slot);
     if (computes) {
       mainloop.first_step(slot, q_stage);
       release_previous_q(is_first);

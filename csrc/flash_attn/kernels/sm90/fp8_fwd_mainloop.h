@@ -113,8 +113,8 @@ struct Fp8FwdMainloop : Fp8FwdMainloopBase<Config> {
     softmax.add_rounded(acc_t(kSums), acc_t(kSums + 2));
   }
 
-  // P of one half of the current KV block, whose S is complete. kNoO: O is still zero.
-  template <Half kHalf, bool kFirst, bool kMayMask, bool kNoO>
+  // P of one half of the current KV block, whose S is complete. kZeroO: O is zero.
+  template <Half kHalf, bool kFirst, bool kMayMask, bool kZeroO = false>
   __device__ __forceinline__ void make_half(const BlockIterator& at) {
     using Layout = typename Base::template LayoutP<kStepKeys>;
     const auto half = [&](Half which) { return cute::make_tensor(tOrP.data() + which * (kStepKeys / 2), Layout{}); };
@@ -123,7 +123,7 @@ struct Fp8FwdMainloop : Fp8FwdMainloopBase<Config> {
     const int updates = Base::template make_p<kFirst, kMayMask>(
         scores<kHalf>(), p, at, at.n_block * Config::kBlockN + kHalf * kStepKeys, correction);
     if (kFirst || !updates) return;
-    if constexpr (!kNoO) {
+    if constexpr (!kZeroO) {
       auto out = row_col_view(acc_o);
       softmax.rescale(out, correction);
     }
@@ -136,11 +136,11 @@ struct Fp8FwdMainloop : Fp8FwdMainloopBase<Config> {
   // P of the current KV block; S of its first half is complete and, with kOverlaps, that of the second issued.
   template <bool kFirst, bool kMayMask>
   __device__ __forceinline__ void make_block(const BlockIterator& at, int q_stage) {
-    make_half<kFirstHalf, kFirst, kMayMask, kFirst>(at);
+    make_half<kFirstHalf, kFirst, kMayMask>(at);
     if constexpr (!kOverlaps) issue_qk<kSecondHalf>(q_stage);
     wait_for<0>(scores<kSecondHalf>());
     this->release_k();
-    make_half<kSecondHalf, false, kMayMask, kFirst>(at);
+    make_half<kSecondHalf, false, kMayMask, kFirst && Config::kKnowsZeroO>(at);
   }
 
   // P of a tile's first block; S of its first half is complete.

@@ -46,7 +46,7 @@ struct Fp8FwdMainloopBase {
       : storage(storage_), group(group_), coords(threadIdx.x % 128), softmax(bits_shift) {}
 
   // The work tile in a slot. What only some steps need stays in shared memory: registers are short.
-  __device__ __forceinline__ const ScaledTile& tile(int slot) const { return storage.tile[slot].value; }
+  __device__ __forceinline__ const WorkTile& tile(int slot) const { return storage.tile[slot].value; }
   __device__ __forceinline__ const typename Config::TripCount& steps(int slot) const {
     return storage.steps[slot][group].value;
   }

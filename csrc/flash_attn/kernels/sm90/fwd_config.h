@@ -72,7 +72,7 @@ struct FwdConfig {
   // KV blocks in ascending order, unmasked ones first.
   static constexpr bool kDescending = false;
   static constexpr int kRawVStages = 0, kTransposeWarps = 0;
-  static constexpr bool kHasDescales = false;
+  static constexpr bool kScaledTiles = false;
   static constexpr bool kListed = plan::visits_by_list(kVariant);  // blocks in the order of a list
   static constexpr bool kBiased = kVariant == FwdVariant::kBiased;
   struct NoTripCount {

@@ -103,7 +103,7 @@ struct FwdStorage : BiasRing<Config::kTile.bias_stages * Config::kWarpGroups, 64
   // producers and the epilogue warp need not.
   static constexpr int kTileSlots = 2;
   Barrier tile_full[kTileSlots], trip_count_full[kTileSlots], tile_empty[kTileSlots];
-  using Tile = std::conditional_t<Config::kHasDescales, ScaledTile, WorkTile>;
+  using Tile = std::conditional_t<Config::kScaledTiles, ScaledTile, WorkTile>;
   Slot<Tile> tile[kTileSlots];  // an empty tile ends the kernel
   Slot<Order> order[kTileSlots];
   Slot<TripCount> steps[kTileSlots][Config::kWarpGroups];

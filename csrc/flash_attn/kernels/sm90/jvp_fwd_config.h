@@ -48,7 +48,7 @@ struct JvpFwdConfig {
   // One loop for blocks with and without a mask. The first block of a warpgroup has a visible key for some row.
   static constexpr bool kDescending = true;
   static constexpr int kRawVStages = 0, kTransposeWarps = 0;
-  static constexpr bool kListed = false, kHasDescales = false;
+  static constexpr bool kListed = false, kScaledTiles = false;
   using Order = KvBlockOrder;
   using TripCount = DescendingTripCount<typename MaskOf<JvpFwdConfig>::Bounds>;
   template <class Mask>
