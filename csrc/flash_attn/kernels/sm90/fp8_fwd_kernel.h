@@ -230,7 +230,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   } else {
     cutlass::arch::warpgroup_reg_alloc<Config::kConsumerRegisters>();
     begin_together<Config>();
-    if constexpr (kTransposesV) wait_for_previous_kernel();  // descales and sinks
+    if constexpr (kTransposesV || !Config::kStartsEarly) wait_for_previous_kernel();  // descales and sinks
     Fp8FwdConsumer<Config>(launch, storage, warp_group - 1).compute_attn();
   }
 }
