@@ -62,7 +62,7 @@ def flash_attn_4(row, inputs, pick=first, **more):
 
 
 def cudnn_fp8(row, inputs):
-    """cuDNN's forward of q, k and v quantised by tensor, by nvidia-cudnn-frontend; its result is bf16."""
+    """cuDNN's forward of q, k and v quantised by tensor, by nvidia-cudnn-frontend; its result is e4m3 (Hopper)."""
     import cudnn
 
     from flash_attn.fp8 import quantize
@@ -81,9 +81,9 @@ def cudnn_fp8(row, inputs):
     result, _, amax_s, amax_o = graph.sdpa_fp8(
         *matrices, *named, generate_stats=False, attn_scale=q.shape[-1] ** -0.5, use_causal_mask=row.case.causal
     )
-    out = torch.empty(*q.shape[:-1], v.shape[-1], device=q.device, dtype=torch.bfloat16)
+    out = torch.empty(*q.shape[:-1], v.shape[-1], device=q.device, dtype=values[0].dtype)
     shape, stride = heads_first(out).shape, heads_first(out).stride()
-    result.set_output(True).set_dim(shape).set_stride(stride).set_data_type(cudnn.data_type.BFLOAT16)
+    result.set_output(True).set_dim(shape).set_stride(stride).set_data_type(e4m3)
     maxima = [torch.empty(1, 1, 1, 1, device=q.device) for _ in range(2)]
     for tensor, memory in zip((amax_s, amax_o), maxima):
         tensor.set_output(True).set_dim(memory.shape).set_stride(memory.stride()).set_data_type(single)
@@ -92,7 +92,7 @@ def cudnn_fp8(row, inputs):
     graph.create_execution_plans([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
     graph.check_support()
     graph.build_plans()
-    workspace = torch.empty(graph.get_workspace_size(), device=q.device, dtype=torch.uint8)
+    workspace = torch.empty(max(graph.get_workspace_size(), 1), device=q.device, dtype=torch.uint8)
     operands = dict(zip((*matrices, *named, result, amax_s, amax_o), (*values, *scalars, out, *maxima)))
 
     def call():

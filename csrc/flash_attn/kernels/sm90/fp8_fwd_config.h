@@ -67,7 +67,6 @@ struct Fp8FwdConfig {
   // Descending, so that an attention sink at the first keys meets a settled row max; in ascending order it would take
   // up the few bits of P.
   static constexpr bool kDescending = true;
-  static constexpr bool kTransposedV = !kTransposesV;
   static constexpr int kRawVStages = kTransposesV ? plan::kFp8RawVStages : 0, kTransposeWarps = kTransposesV ? 2 : 0;
   static constexpr bool kListed = false;
   using Order = KvBlockOrder;
@@ -92,6 +91,9 @@ struct Fp8FwdConfig {
   // Two consumers issue their products in turn: one computes exponentials during the products of the other.
   static constexpr bool kTakesTurns = kHeadDim == 256;
   static_assert(!kTakesTurns || kWarpGroups == 2);
+  // The scheduler multiplies descales (ScaledTile), O is not rescaled while it is zero, and consumers start while the
+  // pass that transposes V ends. At head dim 128 ptxas would serialise the products of some kernels.
+  static constexpr bool kScaledTiles = kHeadDim != 128, kKnowsZeroO = kScaledTiles, kStartsEarly = kScaledTiles;
   // A separate loop for blocks without a mask: a gain of 8 % with exp2, a loss of 4 % with kExpBits.
   static constexpr bool kHasUnmaskedLoop = !kExpBits;
 

@@ -9,8 +9,8 @@
 #include "kernels/common/pdl.h"
 #include "kernels/sm90/fp8_fwd_launch_params.h"
 #include "kernels/sm90/fp8_fwd_mainloop.h"
+#include "kernels/sm90/fp8_fwd_producer.h"
 #include "kernels/sm90/fwd_epilogue.h"
-#include "kernels/sm90/fwd_producer.h"
 #include "kernels/sm90/transpose_warp.h"
 #include "plan/fp8_fwd_plan.h"
 
@@ -20,6 +20,14 @@ namespace sm90 {
 __device__ __forceinline__ float descale_of(const Descale& descale, const WorkTile& tile) {
   if (descale.ptr == nullptr) return 1.0f;
   return descale.ptr[tile.batch * descale.batch_stride + descale.group.divide(tile.head) * descale.head_stride];
+}
+
+__device__ __forceinline__ float score_scale_log2(const Fp8FwdLaunch& launch, const WorkTile& tile) {
+  constexpr float kLog2e = 1.4426950408889634f;
+  return launch.params.scale_softmax * kLog2e * descale_of(launch.q_descale, tile) * descale_of(launch.k_descale, tile);
+}
+__device__ __forceinline__ void complete_tile(const Fp8FwdLaunch& launch, ScaledTile& tile) {
+  tile.score_scale_log2 = score_scale_log2(launch, tile);
 }
 
 // A consumer warpgroup, which computes one work tile after the other.
@@ -47,10 +55,14 @@ struct Fp8FwdConsumer {
   }
 
   // The kernels flush denormals to 0, and 0 * -inf is NaN: a masked score needs a scale that is not 0.
-  __device__ __forceinline__ void set_scale(const WorkTile& tile) {
-    constexpr float kLog2e = 1.4426950408889634f, kLeastNormal = 1.17549435e-38f;
-    const float scale =
-        launch.params.scale_softmax * kLog2e * descale_of(launch.q_descale, tile) * descale_of(launch.k_descale, tile);
+  __device__ __forceinline__ void set_scale(int slot) {
+    constexpr float kLeastNormal = 1.17549435e-38f;
+    float scale;
+    if constexpr (Config::kScaledTiles) {
+      scale = storage.tile[slot].value.score_scale_log2;
+    } else {
+      scale = score_scale_log2(launch, mainloop.tile(slot));
+    }
     mainloop.negates = scale < 0.0f;
     mainloop.scale_log2 = fabsf(scale) < kLeastNormal ? kLeastNormal : fabsf(scale);
   }
@@ -82,7 +94,7 @@ struct Fp8FwdConsumer {
   __device__ __forceinline__ int compute_attn_1rowblock(int slot, bool is_first) {
     const int q_stage = q_state.stage;
     const bool computes = mainloop.steps(slot).count > 0;
-    set_scale(mainloop.tile(slot));
+    set_scale(slot);
     if (computes) {
       mainloop.first_step(slot, q_stage);
       release_previous_q(is_first);
@@ -184,7 +196,8 @@ __device__ __forceinline__ void fill_ones(FwdStorage<Config>& storage) {
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, 1)
     flash_fwd_fp8_kernel(const __grid_constant__ Fp8FwdLaunch launch) {
-  static_assert(sizeof(FwdStorage<Config>) == plan::sm90_fp8_fwd_smem_bytes(Config::kTile, Config::kTransposeWarps > 0),
+  constexpr bool kTransposesV = Config::kTransposeWarps > 0;
+  static_assert(sizeof(FwdStorage<Config>) == plan::sm90_fp8_fwd_smem_bytes(Config::kTile, kTransposesV),
                 "plan and kernel agree on the shared memory");
   extern __shared__ __align__(1024) char smem[];
   FwdStorage<Config>& storage = *reinterpret_cast<FwdStorage<Config>*>(smem);
@@ -199,21 +212,25 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   if (warp_group == 0) {
     cutlass::arch::warpgroup_reg_dealloc<Config::kProducerRegisters>();
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
-    wait_for_previous_kernel();  // V^T, the semaphore, the segments
-    if constexpr (!Config::kTransposedV) store_rng_state(launch.params.dropout);
+    if constexpr (kTransposesV) {
+      wait_for_previous_kernel();
+      store_rng_state(launch.params.dropout);
+    }
     if (warp == kSchedulerWarp) {
-      SchedulerWarp<Config>{launch, storage, 0}.run();  // calls begin_together()
+      SchedulerWarp<Config, Fp8FwdLaunch>{launch, storage, 0}.run();  // calls begin_together()
     } else {
       begin_together<Config>();
-      if (warp == kLoadWarp) FwdProducer<Config>(launch, storage).run();
-      if constexpr (Config::kTransposeWarps > 0) {
+      if (warp == kLoadWarp) {
+        std::conditional_t<kTransposesV, FwdProducer<Config>, VtProducer<Config>>(launch, storage).run();
+      }
+      if constexpr (kTransposesV) {
         if (warp > kSchedulerWarp) TransposeWarp<Config>{storage, warp - kSchedulerWarp - 1}.run();
       }
     }
   } else {
     cutlass::arch::warpgroup_reg_alloc<Config::kConsumerRegisters>();
     begin_together<Config>();
-    wait_for_previous_kernel();  // descales and sinks
+    if constexpr (kTransposesV || !Config::kStartsEarly) wait_for_previous_kernel();  // descales and sinks
     Fp8FwdConsumer<Config>(launch, storage, warp_group - 1).compute_attn();
   }
 }

@@ -113,8 +113,8 @@ struct Fp8FwdMainloop : Fp8FwdMainloopBase<Config> {
     softmax.add_rounded(acc_t(kSums), acc_t(kSums + 2));
   }
 
-  // P of one half of the current KV block, whose S is complete.
-  template <Half kHalf, bool kFirst, bool kMayMask>
+  // P of one half of the current KV block, whose S is complete. kZeroO: O is zero.
+  template <Half kHalf, bool kFirst, bool kMayMask, bool kZeroO = false>
   __device__ __forceinline__ void make_half(const BlockIterator& at) {
     using Layout = typename Base::template LayoutP<kStepKeys>;
     const auto half = [&](Half which) { return cute::make_tensor(tOrP.data() + which * (kStepKeys / 2), Layout{}); };
@@ -123,8 +123,10 @@ struct Fp8FwdMainloop : Fp8FwdMainloopBase<Config> {
     const int updates = Base::template make_p<kFirst, kMayMask>(
         scores<kHalf>(), p, at, at.n_block * Config::kBlockN + kHalf * kStepKeys, correction);
     if (kFirst || !updates) return;
-    auto out = row_col_view(acc_o);
-    softmax.rescale(out, correction);
+    if constexpr (!kZeroO) {
+      auto out = row_col_view(acc_o);
+      softmax.rescale(out, correction);
+    }
     if constexpr (kHalf == kSecondHalf) {
       auto words = cute::recast<uint32_t>(half(kFirstHalf));
       softmax.rescale_p(words, correction);
@@ -138,7 +140,7 @@ struct Fp8FwdMainloop : Fp8FwdMainloopBase<Config> {
     if constexpr (!kOverlaps) issue_qk<kSecondHalf>(q_stage);
     wait_for<0>(scores<kSecondHalf>());
     this->release_k();
-    make_half<kSecondHalf, false, kMayMask>(at);
+    make_half<kSecondHalf, false, kMayMask, kFirst && Config::kKnowsZeroO>(at);
   }
 
   // P of a tile's first block; S of its first half is complete.

@@ -69,10 +69,10 @@ struct FwdConfig {
   static_assert(kConsumerGroups == 1 ? kWarpGroups == 2 || kWarpGroups == 3 : kConsumerGroups == 2 && kWarpGroups == 2,
                 "register budgets exist for two, three or twice two consumers");
 
-  // KV blocks in ascending order, unmasked ones first; P V reads V, not V^T.
+  // KV blocks in ascending order, unmasked ones first.
   static constexpr bool kDescending = false;
-  static constexpr bool kTransposedV = false;
   static constexpr int kRawVStages = 0, kTransposeWarps = 0;
+  static constexpr bool kScaledTiles = false;
   static constexpr bool kListed = plan::visits_by_list(kVariant);  // blocks in the order of a list
   static constexpr bool kBiased = kVariant == FwdVariant::kBiased;
   struct NoTripCount {

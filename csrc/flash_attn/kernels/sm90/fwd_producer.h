@@ -4,7 +4,6 @@
 
 #include <cute/arch/copy_sm90_tma.hpp>
 
-#include "core/e4m3.h"
 #include "core/visible_range.h"
 #include "kernels/common/dropout.h"
 #include "kernels/common/pdl.h"
@@ -15,6 +14,7 @@
 #include "kernels/sm90/kv_block_order.h"
 #include "kernels/sm90/varlen_tile_order.h"
 #include "kernels/tma/clear_rows.h"
+#include "kernels/tma/swizzle.h"
 #include "kernels/tma/tensor_map.h"
 
 namespace flash {
@@ -122,9 +122,12 @@ __device__ __forceinline__ void store_fully_masked(const FwdLaunch& launch, cons
   for (int row = tile.row_begin + lane; row < tile.row_end; row += 32) params.softmax_lse_ptr[offset + row] = lse;
 }
 
+__device__ __forceinline__ void complete_tile(const FwdLaunch&, WorkTile&) {}
+
 // Scheduler warp; it finishes fully masked tiles itself. It chooses the first tile while another warp initialises the
 // mbarriers and, if it reads no lengths for that, while the previous kernel still runs. So it calls begin_together()
-// itself. Launch: FwdLaunch, or the launch struct of a kernel with more results, which overloads store_fully_masked().
+// itself. Launch: FwdLaunch, or the launch struct of a kernel with more results or inputs, which overloads
+// store_fully_masked() or complete_tile().
 template <class Config, class Launch = FwdLaunch>
 struct SchedulerWarp {
   const Launch& launch;
@@ -160,11 +163,11 @@ struct SchedulerWarp {
         continue;
       }
       if constexpr (!kMayOverlap) begin();
-      pipeline.commit(tile, order, launch.params.window, split);
+      pipeline.commit(tile, order, launch.params.window, split, [&](auto& slot) { complete_tile(launch, slot); });
       pipeline.acquire();
     }
     begin();
-    pipeline.commit(WorkTile{}, typename Config::Order{}, Window{}, 0);
+    pipeline.commit(WorkTile{}, typename Config::Order{}, Window{}, 0, [](auto&) {});
   }
 };
 
@@ -330,9 +333,7 @@ struct FwdProducer {
   // the mask suffices.
   __device__ __forceinline__ void load_v(const LoadWork& work, int i) {
     const int n_block = block_to_load<Config>(work.order, i);
-    if constexpr (Config::kTransposedV) {
-      load_vt(work, n_block);
-    } else if constexpr (Config::kRawVStages > 0) {
+    if constexpr (Config::kRawVStages > 0) {
       load_kv<Config::kAtoms, true>(launch.v_map, storage.raw_v_full, storage.raw_v_empty,
                                     reinterpret_cast<Element*>(storage.raw_v[0]), raw_v_state, n_block, work.rows,
                                     work.head_k, unseen_rows(work.tile, n_block));
@@ -353,24 +354,6 @@ struct FwdProducer {
       const int unmasked_begin_key = visibility.may_mask_left() ? first_visible_key(visibility) : 0;
       return unmasked_begin_key - n_block * Config::kBlockN;
     }
-  }
-
-  // A block of V^T, in which the transposing kernel has written zeros for keys that no query sees.
-  __device__ __forceinline__ void load_vt(const LoadWork& work, int n_block) {
-    const Flash_fwd_params& params = launch.params;
-    storage.v_empty[v_state.stage].wait(v_state.phase ^ 1);
-    if (issues) {
-      Barrier& full = storage.v_full[v_state.stage];
-      full.arrive_and_expect(Config::kBlockN * Config::kHeadDimV);
-      constexpr int kVtKeys = e4m3::kVtKeys;
-      const int first_key =
-          params.is_varlen() ? varlen_first_slot(work.tile.k_begin, work.tile.batch + 1, kVtKeys) * kVtKeys : 0;
-      cute::SM90_TMA_LOAD_5D::copy(&launch.v_map, &full.state,
-                                   static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_LAST),
-                                   storage.v[v_state.stage], first_key + n_block * Config::kBlockN, 0, work.head_k,
-                                   params.is_varlen() ? 0 : work.tile.batch, 0);
-    }
-    v_state.advance();
   }
 
   __device__ __forceinline__ void run() {

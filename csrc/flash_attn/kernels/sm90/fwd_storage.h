@@ -44,6 +44,12 @@ struct alignas(16) Slot {
 
 static_assert(sizeof(WorkTile) == plan::kWorkTileBytes, "plan and kernels agree");
 
+// A work tile of e4m3 q and k. The scheduler reads their descales: between tiles consumers would wait for them.
+struct ScaledTile : WorkTile {
+  float score_scale_log2;  // factor of the scores: descales, softmax_scale, log2(e)
+};
+static_assert(sizeof(Slot<ScaledTile>) == sizeof(Slot<WorkTile>), "plan and kernels agree");
+
 // A ring of V that two warps transpose. full: every lane of the load warp, plus the tile's bytes; empty: every lane of
 // those warps. Plain loads read what plain stores clear, and racecheck does not see that a warp's lanes are ordered
 // before one lane that arrives for all.
@@ -97,7 +103,8 @@ struct FwdStorage : BiasRing<Config::kTile.bias_stages * Config::kWarpGroups, 64
   // producers and the epilogue warp need not.
   static constexpr int kTileSlots = 2;
   Barrier tile_full[kTileSlots], trip_count_full[kTileSlots], tile_empty[kTileSlots];
-  Slot<WorkTile> tile[kTileSlots];  // an empty tile ends the kernel
+  using Tile = std::conditional_t<Config::kScaledTiles, ScaledTile, WorkTile>;
+  Slot<Tile> tile[kTileSlots];  // an empty tile ends the kernel
   Slot<Order> order[kTileSlots];
   Slot<TripCount> steps[kTileSlots][Config::kWarpGroups];
   int split[kTileSlots];  // index of the KV split
@@ -188,14 +195,17 @@ struct WorkPipeline {
   // Waits until all readers have released the previous work tile. Fetching the next one late keeps the tail balanced.
   __device__ __forceinline__ void acquire() const { storage.tile_empty[last.stage].wait(last.phase); }
 
+  // complete(tile): what only consumers need.
+  template <class Complete>
   __device__ __forceinline__ void commit(const WorkTile& tile, const typename Config::Order& order,
-                                         const Window& window, int split) {
+                                         const Window& window, int split, const Complete& complete) {
     const int lane = threadIdx.x % 32;
     if (lane == 0) {
-      storage.tile[state.stage].value = tile;
+      static_cast<WorkTile&>(storage.tile[state.stage].value) = tile;
       storage.order[state.stage].value = order;
       if constexpr (Config::kSplitKv) storage.split[state.stage] = split;
       storage.tile_full[state.stage].arrive();
+      complete(storage.tile[state.stage].value);
     }
     if (lane < Config::kWarpGroups) {  // a lane for each warpgroup
       if constexpr (!Config::kNoMask) {

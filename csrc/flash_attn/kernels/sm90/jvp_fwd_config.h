@@ -47,9 +47,8 @@ struct JvpFwdConfig {
   static constexpr bool kFetchNextTileLate = true;
   // One loop for blocks with and without a mask. The first block of a warpgroup has a visible key for some row.
   static constexpr bool kDescending = true;
-  static constexpr bool kTransposedV = false;
   static constexpr int kRawVStages = 0, kTransposeWarps = 0;
-  static constexpr bool kListed = false;
+  static constexpr bool kListed = false, kScaledTiles = false;
   using Order = KvBlockOrder;
   using TripCount = DescendingTripCount<typename MaskOf<JvpFwdConfig>::Bounds>;
   template <class Mask>
