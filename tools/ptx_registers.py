@@ -69,7 +69,7 @@ def shapes(lines: list[str]) -> list[str]:
 
 
 def shared_names(lines: list[str], like: list[str]) -> dict[str, str]:
-    """Of each register and label that blocks share: the name in the same line of `like`, else the first that is free."""
+    """Of each register and label that blocks share: that in the same line of `like`, else the first free name."""
     names: dict[str, str] = {}
     taken: dict[str, str] = {}
     for i, j, length in SequenceMatcher(None, shapes(like), shapes(lines)).get_matching_blocks():
