@@ -61,6 +61,7 @@ def link_command(torch: TargetTorch, archive: Path, run_paths: list[str]) -> lis
     return [
         *host_compiler(),
         "-shared",
+        "-s",  # no table of local symbols: 0.4 MB of the module
         "$in",
         str(archive),
         *map(str, libraries),

@@ -1,15 +1,17 @@
-"""Gives the registers of PTX few names, so that like code of kernels is equal text, which compresses.
+"""Gives the registers and labels of PTX few names, so that like code of kernels is equal text, which compresses.
 
 nvcc numbers all values of a kernel: these numbers are four fifths of compressed PTX. Values that no label separates
-from their uses share a few names here; the others are numbered as they appear. ptxas finds the live ranges again.
+from their uses share a few names here. Labels and the other values have those of the same lines of an earlier kernel,
+else are numbered as they appear. ptxas finds the live ranges again.
 """
 
 from __future__ import annotations
 
 import heapq
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
+from difflib import SequenceMatcher
 from itertools import count
 
 BODY = re.compile(r"^\{\n.*?\n\n\}$", re.MULTILINE | re.DOTALL)  # of a function
@@ -17,6 +19,7 @@ SCOPE = re.compile(r"^\{\n.*?^\}$", re.MULTILINE | re.DOTALL)  # in it, with reg
 REGISTER = re.compile(r"%(rs|rd|r|p|fd|f)(\d+)\b")
 DECLARATION = re.compile(r"^\.reg (\.\w+) %(rs|rd|r|p|fd|f)<\d+>;$", re.MULTILINE)
 LABEL = re.compile(r"^(?=[$\w]+:)", re.MULTILINE)
+SHARED = re.compile(r"((%[A-Z]+|\$)(?:\d+|L\w+))\b")  # by blocks: a register or a label
 WRITES = re.compile(  # its first operand, whatever came before; a predicated instruction may not
     r"(?:abs|add|and|bfe|bfi|brev|clz|cvt|cvta|div|ex2|fma|ld|ldmatrix|lg2|lop3|mad|max|min|mma|mov|mul|neg|not|or|popc"
     r"|prmt|rcp|rem|rsqrt|selp|set|setp|shf|shfl|shl|shr|sqrt|sub|tanh|xor)\.[\w.:]*\s+(\{[^}]*\}|[^,\[{]+),(.*)"
@@ -61,7 +64,27 @@ def without_percent(scope: str) -> str:
     return scope
 
 
-def renamed_body(body: str) -> str:
+def shapes(lines: list[str]) -> list[str]:
+    return SHARED.sub(r"\2", "\n".join(lines)).splitlines()
+
+
+def shared_names(lines: list[str], like: list[str]) -> dict[str, str]:
+    """Of each register and label that blocks share: that in the same line of `like`, else the first free name."""
+    names: dict[str, str] = {}
+    taken: dict[str, str] = {}
+    for i, j, length in SequenceMatcher(None, shapes(like), shapes(lines)).get_matching_blocks():
+        pairs = zip(*(SHARED.findall("\n".join(part)) for part in (like[i : i + length], lines[j : j + length])))
+        for (name, _), (own, _) in pairs:
+            if own not in names and taken.setdefault(name, own) == own:
+                names[own] = name
+    unused: dict[str, count] = defaultdict(count)
+    for own, kind in SHARED.findall("\n".join(lines)):
+        if own not in names:
+            names[own] = next(name for n in unused[kind] if (name := f"{kind}{n}") not in taken)
+    return names
+
+
+def renamed_body(body: str, earlier: list[list[str]]) -> str:
     code = "\n".join(" ".join(line.split("//")[0].split()) for line in body.splitlines()[1:])
     code = SCOPE.sub(lambda found: without_percent(found[0]), re.sub(r"\n+", "\n", code))
     types = {kind: kind_of for kind_of, kind in DECLARATION.findall(code)}
@@ -70,10 +93,13 @@ def renamed_body(body: str) -> str:
         raise ValueError(f"registers declared in a scope of another form:\n{code[:400]}")
     blocks = LABEL.split(code)
     crossing = set().union(*map(used_first, blocks))
-    numbers: dict[str, count] = defaultdict(count)
-    in_order = (register for register in dict.fromkeys(REGISTER.findall(code)) if register in crossing)
-    names = {register: f"%{register[0].upper()}{next(numbers[register[0]])}" for register in in_order}
-    code = "\n".join(line for block in blocks for line in renamed_block(block, names))
+    names = {(kind, number): f"%{kind.upper()}{number}" for kind, number in crossing}
+    lines = [line for block in blocks for line in renamed_block(block, names)]
+    own = Counter(shapes(lines))
+    like = max(earlier, key=lambda other: (Counter(shapes(other)) & own).total(), default=[])
+    shared = shared_names(lines, like)
+    code = SHARED.sub(lambda found: shared[found[0]], "\n".join(lines))
+    earlier.append(code.splitlines())
     held: dict[str, int] = {}
     for kind, number in re.findall(r"%((?:rs|rd|r|p|fd|f)|(?:RS|RD|R|P|FD|F))(\d+)\b", code):
         held[kind] = max(held.get(kind, 0), int(number) + 1)
@@ -81,4 +107,5 @@ def renamed_body(body: str) -> str:
 
 
 def renamed(ptx: str) -> str:
-    return BODY.sub(lambda found: renamed_body(found[0]), ptx)
+    earlier: list[list[str]] = []
+    return BODY.sub(lambda found: renamed_body(found[0], earlier), ptx)

@@ -210,10 +210,7 @@ def make_wheel(row: Row, archive: Path, out: Path, sysroot: Path | None) -> str:
 
 def archives_by_cuda(archives: list[Path]) -> dict[str, Path]:
     """{"13": the archive of that CUDA}"""
-    found = {}
-    for archive in archives:
-        found[archive_info(archive, CSRC)["cuda"].split(".")[0]] = archive.resolve()
-    return found
+    return {archive_info(archive, CSRC)["cuda"].split(".")[0]: archive.resolve() for archive in archives}
 
 
 def archive_line(archive: Path) -> str:
@@ -247,12 +244,11 @@ def build(options: argparse.Namespace) -> None:
     if not wanted:
         raise BuildError(f"no torch in {MATRIX.name} that CUDA {', '.join(archives)} and the options fit")
     for row in wanted:
-        start = time.monotonic()
-        line = make_wheel(row, archives[row.cuda.split(".")[0]], options.out.resolve(), options.sysroot)
+        start, archive = time.monotonic(), archives[row.cuda.split(".")[0]]
+        line = make_wheel(row, archive, options.out.resolve(), options.sysroot)
         print(f"{line} {time.monotonic() - start:.0f} s with torch's download", flush=True)
         if options.docs:
             text = with_line(PAGE.read_text(encoding="utf-8"), line)
-            archive = archives[row.cuda.split(".")[0]]
             if is_whole(archive_info(archive, CSRC), CSRC) and archive.with_name(REPORT).exists():
                 text = with_line(text, archive_line(archive), "kernels")
             PAGE.write_text(text, encoding="utf-8")

@@ -97,6 +97,22 @@ def test_values_between_two_labels_share_names():
     assert ".reg .b32 %r<2>;" in short and ".reg .b64 %RD<1>;" in short
 
 
+def test_like_lines_of_two_functions_share_names():
+    """The second has a value and a block in front: what follows is the same text as in the first."""
+
+    def function(extra):
+        steps = "".join(f"\tadd.s32 \t%r{i}, %r{i}, {i};\n$L__BB{len(extra)}_{i}:\n" for i in range(9))
+        sums = "".join(f"\tst.global.u32 \t[%rd0], %r{i};\n" for i in range(9))
+        return f"{{\n\t.reg .b32 \t%r<99>;\n\t.reg .b64 \t%rd<1>;\n\n{extra}{steps}{sums}\tret;\n\n}}\n"
+
+    first, second = renamed(
+        function("") + "\n" + function("\tmov.u32 \t%r50, 7;\n$L__X:\n\tst.global.u32 \t[%rd0], %r50;\n")
+    ).split("\n}\n\n{\n")
+    tail = first[first.index("add.s32") :]
+    assert tail in second and len(tail.splitlines()) == 28
+    assert {"$0:", "$9:"} <= set(second.split())
+
+
 KERNEL = """
 __global__ void sums(float* x, int n) {
   float sum = 0, top = x[0];
