@@ -22,7 +22,7 @@ LAYERS = {
     "kernels/tma": ["core", "params", "kernels/common"],
     "kernels/sm80": KERNELS,
     "kernels/sm90": [*KERNELS, "kernels/tma"],
-    "kernels/decode": [*KERNELS, "kernels/sm80"],
+    "kernels/decode": [*KERNELS, "kernels/tma", "kernels/sm80", "kernels/sm90"],
     "kernels/mla": [*KERNELS, "kernels/tma", "kernels/sm80", "kernels/sm90", "kernels/decode"],
     "kernels/auxiliary": KERNELS,
     "instantiations": ["kernels/sm80", "kernels/sm90", "kernels/decode", "kernels/mla"],

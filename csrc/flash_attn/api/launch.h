@@ -158,8 +158,8 @@ inline void schedule(const Flash_kvcache_params& params, const at::Tensor& q, cu
 
 inline void decode(const Flash_kvcache_params& params, const plan::DecodePlan& plan, const at::Tensor& q,
                    cudaStream_t stream) {
-  check_launch(run_mha_fwd_split(params, plan.by_wgmma, dtype_of(q), stream), "flash_fwd_split_kernel", q,
-               params.kv_dtype);
+  const char* const kernel = plan.by_wgmma ? "flash_fwd_split_wgmma_kernel" : "flash_fwd_split_kernel";
+  check_launch(run_mha_fwd_split(params, plan.by_wgmma, dtype_of(q), stream), kernel, q, params.kv_dtype);
 }
 
 // ---- stages ----

@@ -1,75 +1,15 @@
-// The products and the softmax of the wgmma decode kernel, and where its results go.
+// The softmax of the wgmma decode kernel, and where its results go.
 #pragma once
-
-#include <cute/tensor.hpp>
 
 #include "kernels/common/exact_softmax.h"
 #include "kernels/common/mask.h"
 #include "kernels/decode/output.h"
-#include "kernels/decode/wgmma_config.h"
+#include "kernels/decode/wgmma_products.h"
 #include "kernels/decode/work_iterator.h"
 #include "kernels/sm80/warp_ops.h"
-#include "kernels/sm90/gemm.h"
 
 namespace flash {
 namespace decode {
-
-// The accumulators of a consumer: S of 64 rows and an n_block's keys, O of 64 rows.
-template <class Config>
-struct KvWgmmaProducts {
-  using Element = typename Config::Element;
-  static constexpr cute::GMMA::Major kKMajor = cute::GMMA::Major::K, kMnMajor = cute::GMMA::Major::MN;
-  template <int kN, cute::GMMA::Major kMajor>
-  using Mma = decltype(cute::make_tiled_mma(
-      cute::GMMA::rs_op_selector<Element, Element, float, cute::Shape<cute::_64, cute::Int<kN>, cute::_16>, kKMajor,
-                                 kMajor>()));
-  using MmaScores = Mma<Config::kKeys, kKMajor>;
-  using MmaOut = Mma<Config::kHeadDim, kMnMajor>;
-  using Keys = decltype(cute::tile_to_shape(cute::GMMA::Layout_K_SW128_Atom<Element>{},
-                                            cute::Shape<cute::Int<Config::kKeys>, cute::Int<Config::kHeadDim>>{}));
-  // The same bytes as (columns, keys).
-  using Values = decltype(cute::tile_to_shape(cute::GMMA::Layout_MN_SW128_Atom<Element>{},
-                                              cute::Shape<cute::Int<Config::kHeadDim>, cute::Int<Config::kKeys>>{},
-                                              cute::Step<cute::_2, cute::_1>{}));
-  template <int kSlices>  // of 16 columns: an A operand in registers
-  using Fragment = decltype(cute::make_tensor<Element>(
-      cute::Layout<cute::Shape<cute::Shape<cute::_2, cute::_2, cute::_2>, cute::_1, cute::Int<kSlices>>>{}));
-
-  decltype(cute::partition_fragment_C(MmaScores{}, cute::Shape<cute::_64, cute::Int<Config::kKeys>>{})) acc_s;
-  decltype(cute::partition_fragment_C(MmaOut{}, cute::Shape<cute::_64, cute::Int<Config::kHeadDim>>{})) acc_o;
-  Fragment<Config::kSlices> query;
-  Fragment<Config::kKeys / 16> probs;
-
-  __device__ __forceinline__ void load_query(const Element* q, int warp, int lane) {
-    auto registers = cute::recast<uint32_t>(query);
-#pragma unroll
-    for (int slice = 0; slice < Config::kSlices; ++slice) {
-      uint32_t matrices[4];
-      sm80::load_matrices(matrices,
-                          q + Config::vector_offset(Config::kRows, warp * 16 + lane % 16, slice * 2 + lane / 16));
-#pragma unroll
-      for (int i = 0; i < 4; ++i) registers(slice * 4 + i) = matrices[i];
-    }
-  }
-
-  __device__ __forceinline__ void multiply_keys(const Element* k) {
-    MmaScores mma;
-    const auto keys = cute::make_tensor(cute::make_smem_ptr(k), Keys{});
-    sm90::start_gemm(mma, query, mma.get_slice(threadIdx.x % 128).partition_fragment_B(keys), acc_s, true);
-    sm90::wait_for<0>(acc_s);
-  }
-
-  __device__ __forceinline__ void multiply_values(const Element* v) {
-    auto pairs = cute::recast<uint32_t>(probs);
-#pragma unroll
-    for (int i = 0; i < cute::size(pairs); ++i) pairs(i) = pack_pair(acc_s(2 * i), acc_s(2 * i + 1), Element{});
-    MmaOut mma;
-    const auto values = cute::make_tensor(cute::make_smem_ptr(v), Values{});
-    sm90::start_gemm(mma, probs, mma.get_slice(threadIdx.x % 128).partition_fragment_B(values), acc_o, false);
-    sm90::wait_for<0>(acc_o);
-    cute::warpgroup_fence_operand(probs);
-  }
-};
 
 // Consumer `index` has every second n_block of a work part, and all of O; at the end the first one adds both up.
 template <class Config>
@@ -111,12 +51,15 @@ struct KvWgmmaConsumer {
     sm80::commit_copies();
   }
 
-  // Whether the request may not be used: every tile comes to the same verdict. Invalid pages of packed sequences are
-  // zeros instead.
+  // Whether the request may not be used. The parts of a tile share the pages that the request needs, so that every tile
+  // comes to the same verdict. Invalid pages of packed sequences are zeros instead.
   __device__ __forceinline__ bool finds_invalid() const {
-    const KvRequest& request = work.part.request;
+    const WorkPart& part = work.part;
+    const KvRequest& request = part.request;
     if (!request.is_valid() || params.paged.block_table == nullptr || params.is_varlen()) return request.invalid;
-    const KvRows needed = kv_required_rows(params, request);
+    KvRows needed = kv_required_rows(params, request);
+    if (part.span.from > 0) needed.begin = max(needed.begin, request.first_row + part.block_begin() * Config::kKeys);
+    if (part.span.to < part.count()) needed.end = min(needed.end, request.first_row + part.block_end() * Config::kKeys);
     return KvPages(params, request.index).has_invalid_page(needed.begin, needed.end, thread(), kThreads);
   }
 
@@ -125,8 +68,8 @@ struct KvWgmmaConsumer {
     const int stage = step % Config::kStages;
     storage.full[stage].wait(step / Config::kStages & 1);
     products.multiply_keys(storage.k[stage]);
-    auto scores = row_col_view(products.acc_s);
-    auto out = row_col_view(products.acc_o);
+    auto scores = products.scores();
+    auto out = products.out();
     const int key = block * Config::kKeys;
     if (key < visibility.key_begin(tokens.end - 1) || key + Config::kKeys > visibility.key_end(tokens.begin)) {
       const PackedCoords coords{params.tile_group, first_row() + warp * 16, tokens.begin};
@@ -142,10 +85,10 @@ struct KvWgmmaConsumer {
     const WorkPart& part = work.part;
     copy_query();
     const bool invalid = finds_invalid();
-    cute::clear(products.acc_o);
+    products.clear_out();
     softmax.clear();
     sm80::wait_for_copies_but(0);
-    const bool is_valid = !any_at_barrier(invalid);
+    const bool is_valid = !any_named(kBoth, kThreads, invalid);
     products.load_query(storage.q, warp, lane);
     const KvTokens tokens = kv_tokens(params, queries(), part.row_tile);
     const Visibility visibility{queries().count, part.request.seqlen_k, params.window};
@@ -246,17 +189,6 @@ struct KvWgmmaConsumer {
       *reinterpret_cast<float4*>(params.partial_o + at * Config::kHeadDim + col) = value;
       if (col == 0) *reinterpret_cast<float2*>(params.partial_stats + 2 * at) = {stats.max, stats.sum};
     }
-  }
-
-  // Waits for all threads of both consumers. Returns whether `value` is true in one of them.
-  __device__ __forceinline__ static bool any_at_barrier(bool value) {
-    int any;
-    asm volatile(
-        "{\n.reg .pred p, any;\nsetp.ne.b32 p, %3, 0;\nbar.red.or.pred any, %1, %2, p;\nselp.b32 %0, 1, 0, any;\n}\n"
-        : "=r"(any)
-        : "r"(kBoth), "r"(kThreads), "r"(static_cast<int>(value))
-        : "memory");
-    return any != 0;
   }
 
   __device__ __forceinline__ void run() {
