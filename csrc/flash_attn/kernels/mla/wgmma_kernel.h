@@ -217,6 +217,12 @@ struct MlaConsumer {
     if (lane == 0) storage.kv_empty[stage][kIndex].arrive();
   }
 
+  // Until the other consumer's half of O is complete, too. The tensor cores prefer the first consumer: its S would delay
+  // that half, and with it the keys that come in its stage's place.
+  __device__ __forceinline__ void wait_for_values_of_other(int i) const {
+    storage.kv_empty[kOther][kOther].wait(i / Config::kStages & 1);
+  }
+
   // An own step, and before it the step of the other consumer that precedes it. The first consumer has P of that step
   // before its own keys arrive, the second one has its keys first.
   __device__ __forceinline__ void run_step(int i) {
@@ -224,6 +230,7 @@ struct MlaConsumer {
       if (i > 0) {
         start_other_values();
         finish_values(kOther);
+        wait_for_values_of_other(i - 1);
       }
       start_scores(i);
       products.wait_for_scores();
