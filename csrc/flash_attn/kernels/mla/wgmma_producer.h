@@ -34,10 +34,10 @@ struct MlaProducer {
   MlaWgmmaStorage<Config>& storage;
   const MlaWork& work;
   const int stage, part, lane = threadIdx.x % 32;  // part: the warp, of those of the stage
-  const int boxes;                                 // of an atom
+  const int box_key, box_turn;                     // the lane's box: its first key, and which of the warp's atoms
   uint32_t exists[kStageWarps];                    // a bit for each key
   Row rows[kStageWarps];                           // of keys lane and lane + 32
-  Row box;                                         // of the first key of the lane's box
+  Row box;                                         // of box_key
 
   __device__ __forceinline__ MlaProducer(const MlaWgmmaLaunch& launch_, MlaWgmmaStorage<Config>& storage_,
                                          const MlaWork& work_, int warp)
@@ -47,9 +47,8 @@ struct MlaProducer {
         work(work_),
         stage(warp / kStageWarps),
         part(warp % kStageWarps),
-        boxes(launch_.params.box_rows == 0 ? 1 : Config::kKeys / launch_.params.box_rows) {}
-
-  __device__ __forceinline__ int first_key_of_box() const { return lane % boxes * params.box_rows; }
+        box_key(lane * launch_.params.box_rows % Config::kKeys),
+        box_turn(lane * launch_.params.box_rows / Config::kKeys) {}
 
   __device__ __forceinline__ void find_keys(int step) {
     const int* const table = work.table(params);
@@ -60,10 +59,10 @@ struct MlaProducer {
       rows[i] = at.valid ? Row{at.page, at.row} : Row{0, 0};
       exists[i] = __ballot_sync(0xffffffffu, at.valid);
     }
-    const int key = first_key_of_box();
-    const auto of_key = [key](int first, int second) {
-      const int low = __shfl_sync(0xffffffffu, first, key % 32), high = __shfl_sync(0xffffffffu, second, key % 32);
-      return key < 32 ? low : high;
+    const auto of_key = [this](int first, int second) {
+      const int low = __shfl_sync(0xffffffffu, first, box_key % 32);
+      const int high = __shfl_sync(0xffffffffu, second, box_key % 32);
+      return box_key < 32 ? low : high;
     };
     box = {of_key(rows[0].page, rows[1].page), of_key(rows[0].row, rows[1].row)};
   }
@@ -75,7 +74,7 @@ struct MlaProducer {
   __device__ __forceinline__ void load_box(const CUtensorMap& map, int atom, int first_col) const {
     tma::load_tile<1, Config::kAtomCols, Config::kKeys>(
         map, storage.kv_full[stage][atom],
-        storage.kv[stage] + atom * Config::kAtomElements + first_key_of_box() * Config::kAtomCols,
+        storage.kv[stage] + atom * Config::kAtomElements + box_key * Config::kAtomCols,
         tma::TmaRows(false, box.page, 0, 0), box.row, 0, cute::TMA::CacheHintSm90::EVICT_NORMAL, first_col);
   }
 
@@ -91,9 +90,9 @@ struct MlaProducer {
       }
     }
     __syncwarp();
-    const int own = lane / boxes, atom = half * Config::kHalfAtoms + own * kStageWarps + part;
-    if (own < kWarpAtoms) load_box(launch.latent_map, atom, atom * Config::kAtomCols);
-    if (half == stage && part == 0 && own == 0) load_box(launch.rope_map, Config::kRopeAtom, 0);
+    const int atom = half * Config::kHalfAtoms + box_turn * kStageWarps + part;
+    if (box_turn < kWarpAtoms) load_box(launch.latent_map, atom, atom * Config::kAtomCols);
+    if (half == stage && part == 0 && box_turn == 0) load_box(launch.rope_map, Config::kRopeAtom, 0);
   }
 
   // Keys that do not exist become 0: NaN there would pass a probability of 0.
