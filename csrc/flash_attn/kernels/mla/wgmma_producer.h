@@ -22,7 +22,7 @@ struct MlaProducer {
   static constexpr int kStageWarps = Config::kProducerWarps / Config::kStages;
   static constexpr int kWarpKeys = Config::kKeys / kStageWarps;  // keys that a warp copies
   static constexpr int kRowsAtATime = 32 / kCopyLanes, kWarpAtoms = Config::kHalfAtoms / kStageWarps;
-  static_assert(kWarpKeys == 32 && kStageWarps == 2, "a lane looks up one key of either warp");
+  static_assert(kWarpKeys == 32 && kStageWarps == 2 && kRowsAtATime == 4, "a lane looks up one key of either warp");
 
   // A key's row of the pages.
   struct Row {
@@ -108,7 +108,9 @@ struct MlaProducer {
     for (int i = 0; i < kWarpKeys / kRowsAtATime; ++i) {
       const int key = i * kRowsAtATime + lane / kCopyLanes;
       const Element* const from = columns + __shfl_sync(0xffffffffu, row_at, key);
-      Element* const to = vector_in_atom<Config>(storage.kv[stage], first_atom, part * kWarpKeys + key, vector);
+      // The swizzle repeats after eight rows.
+      Element* const to = vector_in_atom<Config>(storage.kv[stage], first_atom, key % (2 * kRowsAtATime), vector) +
+                          (part * kWarpKeys + i / 2 * 2 * kRowsAtATime) * Config::kAtomCols;
 #pragma unroll
       for (int atom = 0; atom < kAtoms; ++atom) {
         sm80::copy16_async(to + atom * Config::kAtomElements, from + atom * Config::kAtomCols, bits >> key & 1);
