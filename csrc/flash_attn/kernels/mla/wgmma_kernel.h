@@ -217,8 +217,8 @@ struct MlaConsumer {
     if (lane == 0) storage.kv_empty[stage][kIndex].arrive();
   }
 
-  // Until the other consumer's half of O is complete, too. Tensor cores that prefer the first consumer would multiply by
-  // its S first, and free the keys of the other's stage later.
+  // Until the other consumer's half of O is complete, too. Tensor cores that prefer the first consumer would multiply
+  // by its S first, and free the keys of the other's stage later.
   __device__ __forceinline__ void wait_for_values_of_other(int i) const {
     storage.kv_empty[kOther][kOther].wait(i / Config::kStages & 1);
   }
