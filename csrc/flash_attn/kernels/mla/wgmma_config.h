@@ -68,9 +68,6 @@ struct MlaWgmmaStorage {
   tma::Barrier kv_full[Config::kStages][Config::kAtoms];  // arrivals: one of each warp that loads keys of the step
   // Of a half of the latent columns; the rotated ones belong to the half of the consumer that has the step.
   tma::Barrier kv_empty[Config::kStages][2];
-  // By the consumer that wrote them. Arrivals: each lane that wrote references. racecheck does not see that a warp's
-  // lanes are ordered before one lane that arrives for all.
-  tma::Barrier probs_full[Config::kConsumers];
 
   // The second consumer's lie where the rotated columns of Q were, which both consumers hold in registers.
   __device__ __forceinline__ Element* probs(int consumer) {

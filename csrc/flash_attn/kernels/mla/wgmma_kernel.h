@@ -33,7 +33,8 @@ struct MlaConsumer {
   static constexpr int kOther = 1 - kIndex;
   static constexpr int kThreadRows = 2;  // g and g + 8 of the warp's 16
   static constexpr int kEightsOfHalf = Config::kHalf / 8, kEightsOfKeys = Config::kKeys / 8;
-  static constexpr int kBarrier = 1, kConsumerThreads = 128 * Config::kConsumers;
+  // Named barriers: of both consumers; of the hand-over of the probabilities that the first or the second one wrote.
+  static constexpr int kBarrier = 1, kProbsBarrier = 2, kConsumerThreads = 128 * Config::kConsumers;
 
   const Flash_mla_params& params;
   Storage& storage;
@@ -91,11 +92,18 @@ struct MlaConsumer {
     }
   }
 
+  struct Landed {
+    const tma::Barrier* full;  // of atoms of columns
+    uint32_t parity;
+
+    __device__ __forceinline__ bool test(int atom) const { return full[atom].test(parity); }
+    __device__ __forceinline__ void wait(int atom) const { full[atom].wait(parity); }
+  };
+
   // Issues S of an own step, an atom of columns as soon as it has landed; does not wait for S.
   __device__ __forceinline__ void start_scores(int i) {
     const uint32_t parity = i / Config::kStages & 1;
-    products.template start_scores<kIndex>(storage.q, storage.kv[kIndex],
-                                           [&](int atom) { storage.kv_full[kIndex][atom].wait(parity); });
+    products.template start_scores<kIndex>(storage.q, storage.kv[kIndex], Landed{storage.kv_full[kIndex], parity});
   }
 
   __device__ __forceinline__ void mask(int i) {
@@ -115,33 +123,47 @@ struct MlaConsumer {
   }
 
   // S becomes P. A row decides for itself whether its reference rises: its bits must not depend on its neighbours.
+  // Without branches and row by row only in the last loop: the other consumer waits for P.
   __device__ __forceinline__ void exponentiate(float (&correction)[kThreadRows]) {
     const float scale = params.softmax_scale_log2;
+    float largest[kThreadRows], shift[kThreadRows];
 #pragma unroll
     for (int i = 0; i < kThreadRows; ++i) {
-      float largest = products.score(0, i, 0);
+      largest[i] = products.score(0, i, 0);
 #pragma unroll
       for (int eight = 0; eight < kEightsOfKeys; ++eight) {
-        largest = fmaxf(largest, fmaxf(products.score(eight, i, 0), products.score(eight, i, 1)));
+        largest[i] = fmaxf(largest[i], fmaxf(products.score(eight, i, 0), products.score(eight, i, 1)));
       }
-      largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
-      largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
-      const bool rises = (largest - reference[i]) * scale > kRescaleThresholdLog2;
-      correction[i] = rises ? partial_weight(reference[i], largest, scale) : 1.0f;
-      if (rises) reference[i] = largest;
-      const float shift = reference[i] == -INFINITY ? 0.0f : reference[i] * scale;
-      float sum[2] = {};
+    }
 #pragma unroll
-      for (int eight = 0; eight < kEightsOfKeys; ++eight) {
+    for (int lanes = 1; lanes <= 2; lanes *= 2) {
+#pragma unroll
+      for (int i = 0; i < kThreadRows; ++i) {
+        largest[i] = fmaxf(largest[i], __shfl_xor_sync(0xffffffffu, largest[i], lanes));
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kThreadRows; ++i) {
+      const bool rises = (largest[i] - reference[i]) * scale > kRescaleThresholdLog2;
+      correction[i] = exp2f(rises ? (reference[i] - largest[i]) * scale : 0.0f);  // of -inf: 0
+      if (rises) reference[i] = largest[i];
+      shift[i] = reference[i] == -INFINITY ? 0.0f : reference[i] * scale;
+    }
+    float sum[kThreadRows][2] = {};
+#pragma unroll
+    for (int eight = 0; eight < kEightsOfKeys; ++eight) {
+#pragma unroll
+      for (int i = 0; i < kThreadRows; ++i) {
 #pragma unroll
         for (int col = 0; col < 2; ++col) {
           float& score = products.score(eight, i, col);
-          score = exp2f(score * scale - shift);
-          sum[col] += score;
+          score = exp2f(score * scale - shift[i]);
+          sum[i][col] += score;
         }
       }
-      row_sum[i] = row_sum[i] * correction[i] + (sum[0] + sum[1]);
     }
+#pragma unroll
+    for (int i = 0; i < kThreadRows; ++i) row_sum[i] = row_sum[i] * correction[i] + (sum[i][0] + sum[i][1]);
     products.pack_probs();
   }
 
@@ -155,10 +177,11 @@ struct MlaConsumer {
     }
     tma::fence_buffer();
     __syncwarp();  // all four lanes of a row have read the references that one of them overwrites
-    if (lane % 4 != 0) return;
 #pragma unroll
-    for (int i = 0; i < kThreadRows; ++i) storage.references[row_of(i)] = {reference[i], correction[i]};
-    storage.probs_full[kIndex].arrive();
+    for (int i = 0; i < kThreadRows; ++i) {
+      if (lane % 4 == 0) storage.references[row_of(i)] = {reference[i], correction[i]};
+    }
+    sm80::arrive_named(kProbsBarrier + kIndex, kConsumerThreads);
   }
 
   __device__ __forceinline__ void rescale_out(const float (&correction)[kThreadRows]) {
@@ -173,9 +196,9 @@ struct MlaConsumer {
     }
   }
 
-  // Issues O += P V of a step of the other consumer; does not wait.
-  __device__ __forceinline__ void start_other_values(int i) {
-    storage.probs_full[kOther].wait(i / Config::kStages & 1);
+  // Issues O += P V of the next step of the other consumer; does not wait for it.
+  __device__ __forceinline__ void start_other_values() {
+    sm80::sync_named(kProbsBarrier + kOther, kConsumerThreads);
     float correction[kThreadRows];
 #pragma unroll
     for (int row = 0; row < kThreadRows; ++row) {
@@ -205,7 +228,7 @@ struct MlaConsumer {
   __device__ __forceinline__ void run_step(int i) {
     if (kIndex == 0) {
       if (i > 0) {
-        start_other_values(i - 1);
+        start_other_values();
         finish_values(kOther);
         wait_for_values_of_other(i - 1);
       }
@@ -214,7 +237,7 @@ struct MlaConsumer {
     } else {
       start_scores(i);
       products.wait_for_scores();  // ptxas would wait here too: O may be rescaled next
-      start_other_values(i - 1);
+      start_other_values();
     }
     mask(i);
     float correction[kThreadRows];
@@ -238,7 +261,7 @@ struct MlaConsumer {
 #pragma unroll 1
     for (int i = kIndex; i < count; i += Config::kStages) run_step(i);
     if (count > 0 && (count - 1) % Config::kStages != kIndex) {
-      start_other_values(count - 1);
+      start_other_values();
       finish_values(kOther);
     }
     finish(is_valid);
@@ -307,8 +330,6 @@ __device__ __forceinline__ void init_barriers(MlaWgmmaStorage<Config>& storage) 
     for (tma::Barrier& barrier : storage.kv_full[stage]) barrier.init(Config::kLandedArrivals);
     for (tma::Barrier& barrier : storage.kv_empty[stage]) barrier.init(4);
   }
-  constexpr int kWriters = Config::kRows / MlaConsumer<Config, 0>::kThreadRows;
-  for (tma::Barrier& barrier : storage.probs_full) barrier.init(kWriters);
   tma::Barrier::fence_init();
 }
 

@@ -63,7 +63,7 @@ struct MlaProducts {
     for (int i = 0; i < 4; ++i) cute::recast<uint32_t>(held_query)(slice * 4 + i) = registers[i];
   }
 
-  // Issues S = Q K^T of one step, in the order of scored_atom(kFirst, ...), each atom after landed(atom).
+  // Issues S = Q K^T of one step, in the order of scored_atom(kFirst, ...), each atom after landed.wait(atom).
   template <int kFirst, class Landed>
   __device__ __forceinline__ void start_scores(const Element* q, const Element* keys, const Landed& landed) {
     using namespace cute;
@@ -74,10 +74,12 @@ struct MlaProducts {
     const auto b = thread.partition_fragment_B(make_tensor(make_smem_ptr(keys), Tile<Config::kDim>{}));
     warpgroup_fence_operand(scores);
     held.accumulate_ = mma.accumulate_ = GMMA::ScaleOut::Zero;
+    bool has_landed = landed.test(Config::scored_atom(kFirst, 0));
 #pragma unroll
     for (int i = 0; i < Config::kAtoms; ++i) {
       const int atom = Config::scored_atom(kFirst, i), place = Config::held_place(kFirst, atom);
-      landed(atom);
+      if (!has_landed) landed.wait(atom);
+      if (i + 1 < Config::kAtoms) has_landed = landed.test(Config::scored_atom(kFirst, i + 1));
       warpgroup_arrive();  // ptxas would add it after a loop
 #pragma unroll
       for (int k = 0; k < Config::kSlices; ++k) {

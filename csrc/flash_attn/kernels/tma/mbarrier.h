@@ -37,6 +37,21 @@ struct Barrier {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address()), "r"(bytes) : "memory");
   }
 
+  // Whether the phase of this parity is complete.
+  __device__ __forceinline__ bool test(uint32_t parity) const {
+    uint32_t complete;
+    asm volatile(
+        "{\n\t"
+        ".reg .pred complete;\n\t"
+        "mbarrier.test_wait.parity.shared::cta.b64 complete, [%1], %2;\n\t"
+        "selp.b32 %0, 1, 0, complete;\n\t"
+        "}"
+        : "=r"(complete)
+        : "r"(address()), "r"(parity)
+        : "memory");
+    return complete != 0;
+  }
+
   // Waits until the phase of this parity is complete.
   __device__ __forceinline__ void wait(uint32_t parity) const {
     asm volatile(

@@ -54,7 +54,7 @@ struct MlaProducts : emulation::Wgmma {
     issue([=] { std::fill(scores, scores + 32, 0.0f); });
     for (int i = 0; i < Config::kAtoms; ++i) {
       const int atom = Config::scored_atom(kFirst, i), place = Config::held_place(kFirst, atom);
-      landed(atom);
+      landed.wait(atom);
       issue([=] {
         if (place >= 0) add_held(keys, place, atom);
         if (place < 0) add_scores(q, keys, atom);

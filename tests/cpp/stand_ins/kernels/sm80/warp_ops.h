@@ -1,6 +1,24 @@
 // The emulator's warp instructions in place of CuTe's.
 #pragma once
 
+namespace emulation {
+
+struct NamedBarrier {
+  int arrived = 0, phase = 0;
+};
+static NamedBarrier named_barriers[16];
+
+// Returns the phase that it arrives at.
+inline int arrive_named(int id, int threads) {
+  NamedBarrier& barrier = named_barriers[id];
+  const int phase = barrier.phase;
+  ++progress;
+  if (++barrier.arrived == threads) barrier.arrived = 0, ++barrier.phase;
+  return phase;
+}
+
+}  // namespace emulation
+
 namespace flash {
 namespace sm80 {
 
@@ -13,6 +31,11 @@ inline void copy16_async(void* to, const void* from, bool valid) {
   copy_async(static_cast<bf16*>(to), static_cast<const bf16*>(from), valid);
 }
 inline void prefetch_line(const void* global) { static_cast<void>(*static_cast<const volatile char*>(global)); }
+inline void arrive_named(int id, int threads) { emulation::arrive_named(id, threads); }
+inline void sync_named(int id, int threads) {
+  const int phase = emulation::arrive_named(id, threads);
+  emulation::wait_until([&] { return emulation::named_barriers[id].phase != phase; });
+}
 inline void commit_copies() { ::commit_copies(); }
 inline void wait_for_copies_but(int newest) { newest == 0 ? ::wait_for_copies_but<0>() : ::wait_for_copies_but<1>(); }
 

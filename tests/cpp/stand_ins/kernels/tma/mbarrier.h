@@ -26,6 +26,7 @@ struct Barrier {
     ++emulation::progress;
     if (pending == 0 && bytes == 0) phase ^= 1, pending = expected;
   }
+  bool test(uint32_t parity) const { return phase != parity; }
   void wait(uint32_t parity) const {
     emulation::wait_until([&] {
       emulation::land_some();
