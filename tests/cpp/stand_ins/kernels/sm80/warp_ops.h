@@ -14,7 +14,9 @@ inline void copy16_async(void* to, const void* from, bool valid) {
 }
 inline void prefetch_line(const void* global) { static_cast<void>(*static_cast<const volatile char*>(global)); }
 inline void commit_copies() { ::commit_copies(); }
-inline void wait_for_copies_but(int newest) { newest == 0 ? ::wait_for_copies_but<0>() : ::wait_for_copies_but<1>(); }
+inline void wait_for_copies_but(int newest) {
+  newest == 0 ? ::wait_for_copies_but<0>() : newest == 1 ? ::wait_for_copies_but<1>() : ::wait_for_copies_but<2>();
+}
 
 }  // namespace sm80
 }  // namespace flash
