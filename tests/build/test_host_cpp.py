@@ -42,6 +42,7 @@ def test_host_program(source, tmp_path):
 EMULATED = [
     "hopper_attention",
     "emulated_jvp",
+    "emulated_kv_wgmma",
     "emulated_mask_bits",
     "emulated_mask_plan",
     "emulated_mla",

@@ -3,8 +3,12 @@ head: drafts of speculative decoding and short chunks of a prompt."""
 
 from __future__ import annotations
 
+import itertools
+
+import harness
 import pytest
 import torch
+from cases import Case
 from kvcache_harness import NO_PAGE, KvCase, check_attention, check_call, make_problem, plan_for, run
 from reference import assert_accurate, attention
 
@@ -12,8 +16,10 @@ import flash_attn
 from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
 
 LENGTHS = (700, 0, 37, 1025, -1, 64, 16)
+LONG = [(20, 300), (12, 200)]  # of queries and keys
 SHAPES = ({"seqlen_q": 16, "nheads": 8}, {"seqlen_q": 9, "nheads": 8}, {"seqlen_q": 7, "nheads": 14},
-          {"seqlen_q": 40, "nheads": 2}, {"seqlen_q": 33, "nheads": 8}, {"nheads": 96})  # fmt: skip
+          {"seqlen_q": 40, "nheads": 2}, {"seqlen_q": 33, "nheads": 8}, {"nheads": 96},
+          {"seqlen_q": 3, "nheads": 71, "nheads_k": 1})  # fmt: skip
 FEATURES = (
     {"causal": True}, {}, {"window": (100, 0)}, {"window": (30, 10)}, {"sinks": True, "causal": True},
     {"page_size": 16, "causal": True}, {"page_size": 1}, {"page_size": 24, "window": (80, 3)}, {"page_size": 256},
@@ -36,6 +42,7 @@ def case_of(**sizes):
 
 def variant(problem):
     options = {"cache_seqlens": problem.lengths, "block_table": problem.table, "causal": problem.case.causal}
+    options["cache_batch_idx"] = problem.rows
     tensors = problem.q, problem.k_cache, problem.v_cache
     return flash_attn.explain(flash_attn_with_kvcache, *tensors, **options)["forward"]["variant"]
 
@@ -57,10 +64,11 @@ def test_taken(device, head_dim):
         assert (variant(problem) == "wgmma") == expected, rows
 
 
-@pytest.mark.parametrize("num_splits", (1, 2, 7, 128))
+@pytest.mark.parametrize("num_splits", (1, 2, 7, 128, 2**31 - 1))
 def test_splits(device, num_splits):
-    problem = make_problem(case_of(seqlen_q=16, nheads=8, causal=True), device)
-    check_attention(problem, *run(problem, num_splits=num_splits))
+    for features in ({"causal": True, "sinks": True}, {"window": (200, 20), "page_size": 16}):
+        problem = make_problem(case_of(seqlen_q=16, nheads=8, **features), device)
+        check_attention(problem, *run(problem, num_splits=num_splits))
 
 
 def test_long_and_many(device):
@@ -78,15 +86,59 @@ def test_plan_made_before(device):
     assert all(torch.equal(a, b) for a, b in zip(planned, expected, strict=True))
 
 
-def test_missing_page(device):
-    """A request with a page that the pool does not have is inactive; others keep their results."""
-    problem = make_problem(case_of(seqlen_q=16, nheads=8, causal=True, page_size=16), device)
-    out, lse = run(problem)
-    for page in NO_PAGE:
-        problem.table[0, 30] = page
-        other_out, other_lse = run(problem)
+@pytest.mark.parametrize("num_splits", (0, 1, 5))
+def test_missing_page(device, num_splits):
+    """A request with a page that the pool does not have is inactive, in whichever part of a tile; others keep their
+    results."""
+    problem = make_problem(case_of(seqlen_q=40, nheads=8, causal=True, page_size=16), device)
+    out, lse = run(problem, num_splits=num_splits)
+    for page, slot in itertools.product(NO_PAGE, (0, 30, 43)):
+        own = problem.table[0, slot].item()
+        problem.table[0, slot] = page
+        other_out, other_lse = run(problem, num_splits=num_splits)
+        problem.table[0, slot] = own
         assert torch.equal(other_out[1:], out[1:]) and torch.equal(other_lse[1:], lse[1:])
         assert (other_out[0] == 0).all() and (other_lse[0] == float("inf")).all()
+
+
+def test_cache_row_out_of_range(device):
+    """A request whose row the cache does not have is inactive."""
+    problem = make_problem(case_of(seqlen_q=16, nheads=8, causal=True, sinks=True), device)
+    out, lse = run(problem)
+    for row in (-1, len(problem.k_cache), 2**31 - 1):
+        problem.rows[3] = row
+        other_out, other_lse = run(problem)
+        assert (other_out[3] == 0).all() and (other_lse[3] == float("inf")).all()
+        for i in (0, 1, 2, 4, 5, 6):
+            assert torch.equal(other_out[i], out[i]) and torch.equal(other_lse[i], lse[i])
+
+
+@pytest.mark.each
+@pytest.mark.parametrize("kind", ("packed", "padded", "seqused", "leftpad"))
+@pytest.mark.parametrize(
+    "features", ({}, {"sinks": True, "causal": True}, {"window": (60, 5)}, {"page_size": 7}), ids=str
+)
+@pytest.mark.parametrize("head_dim", (64, 128))
+def test_packed_lengths(device, head_dim, features, kind):
+    """Packed sequences of several lengths, 0 among them."""
+    if kind == "padded" and "page_size" in features:
+        pytest.skip("rows after the last key lie in no page")
+    case = Case(9, 40, 900, 8, 2, head_dim, "bfloat16", kind=kind, **features)
+    problem = harness.make_problem(case, device)
+    harness.check_forward(problem, *harness.run(problem)[:2])
+
+
+def test_packed_missing_page(device):
+    """Packed keys in pages that the pool does not have are zeros."""
+    problem = harness.make_problem(Case(2, 16, 300, 8, 2, 128, "bfloat16", kind="packed", page_size=16), device, LONG)
+    zeroed = problem.block_table[0, 3].item()
+    for x in (problem.k, problem.v):
+        x[zeroed] = 0
+    out, lse, _ = harness.run(problem)
+    for page in NO_PAGE:
+        problem.block_table[0, 3] = page
+        other_out, other_lse, _ = harness.run(problem)
+        assert torch.equal(other_out, out) and torch.equal(other_lse, lse)
 
 
 @pytest.mark.parametrize("page_size", (0, 16))

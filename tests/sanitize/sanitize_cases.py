@@ -124,6 +124,7 @@ FORWARD_CASES = (
     ("wgmma:8", Case(2, 200, 73, 2, 1, 128, "bfloat16", causal=True, window=(30, -1), kind="padded")),
     *(("split_kv", Case(2, 3, 200, 4, 2, d, "bfloat16", causal=True)) for d, d_v in HEAD_DIMS if not d_v),
     ("split_kv", Case(3, 20, 300, 4, 2, 128, "float16", window=(60, 5), kind="leftpad", page_size=7)),
+    ("split_kv", Case(3, 40, 900, 8, 2, 64, "bfloat16", causal=True, kind="packed", page_size=16)),
 )
 # By the wgmma family, with scores beyond what the speculative softmax allows for: with the kernels for many waves of
 # work tiles, for one wave, and with splits of the keys.

@@ -49,6 +49,9 @@ CASES = (
     # So many tiles that each has two K/V heads.
     (KvCase((150, 0, -1, 17), 1, 1, 160, page_size=16, **PAIRS), {}),
     (KvCase((150, 17, 64, 0), 2, 2, 160, head_dim=24, layout="unaligned", causal=True, **PAIRS), {"num_splits": 3}),
+    # 33 to 64 packed rows, by the wgmma decode kernel on compute capability 9.0.
+    (KvCase((700, 0, -1, 64), 17, 17, 800, nheads=6, page_size=16, head_dim=128, causal=True), {"num_splits": 3}),
+    (KvCase((700, 0, -1, 64), 17, None, 800, 6, leftpad=(30, 0, 0, 64), window=(90, 3), sinks=True), {"num_splits": 2}),
     # Trees of drafts: several tiles, mask heads, pages that a mask straddles, two K/V heads of a tile.
     (KvCase((300, 0, -1, 17), 9, 9, 330, page_size=5, head_dim=128, mask_keys=9), {"num_splits": 3}),
     (KvCase((300, 3), 40, None, 330, nheads=8, mask_keys=70, mask_heads=4, leftpad=(7, 0)), {}),

@@ -37,7 +37,9 @@ inline void sync_named(int id, int threads) {
   emulation::wait_until([&] { return emulation::named_barriers[id].phase != phase; });
 }
 inline void commit_copies() { ::commit_copies(); }
-inline void wait_for_copies_but(int newest) { newest == 0 ? ::wait_for_copies_but<0>() : ::wait_for_copies_but<1>(); }
+inline void wait_for_copies_but(int newest) {
+  newest == 0 ? ::wait_for_copies_but<0>() : newest == 1 ? ::wait_for_copies_but<1>() : ::wait_for_copies_but<2>();
+}
 
 }  // namespace sm80
 }  // namespace flash
