@@ -56,7 +56,7 @@ def test_grids_measure_what_the_stored_results_hold(experiment):
 def test_every_stored_result_has_its_experiment():
     if not results.RESULTS.is_dir():
         pytest.skip("a source distribution has no results")
-    assert {path.stem for path in results.RESULTS.glob("*.json")} == set(NAMES)
+    assert {path.stem for path in results.RESULTS.glob("*.json")} <= set(NAMES)
 
 
 def writer(name, code, **more):
