@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))  # absent under PYTHONS
 from table import HOPPER_README, HOPPER_RUNGS, README, write_block
 
 PERCENT = ".avg.pct_of_peak_sustained_active"
-# column -> the counters that say it, of which a GPU has one
+# column -> the counters that say it: the largest of those that a GPU has
 COLUMNS = {
     "tensor cores, %": (
         f"sm__pipe_tensor_cycles_active{PERCENT}",
@@ -76,7 +76,7 @@ def is_number(text):
 
 
 def cell(found, names):
-    value = next((found[name] for name in names if name in found), None)
+    value = max((found[name] for name in names if name in found), default=None)
     return "–" if value is None else f"{value:.0f}" if value >= 10 or value == 0 else f"{value:.1f}"
 
 

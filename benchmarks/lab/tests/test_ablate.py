@@ -106,7 +106,7 @@ def test_hopper_designs_are_refused_by_the_rules_of_the_shipped_plan():
     assert "features: expected" in sm90_designs.changed(masked, plus=["kFaster"]).problems()[0]
 
 
-def test_forward_is_exact():
+def test_forward_is_exact_and_the_page_runs(monkeypatch):
     import torch
 
     if not torch.cuda.is_available():
@@ -117,3 +117,6 @@ def test_forward_is_exact():
         pytest.skip(str(error))
     for entry in (ladder(64)[0], ladder(64)[-3], ladder(64)[-1]):
         assert study.refusal(entry.design) is None, entry.label
+    monkeypatch.chdir(ROOT)
+    for code in re.findall(r"^```python\n(.*?)^```", (LAB / "README.md").read_text(encoding="utf-8"), re.M | re.S):
+        exec(code, {})
