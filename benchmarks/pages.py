@@ -96,7 +96,7 @@ def peer_table(*sources):
             shapes = len(rows_of(result, group, mode))
             for name in dict.fromkeys(name for name, _ in pairs):
                 found = [
-                    [ratio for _, ratio in ratios(result, result, peer, mode, group, name) if (name, peer) in pairs]
+                    [ratio for _, ratio in ratios(result, peer, mode, group, name) if (name, peer) in pairs]
                     for peer in peers
                 ]
                 if any(found):
@@ -293,7 +293,7 @@ def fp8_block():
     scores = [
         f"- {score_line(found, f'{FP8[name]} against `bf16`')}"
         for name in names[1:]
-        if (found := ratios(result, result, "ours", "fwd", "fp8", name))
+        if (found := ratios(result, "ours", "fwd", "fp8", name))
     ]
     products = ", ".join(f"`{name}` {rate:.0f}" for name, rate in result["fp8_products"]["tflops"].items())
     size = result["fp8_products"]["size"]

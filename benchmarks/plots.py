@@ -81,13 +81,14 @@ def draw_grid(result, mode, head_dim, caption):
     return figure
 
 
-def write_plots(result, folder, caption, only=None):
-    """Writes PNGs into `folder`, of all figures or of those whose names are in `only`; returns their paths."""
+def write_plots(result, folder, caption, only=None, prefix=""):
+    """Writes PNGs into `folder`, of all figures or of those whose names, after `prefix`, are in `only`; returns their
+    paths."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
     for mode, head_dim in sorted({(row["mode"], row["head_dim"]) for row in rows_of(result, PLOTTED_GROUPS)}):
-        path = folder / f"{mode.replace('+', '_')}_d{head_dim}.png"
+        path = folder / f"{prefix}{mode.replace('+', '_')}_d{head_dim}.png"
         if only is None or path.name in only:
             draw_grid(result, mode, head_dim, caption).savefig(path, dpi=DPI)
             paths.append(path)

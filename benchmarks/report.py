@@ -1,8 +1,7 @@
 """The report of results: tables, scores, plots, comparisons, and the figures of the documents.
 
-python benchmarks/report.py NEW.json                    print the table and the scores of a run
-python benchmarks/report.py NEW.json OLD.json           ours now against ours then; --peer NAME: against a peer then
-python benchmarks/report.py NEW.json --plots FOLDER     draw the plots (needs matplotlib)
+python benchmarks/report.py RESULT.json                 print the table and the scores of a run
+python benchmarks/report.py RESULT.json --plots FOLDER  draw the plots (needs matplotlib)
 python benchmarks/report.py --publish FOLDER            take the results of a run into benchmarks/results, then --docs
 python benchmarks/report.py --docs [--check]            write the generated blocks of the documents, or compare them
 
@@ -25,7 +24,7 @@ from results import RESULTS, ROOT, device_name, environment_line, load, measured
 from scores import judged_pairs, memory_lines, modes, overhead_lines, ratios, rows_of, score_line
 
 LAB = ROOT / "benchmarks" / "lab"
-PLOTS = {"grid": ("fwd_d128.png", "bwd_d128.png")}  # that a page shows
+PLOTS = {"grid": ("fwd_d128.png", "bwd_d128.png"), "triton_b4h8": ("triton_b4h8_fwd_bwd_d128.png",)}  # of pages
 OF_SEVERAL_GPUS = ("context_parallel",)  # may be of another commit than all others
 
 
@@ -54,18 +53,8 @@ def full_report(result):
 def score_lines(result):
     """A line for every group, mode and pair."""
     each = itertools.product(result["groups"], modes(result), judged_pairs(result))
-    found = [(*key, ratios(result, result, key[2][1], key[1], key[0], key[2][0])) for key in each]
+    found = [(*key, ratios(result, key[2][1], key[1], key[0], key[2][0])) for key in each]
     return [score_line(x, f"{group} {mode}, {ours} vs {peer}") for group, mode, (ours, peer), x in found if x]
-
-
-def comparison(new, old, peer):
-    """Scores of ours against ours, or against a peer, of an earlier result."""
-    lines = [f"new: {environment_line(new)}", f"old: {environment_line(old)}"]
-    scores, peer = [], peer or "ours"
-    for group, mode in ((group, mode) for group in new["groups"] for mode in modes(new)):
-        if found := ratios(new, old, peer, mode, group):
-            scores.append(score_line(found, f"{group} {mode}, ours vs {peer} of the old result"))
-    return lines + (scores or [f"no common rows of {', '.join(new['groups'])} in {', '.join(modes(new))}"])
 
 
 # ---- publishing ------------------------------------------------------------------------------------------------------
@@ -91,7 +80,8 @@ def publish(folder, target=RESULTS):
         sys.exit(f"error: {reason}")
     paths = [store(name, result, target) for name, result in results.items()]
     for name in [name for name in PLOTS if name in results]:
-        paths += write_plots(results[name], target / "plots", environment_line(results[name]), PLOTS[name])
+        caption, prefix = environment_line(results[name]), "" if name == "grid" else f"{name}_"
+        paths += write_plots(results[name], target / "plots", caption, PLOTS[name], prefix)
     return paths
 
 
@@ -115,15 +105,13 @@ def docs(check=False, root=ROOT):
 
 def parse(arguments):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("new", nargs="?", type=Path, help="JSON written by benchmarks/run.py")
-    parser.add_argument("old", nargs="?", type=Path, help="an earlier one")
-    parser.add_argument("--peer", help="with OLD: the implementation of OLD that ours is compared with")
+    parser.add_argument("result", nargs="?", type=Path, help="JSON written by benchmarks/run.py")
     parser.add_argument("--plots", type=Path, metavar="FOLDER", help="draw the plots there instead of printing")
     parser.add_argument("--publish", type=Path, metavar="FOLDER", help="results of a run, NAME.json each")
     parser.add_argument("--docs", action="store_true", help="write the generated blocks of the documents")
     parser.add_argument("--check", action="store_true", help="with --docs: only compare")
     options = parser.parse_args(arguments)
-    if options.new is None and not (options.docs or options.publish):
+    if options.result is None and not (options.docs or options.publish):
         parser.error("expected a result, --docs or --publish FOLDER")
     return options
 
@@ -134,12 +122,11 @@ def main(arguments=None):
         print("\n".join(str(path.relative_to(ROOT)) for path in publish(options.publish)))
     if options.publish or options.docs:
         return docs(options.check)
-    result = load(options.new)
+    result = load(options.result)
     if options.plots:
         print("\n".join(map(str, write_plots(result, options.plots, environment_line(result)))))
     else:
-        lines = comparison(result, load(options.old), options.peer) if options.old else full_report(result)
-        print("\n".join(lines))
+        print("\n".join(full_report(result)))
     return 0
 
 

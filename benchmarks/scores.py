@@ -48,14 +48,10 @@ def share_of_plain(row):
     return row["results"]["ours"]["tflops"] / plain["tflops"] if plain and "ours" in row["results"] else None
 
 
-def ratios(result, baseline, peer, mode, group="cells", name="ours"):
-    """[(label, time of `peer` in `baseline` ÷ time of `name` in `result`)] of the rows that both have."""
-    theirs = {row["id"]: row["results"] for row in rows_of(baseline, group, mode)}
-    return [
-        (row["label"], theirs[row["id"]][peer]["ms"] / row["results"][name]["ms"])
-        for row in rows_of(result, group, mode)
-        if name in row["results"] and peer in theirs.get(row["id"], {})
-    ]
+def ratios(result, peer, mode, group="cells", name="ours"):
+    """[(label, time of `peer` ÷ time of `name`)] of the rows that have both."""
+    found = [(row["label"], row["results"]) for row in rows_of(result, group, mode)]
+    return [(label, of[peer]["ms"] / of[name]["ms"]) for label, of in found if {name, peer} <= of.keys()]
 
 
 def best_ratios(rows, peers=tuple(PEERS)):

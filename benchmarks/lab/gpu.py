@@ -21,9 +21,12 @@ class Gpu:
         by_registers = self.registers_per_sm // (threads // 32 * -(-32 * registers // 256) * 256)
         return min(by_registers, self.smem_per_sm // (smem_bytes + 1024), self.threads_per_sm // threads)
 
-    def smem_problems(self, ctas, smem_bytes):
+    def problems(self, ctas, threads, smem_bytes):
+        """Why so many CTAs are not on an SM at a time, whatever registers they have."""
         fits = smem_bytes <= self.smem_per_block and ctas * (smem_bytes + 1024) <= self.smem_per_sm
-        return [] if fits else [f"shared memory: {ctas} CTAs of {smem_bytes} bytes do not fit an SM"]
+        found = [] if fits else [f"shared memory: {ctas} CTAs of {smem_bytes} bytes do not fit an SM"]
+        too_many = [f"threads: {ctas} CTAs of {threads} do not fit an SM"]
+        return found + too_many * (ctas * threads > self.threads_per_sm)
 
 
 @functools.lru_cache(None)

@@ -80,6 +80,11 @@ EXPERIMENTS = (
         "triton_ladder", "the Triton comparator step by step, in turns with SDPA and ours",
         "{python} benchmarks/lab/triton_ladder.py --budget 75 --out {result}", 75, LAB_PAGE, compiles=90,
     ),
+    Experiment(
+        "triton_b4h8", "the same at batch 4 and 8 heads, to a length for which plain attention has no memory",
+        "{python} benchmarks/lab/triton_ladder.py --b4h8 --budget 60 --out {result}", 60, LAB_PAGE,
+        compiles=10,  # the kernels of triton_ladder
+    ),
     grid("grid", "every implementation on the same cells: the README's figures", "fwd bwd fwd+bwd", "cells gqa",
          EVERYONE, 250, SHORT),
     grid("decode", "attention over a KV cache, of 16 and of 8 bits", "fwd",

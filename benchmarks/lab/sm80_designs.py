@@ -53,7 +53,6 @@ class FwdDesign:
     arch_suffix = ""
     masks = ("full", "causal")  # that the kernel runs
     options = ()  # what a launch is told besides the tensors
-    table_line = None  # of no table of the shipped kernels
 
     @property
     def name(self):
@@ -117,7 +116,7 @@ class FwdDesign:
         return found
 
     def resource_problems(self):
-        found = gpu().smem_problems(self.blocks_per_sm, self.smem_bytes)
+        found = gpu().problems(self.blocks_per_sm, self.threads, self.smem_bytes)
         registers = min(MOST_REGISTERS, gpu().registers_per_sm // (self.blocks_per_sm * self.threads))
         accumulators = self.block_m * (self.head_dim + self.block_n) // self.threads
         if accumulators >= registers:

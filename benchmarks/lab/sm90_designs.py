@@ -56,11 +56,6 @@ class Sm90Design:
         numbers = (self.block_m, self.block_n, self.kv_stages, self.q_stages, self.overlaps, self.consumer_groups)
         return (*numbers, self.o_cols)
 
-    @property
-    def table_line(self):
-        """The design as a line of plan/tiles.h."""
-        return f"{{{self.head_dim}, {self.row()}}},"
-
     def row(self):
         """A row of kSm90FwdTiles but for its head dim."""
         *numbers, o_cols = self.tile
@@ -111,7 +106,7 @@ class Sm90Design:
             expected = f"features: expected those of {POLICY}; scheduler: expected one of {', '.join(SCHEDULERS)}"
             return [f"{expected}; got {', '.join([*unknown, self.scheduler])}"]
         memory, problem = self.checked()
-        return [*([problem] if problem else []), *gpu().smem_problems(1, memory)]
+        return [*([problem] if problem else []), *gpu().problems(1, self.threads, memory)]
 
 
 def shipped(head_dim, variant, masks):

@@ -1,7 +1,7 @@
 """What ablate.py and sweep.py have in common: compile designs, check them against float64, time them in turns.
 
 A group of designs is timed on the benchmark's cells of its head dim. Its result is {"flops": {cell: ...}, "peer_ms":
-{cell: ...}, "entries": [{kind, label, line, facts, ms: {cell: ...}, failed}]}, with a cell like "causal 4096".
+{cell: ...}, "entries": [{kind, label, facts, ms: {cell: ...}, failed}]}, with a cell like "causal 4096".
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def measure(entries, compiled, seqlens, timer, budget):
             times.setdefault(design, {})[cell] = ms
         flops[cell] = float(case.flops)
     rows = [
-        {"kind": e.kind, "label": e.label, "line": e.design.table_line, "facts": compiled.get(e.design),
+        {"kind": e.kind, "label": e.label, "facts": compiled.get(e.design),
          "ms": times.get(e.design, {}), "failed": failed.get(e.design)}
         for e in entries
     ]  # fmt: skip
@@ -121,30 +121,17 @@ def parser(description, name, min_ms):
     made.add_argument("--jobs", type=int, help="compilers at a time; default: what cores and memory carry")
     made.add_argument("--min-ms", type=float, default=min_ms, help="time per kernel and cell")
     made.add_argument("--list", action="store_true", help="print what would be measured")
-    made.add_argument("--without", nargs="+", default=[], metavar="LABEL", help="leave out designs by labels or names")
     made.add_argument("--compile-only", action="store_true", help="stop after compiling; needs no GPU")
     made.add_argument("--from-json", type=Path, metavar="FILE", help="report an earlier result")
     return made
 
 
-def without(groups, left_out):
-    """The groups {key: [Entry]} without some entries; BuildError for what is the name or label of none."""
-    known = {word for entries in groups.values() for entry in entries for word in (entry.label, entry.design.name)}
-    if set(left_out) - known:
-        raise BuildError(f"--without: expected names of --list, got {', '.join(sorted(set(left_out) - known))}")
-    return {
-        key: [entry for entry in entries if not {entry.label, entry.design.name} & set(left_out)]
-        for key, entries in groups.items()
-    }
-
-
-def run(options, groups, seqlens, store, report):
+def run(options, todo, seqlens, store, report):
     """Measures {title: [Entry]}. store(result, title, found): adds a group to the result; report(result): the text that
     is printed."""
     if options.from_json:
         say(report(load(options.from_json)))
         return
-    todo = without(groups, options.without)
     if options.list:
         say("\n".join(f"{title}: {e.kind}: {e.label}: {e.design.name}" for title, es in todo.items() for e in es))
         return

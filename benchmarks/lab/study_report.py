@@ -1,4 +1,4 @@
-"""What an ablation and a sweep found, as tables in Markdown; of a sweep also lines for plan/tiles.h."""
+"""What an ablation and a sweep found, as tables in Markdown."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from results import run_line
 
 FORWARDS = {"mma_sync": "mma.sync forward", "wgmma": "Hopper forward"}
 KERNELS = {f"fwd_{family}": title for family, title in FORWARDS.items()}
-MARGIN = 1.01  # what a tile must gain over the one in use to be proposed
 
 
 # ---- both ------------------------------------------------------------------------------------------------------------
@@ -152,17 +151,13 @@ def summary(result):
 
 
 def sweep(result):
-    """All tables, the fastest tile first; then which are faster than the one in use, and what was left out."""
-    lines, faster, missing = [run_line(result)], [], []
+    """All tables, the fastest tile first; then what was left out."""
+    lines, missing = [run_line(result)], []
     for group in result["groups"]:
         title, found, rows = group_title(group), scored(group), []
         for entry, score, worst in found:
             label = entry["label"] + (" (in use)" if entry["kind"] == "in use" else "")
             rows.append((entry, label, [f"{score:.3f}", f"{worst:.3f}"]))
         lines += ["", *table(title, group, rows, ["score", "worst"])]
-        if found and found[0][0]["kind"] != "in use" and found[0][1] >= MARGIN:
-            entry, score, worst = found[0]
-            faster.append(f"- {title}: `{entry['line']}` {score:.3f} × the tile in use, worst {worst:.3f}")
         missing += left_out(title, group)
-    lines += ["", f"Faster than the tile in use by {100 * MARGIN - 100:.0f} % or more:", *(faster or ["- none"])]
-    return "\n".join(lines + missing)
+    return "\n".join([*lines, "", *missing])

@@ -2,7 +2,7 @@
 
 Both forwards, every head dim in bf16 and one in fp16; the tiles are data, tile_designs.py. Compiles what is missing on
 all cores, compares each kernel with float64 attention, times those of a group in turns, writes the JSON and prints the
-tables and, where another tile won, its line for csrc/flash_attn/plan/tiles.h. Needs the same as ablate.py.
+tables. Needs the same as ablate.py.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ class TileDesign:
     def problems(self):
         """Why there is no such kernel at full occupancy, a line for each reason; empty if there is one."""
         memory, problem = fits(self.kernel, *self.row)
-        found = [*([problem] if problem else []), *gpu().smem_problems(self.blocks_per_sm, memory)]
+        found = [*([problem] if problem else []), *gpu().problems(self.blocks_per_sm, self.threads, memory)]
         if self.blocks_per_sm * self.threads * 64 > gpu().registers_per_sm:
             found.append("registers: fewer than 64 per thread")
         # Whole rows are copied in passes of 16-byte vectors, and a warp has whole bands of 16.
@@ -66,11 +66,6 @@ class TileDesign:
         if n % 16 or n % pass_rows or m % pass_rows:
             found.append(f"block_m and block_n: expected multiples of 16 and of {pass_rows} (rows of one copy pass)")
         return found
-
-    @property
-    def table_line(self):
-        """The design as a line of plan/tiles.h."""
-        return self.braces() + ","
 
     def braces(self):
         return "{" + ", ".join(map(str, self.row)) + "}"

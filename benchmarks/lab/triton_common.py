@@ -19,6 +19,19 @@ LOG2_E = math.log2(math.e)
 INTERPRETER_TILE = Tile(32, 16, 4, 1)
 
 
+def patch_interpreter():
+    """NumPy 2.4 and newer refuse int() of the arrays of one element that the interpreter keeps scalars in."""
+    from triton.runtime import interpreter
+
+    patch_tensor = interpreter._patch_lang_tensor
+
+    def patch_tensor_and_index(tensor, scope):
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    interpreter._patch_lang_tensor = patch_tensor_and_index
+
+
 @triton.jit
 def load_tile(
     source, strides, batch, head, start, length, head_dim, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,

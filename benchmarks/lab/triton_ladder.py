@@ -1,12 +1,14 @@
 """The Triton ladder: the comparator step by step from its textbook form, each step in turns with SDPA and ours.
 
 python benchmarks/lab/triton_ladder.py --out RESULT.json [--budget 60] [--b4h8]
+python benchmarks/lab/triton_ladder.py --device cpu --out RESULT.json     tiny, by Triton's interpreter, without a GPU
 
 The steps are RUNGS of triton_variants.py, which add up. All run the kernels of triton_forward.py and
 triton_backward.py. First every kernel is compiled, in as many processes as --jobs says; a tile
 that does not compile is told and not tried again. Then all take turns, with batch · seqlen = 16384 and
 heads · head dim = 2048, each row checked against float64 (benchmarks/run.py says how). Tiles are
-tuned before the clock runs.
+tuned before the clock runs. With --b4h8 rows have batch 4 and 8 heads, one length is longer, and attention in plain
+operations takes part until its scores need more memory than there is.
 """
 
 from __future__ import annotations
@@ -29,8 +31,8 @@ from triton_variants import MODES, RUNGS
 
 HEAD_DIMS = (64, 128)
 MASKS = (False, True)
-SEQLENS = (1024, 2048, 4096, 8192, 16384)
-PEERS = ("sdpa_flash", "sdpa_cudnn")
+SEQLENS, LONGEST = (1024, 2048, 4096, 8192, 16384), 32768
+PEERS, NAIVE = ("sdpa_flash", "sdpa_cudnn"), "naive"
 KERNELS = ("forward", "dkdv", "dq")
 MAX_MS = 1200.0  # of one row, all implementations together
 
@@ -139,7 +141,7 @@ def measure_all(options, device, result):
 
     cuda = device.type == "cuda"
     rows = make_rows(options.head_dims, options.seqlens, device, result["dtype"], options.b4h8)
-    peers = choose(PEERS if cuda else PEERS[:1])
+    peers = choose((PEERS if cuda else PEERS[:1]) + (NAIVE,) * options.b4h8)
     everyone = [implementation(rung, device.type) for rung in RUNGS] + peers
     result["implementations"] = {item.name: item.title for item in everyone}
     budget = Budget(12, 40.0, 10.0, MAX_MS) if cuda else Budget(1, 0.0, 0.0)
@@ -162,9 +164,12 @@ def measure_ladder(options):
     if device_name == "cpu":
         os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
     import torch
+    import triton_common
     from environment import describe_origin
 
     device = torch.device(device_name)
+    if device.type == "cpu":
+        triton_common.patch_interpreter()
     if device.type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
     options.out.parent.mkdir(parents=True, exist_ok=True)
@@ -181,10 +186,12 @@ def parse(arguments):
     parser.add_argument("--budget", type=float, default=60.0, help="seconds of the rows (60)")
     parser.add_argument("--jobs", type=int, default=max(1, min(16, (os.cpu_count() or 2) - 1)), help="processes")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="cpu: Triton's interpreter, tiny")
-    parser.add_argument("--b4h8", action="store_true", help="batch 4 and 8 heads instead of equal work")
+    parser.add_argument("--b4h8", action="store_true", help="batch 4 and 8 heads instead of equal work; with `naive`")
     parser.add_argument("--head-dims", nargs="+", type=int, default=list(HEAD_DIMS), choices=HEAD_DIMS)
-    parser.add_argument("--seqlens", nargs="+", type=int, default=list(SEQLENS), choices=(*SEQLENS, 32768))
-    return parser.parse_args(arguments)
+    parser.add_argument("--seqlens", nargs="+", type=int, choices=(*SEQLENS, LONGEST), help="default: all")
+    options = parser.parse_args(arguments)
+    options.seqlens = options.seqlens or (*SEQLENS, *(LONGEST,) * options.b4h8)
+    return options
 
 
 def main(arguments=None):

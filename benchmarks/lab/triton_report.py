@@ -5,12 +5,12 @@ from __future__ import annotations
 from statistics import geometric_mean
 
 from markdown_tables import markdown_table, mask, wrapped
-from plots import curves
-from results import environment_line
+from plots import curves, ends
+from results import OUT_OF_MEMORY, environment_line
 from scores import significant
 from triton_variants import MODES, RUNGS
 
-PEERS = ("sdpa_flash", "sdpa_cudnn", "ours")
+PEERS = ("sdpa_flash", "sdpa_cudnn", "naive", "ours")
 
 
 def last_rung(mode):
@@ -42,14 +42,18 @@ def relative(result, name, base, cell):
     return geometric_mean(both) if both else None
 
 
+def longest(result):
+    return max(row["seqlen_k"] for row in result["rows"])
+
+
 def entry(result, name, base, cell):
     """TFLOPS at the longest sequence, and the relative speed."""
     mode, head_dim, causal = cell
-    points = curves(result, head_dim, mode, causal).get(name)
-    if not points:
-        return "–"
+    tflops = dict(curves(result, head_dim, mode, causal).get(name, ())).get(longest(result))
+    if tflops is None:
+        return OUT_OF_MEMORY if (name, longest(result)) in ends(result, head_dim, mode, causal) else "–"
     ratio = relative(result, name, base, cell) if base else None
-    return significant(points[-1][1]) + (f" ({ratio:.2f}×)" if ratio else "")
+    return significant(tflops) + (f" ({ratio:.2f}×)" if ratio else "")
 
 
 def measured_table(result):
@@ -69,10 +73,9 @@ def entry_of_peer(result, peer, cell):
     return entry(result, peer, None, cell) + (f" ({ratio:.2f}×)" if ratio else "")
 
 
-def block(result):
-    """The steps, and what was measured of them."""
-    longest = max(row["seqlen_k"] for row in result["rows"])
-    told = f"TFLOPS at s {longest}; in brackets, over all lengths, the speed relative to what the step is on top of, "
-    told += "and in the rows of peers that of the comparator relative to them. "
+def measured(result):
+    """What was measured, in words and as a table."""
+    told = f"TFLOPS at s {longest(result)}; in brackets, over all lengths, the speed relative to what the step is on "
+    told += "top of, and in the rows of peers that of the comparator relative to them. "
     told += f"{result['dtype']}, {environment_line(result)}."
-    return [*steps_table(), "", *wrapped(told), "", *measured_table(result)]
+    return [*wrapped(told), "", *measured_table(result)]

@@ -130,6 +130,17 @@ bool report(const char* name, const Tensors& timed, const std::vector<std::uniqu
   return error <= 1.0;
 }
 
+// Each rung once, for a profiler; prints their names.
+inline int launch_each(const Shape& shape) {
+  const Tensors tensors(shape);
+  for_each_rung([&](const char* name, auto tile) {
+    launch<decltype(tile)>(tensors, false);
+    CHECK(cudaDeviceSynchronize());
+    std::printf("%s\n", name);
+  });
+  return 0;
+}
+
 // All rungs on `shape`; the figures go to `path` unless that is null. Exit status 1 if a result is wrong.
 inline int measure(const Shape& shape, const char* path) {
   cudaDeviceProp device;

@@ -1,4 +1,4 @@
-"""The minimal kernels (examples/minimal) on an emulated GPU, their build, their shared memory; learn.md's commands."""
+"""The minimal kernels (examples/minimal) on an emulated GPU, their build, their tables; commands of learners' pages."""
 
 from __future__ import annotations
 
@@ -16,12 +16,15 @@ ROOT = Path(__file__).resolve().parents[2]
 MINIMAL = ROOT / "examples" / "minimal"
 sys.path[:] = [str(ROOT / "tools"), *sys.path, str(MINIMAL)]
 
+import counters
 import table
 import worked_example
 from toolchain import find_cutlass, find_toolkit
 
 # [(commands, what they print; … is any text)]
-LEARN = re.findall(r"^```sh\n(.*?)^```\n\n```text\n(.*?)^```", (MINIMAL / "learn.md").read_text("utf-8"), re.M | re.S)
+BLOCKS = re.compile(r"^```sh\n((?:(?!```).*\n)*)```\n\n```text\n((?:(?!```).*\n)*)```", re.MULTILINE)
+PAGES = (MINIMAL / "learn.md", ROOT / "benchmarks" / "lab" / "README.md")
+LEARN = [pair for page in PAGES for pair in BLOCKS.findall(page.read_text(encoding="utf-8"))]
 
 
 def block_of(name):
@@ -75,6 +78,28 @@ def test_commands_of_the_path(number, tmp_path):
     assert result.returncode == 0, result.stderr[-4000:]
     for line in printed.splitlines():
         assert re.search(re.escape(line).replace("…", ".*"), result.stdout), (line, result.stdout)
+
+
+NCU = """#!/bin/bash
+[ "$1" = --query-metrics ] && echo "smsp__issue_active  counter" && exit
+while [ "$1" != --log-file ]; do shift; done
+cat > "$2" <<END
+==PROF== Connected
+"ID","smsp__issue_active.avg.pct_of_peak_sustained_active","smsp__average_warps_issue_stalled_wait_per_issue_active.ratio"
+"","%","inst"
+"0","61.5","1.25"
+END
+"$3" --once
+"""
+
+
+def test_counters_are_a_table(tmp_path, monkeypatch):
+    for name, text in {"ncu": NCU, "program": "#!/bin/bash\necho padding\n"}.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    lines = counters.table(counters.profile(tmp_path / "program")).splitlines()
+    assert lines[-1] == "| `padding` | – | 62 | – | – | – | – | – | wait 1.2 |"
 
 
 @pytest.mark.parametrize("arch, knobs", [("sm_90", ""), ("sm_80", "-DRUNG=5 -DHEAD_DIM=128 -DBLOCK_N=32")])

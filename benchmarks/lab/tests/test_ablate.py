@@ -84,6 +84,7 @@ def test_the_ladder_goes_from_plain_loads_to_the_default_one_technique_a_rung(he
         ({"block_m": 96}, "block_m: expected whole 16-row bands for each warp"),
         ({"slices": (0, 1, 1)}, "double_buffered: expected False"),
         ({"block_m": 64, "warps": 4, "block_n": 512, "blocks_per_sm": 2}, "shared memory: 2 CTAs of"),
+        ({"blocks_per_sm": 20}, "threads: 20 CTAs of 128 do not fit an SM"),
         ({"block_n": 256, "blocks_per_sm": 1}, "registers: S and O alone take 320 of 255"),
     ],
 )
@@ -105,7 +106,7 @@ def test_hopper_designs_are_refused_by_the_rules_of_the_shipped_plan():
     assert "features: expected" in sm90_designs.changed(masked, plus=["kFaster"]).problems()[0]
 
 
-def test_forward_is_exact():
+def test_forward_is_exact_and_the_page_runs(monkeypatch):
     import torch
 
     if not torch.cuda.is_available():
@@ -116,3 +117,6 @@ def test_forward_is_exact():
         pytest.skip(str(error))
     for entry in (ladder(64)[0], ladder(64)[-3], ladder(64)[-1]):
         assert study.refusal(entry.design) is None, entry.label
+    monkeypatch.chdir(ROOT)
+    for code in re.findall(r"^```python\n(.*?)^```", (LAB / "README.md").read_text(encoding="utf-8"), re.M | re.S):
+        exec(code, {})

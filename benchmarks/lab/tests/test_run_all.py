@@ -26,9 +26,6 @@ def ids(experiment):
     return experiment.name
 
 
-MEASURED_IN_PART = {"fwd_bwd": ["fwd"]}  # the run of e2873cd ended before the backward
-
-
 def options_of(experiment):
     """{option: its words} of the command."""
     found, option = {}, None
@@ -49,14 +46,13 @@ def test_grids_measure_what_the_stored_results_hold(experiment):
     result = results.stored(experiment.name)
     if result:
         assert result["groups"] == options["--groups"]
-        modes = MEASURED_IN_PART.get(experiment.name, options["--mode"])
-        assert sorted(scores.modes(result)) == sorted(modes)
+        assert sorted(scores.modes(result)) == sorted(options["--mode"])
 
 
 def test_every_stored_result_has_its_experiment():
     if not results.RESULTS.is_dir():
         pytest.skip("a source distribution has no results")
-    assert {path.stem for path in results.RESULTS.glob("*.json")} == set(NAMES)
+    assert {path.stem for path in results.RESULTS.glob("*.json")} <= set(NAMES)
 
 
 def writer(name, code, **more):

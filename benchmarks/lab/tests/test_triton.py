@@ -68,30 +68,6 @@ def check_triton(triton_attention, device, dtype, variant, cases=TRITON_CASES, l
             assert_gradient_accurate(*triple, name)
 
 
-def patch_interpreter():
-    """NumPy 2.4 and newer refuse int() of the arrays of one element that the interpreter keeps scalars in."""
-    from triton.runtime import interpreter
-
-    patch_tensor = interpreter._patch_lang_tensor
-
-    def patch_tensor_and_index(tensor, scope):
-        patch_tensor(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
-
-    interpreter._patch_lang_tensor = patch_tensor_and_index
-
-
-def interpret_triton():
-    """What test_triton_by_the_interpreter runs in a separate process."""
-    import triton_attention
-
-    patch_interpreter()
-    torch.manual_seed(0)
-    for i, case in enumerate(TRITON_CASES):  # each pair of use_tma and strided
-        variant = triton_attention.Variant(use_tma=i % 2 == 0)
-        check_triton(triton_attention, "cpu", torch.float16, variant, (case,), (i // 2 % 2 == 0,))
-
-
 def run_interpreted(code):
     """Runs code of this folder's modules by Triton's interpreter, in a separate process; returns its output."""
     triton = pytest.importorskip("triton")
@@ -103,10 +79,6 @@ def run_interpreted(code):
     done = fresh_process.run(code, env=environment)
     assert done.returncode == 0, done.stderr
     return done.stdout
-
-
-def test_triton_by_the_interpreter():
-    run_interpreted("import test_triton; test_triton.interpret_triton()")
 
 
 @needs_gpu

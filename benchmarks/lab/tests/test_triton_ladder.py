@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_triton import TRITON_CASES, check_triton, patch_interpreter, run_interpreted
+from test_triton import TRITON_CASES, check_triton, run_interpreted
 
 LAB = Path(__file__).resolve().parents[1]
 sys.path += [str(LAB), str(LAB.parent)]
@@ -17,22 +17,19 @@ sys.path += [str(LAB), str(LAB.parent)]
 import triton_ladder
 from triton_variants import RUNGS
 
-BY_NAME = {rung.name: rung for rung in RUNGS}
-
 
 def interpret(folder):
     """What test_the_program_and_its_rungs_by_the_interpreter runs in a separate process."""
     import timing
     import triton_attention
 
-    patch_interpreter()
     timing.FEWEST_ROUNDS = 1
     options = ["--device", "cpu", "--head-dims", "64", "--seqlens", "1024"]
     assert triton_ladder.main([*options, "--out", f"{folder}/ladder.json"]) == 0
     torch.manual_seed(0)
-    odd = [TRITON_CASES[2], TRITON_CASES[5]]  # more queries than keys, grouped heads, no keys
-    for variant in (BY_NAME["baseline"].variant, BY_NAME["descriptors"].variant):
-        check_triton(triton_attention, "cpu", torch.float16, variant, odd, (True,))
+    variants = (*(rung.variant for rung in RUNGS), triton_attention.Variant(use_tma=False), RUNGS[-1].variant)
+    for i, (variant, case) in enumerate(zip(variants, TRITON_CASES)):  # with and without descriptors, strided or not
+        check_triton(triton_attention, "cpu", torch.float16, variant, (case,), (i // 2 % 2 == 0,))
 
 
 def test_the_program_and_its_rungs_by_the_interpreter(tmp_path):
