@@ -74,7 +74,7 @@ def encode(x: Tensor, descale: Tensor, dtype: torch.dtype, most: Tensor | None =
     scaled = scaled.clamp(-LARGEST[dtype], LARGEST[dtype]) if most is None else scaled.clamp(-most, most)
     if dtype is INT8:
         return scaled.nan_to_num(nan=0.0).round().to(INT8)
-    return scaled.masked_fill(scaled.isnan(), float("nan")).to(E4M3)  # NaN of either sign is 0x7F
+    return scaled.masked_fill(scaled.isnan(), float("nan")).to(dtype)  # NaN of either sign has the bits of one
 
 
 def decode(stored: Tensor, descale: Tensor | None, dtype: torch.dtype) -> Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 
 import torch
-from fp8_harness import E4M3, LSE, WIDE_P, decode, lse_bound, lse_error, relative_rmse
+from fp8_harness import E4M3, LSE, WIDE_P, decode, lse_bound, lse_error, nan_code, relative_rmse, set_nan
 from kvcache_harness import get_rows, make_problem, run, seen_by_mask
 from reference import attention
 
@@ -38,9 +38,9 @@ def as_8_bit(cache, stored):
     unseen = cache.isnan()
     values = (cache.float() * 30).nan_to_num(nan=0).round().clamp(-127, 127)
     elements = cache.untyped_storage().nbytes() // cache.element_size()
-    storage = torch.full((elements,), 0x7F, dtype=torch.int8, device=cache.device).view(stored)
+    storage = torch.full((elements,), nan_code(stored), dtype=torch.uint8, device=cache.device).view(stored)
     quantized = storage.as_strided(cache.shape, cache.stride(), cache.storage_offset()).copy_(values)
-    quantized.view(torch.int8)[unseen] = 0x7F
+    set_nan(quantized, unseen)
     return quantized
 
 

@@ -12,7 +12,14 @@ import pytest
 import torch
 
 E4M3, INT8 = torch.float8_e4m3fn, torch.int8
-NAN_CODE = 0x7F  # e4m3
+
+
+def nan_code(dtype):
+    """The bits of NaN, or of the largest int8."""
+    return torch.tensor(127 if dtype is INT8 else math.nan).to(dtype).view(torch.uint8).item()
+
+
+NAN_CODE = nan_code(E4M3)
 # Bounds of e4m3 P, of P in 16 bits, of V with a mean, of few keys or large logits.
 PLAIN, WIDE_P, MEAN, PEAKED = 3.5e-2, 3e-3, 5e-3, 2e-2
 LSE = 1e-3
@@ -75,8 +82,8 @@ def of_query_heads(descale, heads):
 
 
 def set_nan(x, where):
-    """NaN at rows of an e4m3 tensor, the largest value of int8."""
-    x.view(torch.uint8)[where] = NAN_CODE
+    """NaN at rows of an 8-bit tensor, the largest value of int8."""
+    x.view(torch.uint8)[where] = nan_code(x.dtype)
 
 
 def decode(function, device, *args, **options):

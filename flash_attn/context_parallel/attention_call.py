@@ -15,6 +15,7 @@ from flash_attn.context_parallel.compute.sums import sink_gradient
 from flash_attn.context_parallel.compute.ulysses import Heads
 from flash_attn.context_parallel.cp_plan import CpPlan, normal_window
 from flash_attn.context_parallel.exchange.consistency import raise_on_ranks_of_last_plan
+from flash_attn.context_parallel.plan.steps import CHUNK_METHODS
 from flash_attn.cpu import checks
 from flash_attn.limits import MAX_HEAD_DIM
 from flash_attn.ops import arguments, context
@@ -216,7 +217,7 @@ def _method(plan: CpPlan, q: Tensor, k: Tensor, v: Tensor, options: Options) -> 
     """
     can_ring = not (q.is_cuda and options.dropout_p > 0) or plan.begins_at_mask_columns
     if plan.method != "auto":
-        return plan.method if can_ring or plan.method != "ring" else "all_gather"
+        return plan.method if can_ring or plan.method not in CHUNK_METHODS else "all_gather"
     tokens, ranks, heads, heads_k = plan.cu_seqlens[-1] * options.batch, plan.size, q.shape[-2], k.shape[-2]
     if plan.has_two_dimensions:  # each rank gathers K and V of the heads that it computes
         owned = Heads.divide(heads, heads_k, plan.head_ranks.transport.size).key

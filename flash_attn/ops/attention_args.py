@@ -120,7 +120,7 @@ class AttentionArgs(NamedTuple):
                 given[name] = value
         if self.attn_bias is not None:
             given["attn_bias"] = with_all_axes(self.attn_bias, packed=self.cu_seqlens_q is not None)
-        if not (self.attn_bias is self.rel_bias is None or getattr(self, "bias_grad", True)):
+        if not getattr(self, "bias_grad", True) and any(x is not None for x in self.biases()):
             given["bias_grad"] = False
         mask = self.mask()
         if mask is not None:

@@ -110,6 +110,31 @@ def test_ptx_of_the_highest_arch_when_the_default_ones_are_built():
         "-gencode=arch=compute_100,code=sm_100",
         "-gencode=arch=compute_120,code=sm_120",
     ]
+    *_, ptx = re.findall(r"compute_(\d+)", kernel_build.gencode_flags(list(kernel_manifest.DEFAULT_ARCHS))[-1])
+    without_code = [arch for arch in kernel_manifest.REQUESTED_ARCHS if int(arch) < int(ptx)]
+    assert not without_code, "gencode_flags() has to give PTX that these run: the default build has no code of theirs"
+
+
+FIRST_NVCC = {
+    "80": (11, 0),
+    "86": (11, 1),
+    "89": (11, 8),
+    "90": (11, 8),
+    "100": (12, 8),
+    "103": (12, 9),
+    "120": (12, 8),
+}
+
+
+def test_releases_are_built_by_an_nvcc_that_knows_the_default_architectures():
+    workflow = ROOT / ".github" / "workflows" / "release.yml"
+    if not workflow.is_file():
+        pytest.skip("a source distribution has no workflows")
+    text = workflow.read_text(encoding="utf-8")
+    versions = re.findall(r'"([\d.]+)"', re.search(r"^ +cuda: \[(.*)\]", text, re.MULTILINE)[1])
+    assert re.findall(r"--archive kernels/cu([\d.]+)\.a", text) == versions != []
+    oldest = min(tuple(map(int, version.split("."))) for version in versions)
+    assert [arch for arch in kernel_manifest.DEFAULT_ARCHS if FIRST_NVCC[arch] > oldest] == []
 
 
 @pytest.mark.parametrize("visible, expected", [([], ["80", "90"]), (["90"], ["90"]), (["75"], ["80", "90"])])
@@ -231,6 +256,7 @@ def test_the_wgmma_family_is_compiled_for_its_architecture_only():
             ("fwd", (*kernel_tables.WGMMA, 512)),
             ("fwd_modified", kernel_tables.WGMMA),
             ("fwd_listed", (64, 128, 256)),
+            ("fwd_split", (64, 128)),
             ("fwd_fp8", kernel_tables.head_dims("kSm90Fp8FwdTiles", "fp8_fwd_plan.h")),
             ("fwd_jvp", kernel_tables.head_dims("kSm90JvpFwdTiles", "jvp_fwd_plan.h")),
             ("bwd", (*kernel_tables.head_dims("kSm90BwdTiles", "bwd_tiles.h"), 512)),

@@ -207,13 +207,20 @@ def test_each_visible_pair_is_computed_once(method, exact_positions, backward, b
             assert all(any(token < other < token + MASK_COLUMNS for other in others | set(own)) for token in unseen)
 
 
+def test_every_method_has_its_own_steps():
+    """make_steps() knows each: one that it does not know would run as all_gather."""
+    layout = Layout(layout_spans("contiguous", (0, 768), 3, 128, (None, None)), (0, 768))
+    found = {make_steps(layout, 1, Kind(method, (None, None))) for method in steps.KEY_METHODS}
+    assert len(found) == len(steps.KEY_METHODS)
+
+
 @pytest.mark.parametrize("method", steps.KEY_METHODS)
 @pytest.mark.parametrize("backward", [False, True])
 def test_keys_begin_at_mask_columns(method, backward):
     """With exact positions: all_gather always, ring if the ranks' chunks begin there."""
     checked = 0
     for layout, window in random_problems(200):
-        if method == "ring" and not begin_at_multiples(layout.spans, layout.cu, MASK_COLUMNS):
+        if method in steps.CHUNK_METHODS and not begin_at_multiples(layout.spans, layout.cu, MASK_COLUMNS):
             continue
         for rank in range(layout.ranks):
             pairs = [p for step in make_steps(layout, rank, Kind(method, window, True), backward) for p in step.pairs]

@@ -17,6 +17,7 @@ from flash_attn.dropout import MASK_COLUMNS
 
 KEY_METHODS = ("all_gather", "ring")  # move keys, of a mesh of two dimensions along the first
 METHODS = (*KEY_METHODS, "ulysses")
+CHUNK_METHODS = ("ring",)  # the keys of a step begin where a rank's chunk does, not with a document
 _ROWS = 128  # a segment is divided at a multiple of it
 _LEAST_WORK = 1 / 16  # a separate call during the transfer of keys has at least this part of a rank's work
 _WORTH_COMBINING = 0.5  # split own keys off if remote tokens exceed this fraction of local ones
