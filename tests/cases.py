@@ -392,9 +392,9 @@ def _case(row: dict, batch: int = 3) -> Case:
 
 
 def features_of(device: str) -> dict[str, tuple]:
-    """FEATURES with the dtypes of a device; fewer values of sizes on the CPU."""
+    """FEATURES with the dtypes of a device, by whichever path of calls; fewer values of sizes on the CPU."""
     on_cpu = {"head_dim": CPU_HEAD_DIMS, "heads": CPU_HEADS, "lengths": CPU_LENGTHS} if device == "cpu" else {}
-    return {**FEATURES, "dtype": DTYPES[device], **on_cpu}
+    return {**FEATURES, "dtype": DTYPES["cpu" if device == "cpu" else "cuda"], **on_cpu}
 
 
 def pairwise_cases(device: str) -> list[Case]:

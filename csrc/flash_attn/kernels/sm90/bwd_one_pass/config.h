@@ -87,6 +87,20 @@ struct BwdOnePassConfig {
   static constexpr int kSmemDs = kBlockM * kBlockN;
   static constexpr bool kEarlyK = plan::has_early_k(kTile, kMayDrop, kListed);
   static constexpr int kVStages = kHeadDim <= 64 && !kDqInSmem ? 2 : 1, kKStages = kEarlyK ? 2 : kVStages;  // buffers
+  // The buffers of a work tile's K and V. If K alone has two, work tiles alternate between them: then K's is the phase
+  // of V.
+  template <class State>
+  CUTE_HOST_DEVICE static constexpr int k_stage(const State& state) {
+    return kKStages == 1 ? 0 : state.stage;
+  }
+  template <class State>
+  CUTE_HOST_DEVICE static constexpr int v_stage(const State& state) {
+    return kVStages == 1 ? 0 : state.stage;
+  }
+  template <class State>
+  CUTE_HOST_DEVICE static constexpr uint32_t v_phase(const State& state) {
+    return kEarlyK ? state.stage : state.phase;
+  }
   struct Nothing {};
   template <class State>
   using IfBiased = std::conditional_t<kBiased, State, Nothing>;

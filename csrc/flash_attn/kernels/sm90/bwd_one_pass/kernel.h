@@ -103,7 +103,7 @@ struct BwdConsumer {
     __syncwarp();
     store_dkv(mainloop, mainloop.acc_dk, params.scale_softmax,
               {launch.dk_map, params.dk_ptr, params.dk_strides, params.d},
-              storage.staged_dk(has_rows ? storage.k[mainloop.k_stage()] : nullptr));
+              storage.staged_dk(has_rows ? storage.k[Config::k_stage(mainloop.kv_state)] : nullptr));
     __syncwarp();
     state = mainloop.state;
     ds_state = mainloop.ds_state;

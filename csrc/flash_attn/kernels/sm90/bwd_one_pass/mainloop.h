@@ -129,9 +129,9 @@ struct BwdMainloop {
     const Visit at = visit_at(given);
     const RowValues lse_rows{storage.lse_log2[stage], coords};
     const EarlyRowValues lse_log2(lse_rows);
-    start_scores(storage.k[k_stage()], storage.q[stage], acc_s);
+    start_scores(storage.k[Config::k_stage(kv_state)], storage.q[stage], acc_s);
     storage.do_full[stage].wait(state.phase);
-    start_scores(storage.v[v_stage()], storage.dout[stage], acc_dp);
+    start_scores(storage.v[Config::v_stage(kv_state)], storage.dout[stage], acc_dp);
     const Seen seen = seen_at(at);
     wait_for<1>(acc_s);
     constexpr bool kStartsDv = !Config::kIsTall;  // registers do not hold dP and P in two precisions
@@ -154,11 +154,6 @@ struct BwdMainloop {
       return given;
     }
   }
-
-  __device__ __forceinline__ int k_stage() const { return Config::kKStages == 1 ? 0 : kv_state.stage; }
-  __device__ __forceinline__ int v_stage() const { return Config::kVStages == 1 ? 0 : kv_state.stage; }
-  // Work tiles alternate between the buffers of K: the stage of K is the phase of a single V.
-  __device__ __forceinline__ uint32_t v_phase() const { return Config::kEarlyK ? kv_state.stage : kv_state.phase; }
 
   // kListed: whether every query of the step sees all keys of this consumer.
   __device__ __forceinline__ bool is_whole(const Visit& at) const {
@@ -266,7 +261,7 @@ struct BwdMainloop {
   __device__ __forceinline__ void compute_own_dq() {
     if (dq_state.stage == group) {
       AccDq acc_dq;
-      compute_dq<Config>(storage, dq_state, k_stage(), thread, {launch, tile, own_dq_step()}, acc_dq);
+      compute_dq<Config>(storage, dq_state, Config::k_stage(kv_state), thread, {launch, tile, own_dq_step()}, acc_dq);
       stage_dq_tile<Config>(storage, dq_state, acc_dq, thread);
       __syncwarp();  // wgmma needs converged warps
     }
@@ -289,7 +284,7 @@ struct BwdMainloop {
     } else {
       wait_for_consumers<Config>();
     }
-    if constexpr (Config::kEarlyK) storage.kv_empty[k_stage() ^ 1][0].arrive();
+    if constexpr (Config::kEarlyK) storage.kv_empty[Config::k_stage(kv_state) ^ 1][0].arrive();
   }
 
   __device__ __forceinline__ bool is_first_lane() const { return thread % 32 == 0; }
@@ -325,7 +320,7 @@ struct BwdMainloop {
     const RowRange unmasked =
         Config::kListed ? RowRange{} : unmasked_rows(visibility, key_begin(), key_begin() + 64, Config::kBlockM);
     Element* const keys = storage.k[kv_state.stage];
-    Element* const values = storage.v[v_stage()];
+    Element* const values = storage.v[Config::v_stage(kv_state)];
     AccSdP acc_s;
     storage.q_full[state.stage].wait(state.phase);
     start_scores(keys, storage.q[state.stage], acc_s);
@@ -419,7 +414,7 @@ struct BwdMainloop {
       if constexpr (!Config::kPassesSteps) order.advance(at);
     }
     compute_own_dq();
-    if constexpr (!Config::kEarlyK) storage.kv_empty[k_stage()][0].arrive();
+    if constexpr (!Config::kEarlyK) storage.kv_empty[Config::k_stage(kv_state)][0].arrive();
     wait_for_ds_readers();
     if constexpr (!Config::kEarlyK && !Config::kDsHoldsDkv) wait_for_dq_buffer<Config>(storage, ds_state);
   }
@@ -440,7 +435,7 @@ struct BwdMainloop {
     if (count == 0) return;
     const int part = Config::kHasDqWarpgroup ? group : 0;
     storage.k_full[kv_state.stage][part].wait(kv_state.phase);
-    storage.v_full[v_stage()][part].wait(v_phase());
+    storage.v_full[Config::v_stage(kv_state)][part].wait(Config::v_phase(kv_state));
     if constexpr (Config::kHasDqWarpgroup) {
       run_with_dq_warpgroup(count);
     } else {

@@ -6,15 +6,6 @@
 #include "kernels/sm80/warp_ops.h"
 
 namespace flash {
-namespace sm80 {
-
-// 1: of all but the first 128 threads. 2: of the 128 after these.
-inline void sync_named(int id, int) {
-  emulation::any_of(id == 1 ? emulation::kConsumers : emulation::kFirstConsumer, false);
-}
-
-}  // namespace sm80
-
 namespace decode {
 
 inline bool any_named(int, int, bool value) { return emulation::any_of(emulation::kConsumers, value); }
