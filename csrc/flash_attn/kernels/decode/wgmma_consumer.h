@@ -88,7 +88,7 @@ struct KvWgmmaConsumer {
     products.clear_out();
     softmax.clear();
     sm80::wait_for_copies_but(0);
-    const bool is_valid = !any_named(kBoth, kThreads, invalid);
+    const bool is_valid = !sm80::any_named(kBoth, kThreads, invalid);
     products.load_query(storage.q, warp, lane);
     const KvTokens tokens = kv_tokens(params, queries(), part.row_tile);
     const Visibility visibility{queries().count, part.request.seqlen_k, params.window};

@@ -1,4 +1,4 @@
-// The products of the wgmma decode kernel, and a barrier that votes.
+// The products of the wgmma decode kernel.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -10,17 +10,6 @@
 
 namespace flash {
 namespace decode {
-
-// Named barrier `id` of `threads` threads, as sm80::sync_named(). Returns whether `value` is true in one of them.
-__device__ __forceinline__ bool any_named(int id, int threads, bool value) {
-  int any;
-  asm volatile(
-      "{\n.reg .pred p, any;\nsetp.ne.b32 p, %3, 0;\nbar.red.or.pred any, %1, %2, p;\nselp.b32 %0, 1, 0, any;\n}\n"
-      : "=r"(any)
-      : "r"(id), "r"(threads), "r"(static_cast<int>(value))
-      : "memory");
-  return any != 0;
-}
 
 // The accumulators of a consumer: S of 64 rows and an n_block's keys, O of 64 rows.
 template <class Config>

@@ -255,7 +255,7 @@ struct MlaConsumer {
     products.clear_out();
     sm80::wait_for_copies_but(0);
     tma::fence_buffer();
-    const bool is_valid = !any_at_barrier(kBarrier, kConsumerThreads, lacks_pages) && work.is_valid;
+    const bool is_valid = !sm80::any_named(kBarrier, kConsumerThreads, lacks_pages) && work.is_valid;
     hold_query();
     const int count = work.to - work.from;
 #pragma unroll 1
@@ -274,7 +274,7 @@ struct MlaConsumer {
       row_sum[i] += __shfl_xor_sync(0xffffffffu, row_sum[i], 2);
       if (lane % 4 == 0) storage.row_sums[kIndex][row_of(i)] = row_sum[i];
     }
-    any_at_barrier(kBarrier, kConsumerThreads, false);  // after it, too, nobody reads keys any more
+    sm80::any_named(kBarrier, kConsumerThreads, false);  // after it, too, nobody reads keys any more
     Element* outs[kThreadRows];
 #pragma unroll
     for (int i = 0; i < kThreadRows; ++i) {

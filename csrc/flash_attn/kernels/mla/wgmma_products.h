@@ -128,16 +128,5 @@ __device__ __forceinline__ void store_matrices(Element* row, uint32_t r0, uint32
   cute::SM90_U32x4_STSM_N::copy(r0, r1, r2, r3, *reinterpret_cast<cute::uint128_t*>(row));
 }
 
-// Waits for `threads` threads at named barrier `id` (1 to 15). Returns whether `value` is true in one of them.
-__device__ __forceinline__ bool any_at_barrier(int id, int threads, bool value) {
-  int any;
-  asm volatile(
-      "{\n.reg .pred p, any;\nsetp.ne.b32 p, %3, 0;\nbar.red.or.pred any, %1, %2, p;\nselp.b32 %0, 1, 0, any;\n}\n"
-      : "=r"(any)
-      : "r"(id), "r"(threads), "r"(static_cast<int>(value))
-      : "memory");
-  return any != 0;
-}
-
 }  // namespace mla
 }  // namespace flash

@@ -74,6 +74,17 @@ __device__ __forceinline__ void sync_named(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
+// Waits there. Returns whether `value` is true in one of the threads.
+__device__ __forceinline__ bool any_named(int id, int threads, bool value) {
+  int any;
+  asm volatile(
+      "{\n.reg .pred p, any;\nsetp.ne.b32 p, %3, 0;\nbar.red.or.pred any, %1, %2, p;\nselp.b32 %0, 1, 0, any;\n}\n"
+      : "=r"(any)
+      : "r"(id), "r"(threads), "r"(static_cast<int>(value))
+      : "memory");
+  return any != 0;
+}
+
 // Arrives there without waiting.
 __device__ __forceinline__ void arrive_named(int id, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");

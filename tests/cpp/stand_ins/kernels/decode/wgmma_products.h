@@ -8,8 +8,6 @@
 namespace flash {
 namespace decode {
 
-inline bool any_named(int, int, bool value) { return emulation::any_of(emulation::kConsumers, value); }
-
 template <class Config>
 struct KvWgmmaProducts : emulation::Wgmma {
   using Element = typename Config::Element;

@@ -93,7 +93,5 @@ inline void store_matrices(bf16* row, uint32_t r0, uint32_t r1, uint32_t r2, uin
   emulation::store_matrices(row, r0, r1, r2, r3);
 }
 
-inline bool any_at_barrier(int, int, bool value) { return emulation::any_of(emulation::kConsumers, value); }
-
 }  // namespace mla
 }  // namespace flash
