@@ -417,8 +417,12 @@ class KvCacheArgs(NamedTuple):
 
     def named(self) -> dict[str, object]:
         """The options of KVCACHE_OPTIONS that are given, by name."""
-        given = ((name, getattr(self, name)) for name in KVCACHE_OPTIONS)
-        return {name: value for name, value in given if _is_given(value, self._field_defaults[name])}
+        return self.given(KVCACHE_OPTIONS)
+
+    def given(self, names: Sequence[str]) -> dict[str, object]:
+        """Those of these fields that differ from their defaults; None is that of fields without one."""
+        values = ((name, getattr(self, name)) for name in names)
+        return {name: value for name, value in values if _is_given(value, self._field_defaults.get(name))}
 
     def is_scaled(self) -> bool:
         """Whether a tensor has 8 bits or an argument of such calls is given."""

@@ -41,13 +41,7 @@ def check_packed(args: AttentionArgs) -> None:
 
 def check_cached(args: KvCacheArgs) -> None:
     """Raise NotImplementedError for a call over a cache with a qv that no kernel computes."""
-    more = {name: getattr(args, name) for name in _NOT_OVER_A_CACHE}
-    _check(
-        args,
-        args.k_cache,
-        args.v_cache,
-        {name: x for name, x in more.items() if x is not KvCacheArgs._field_defaults.get(name)},
-    )
+    _check(args, args.k_cache, args.v_cache, args.given(_NOT_OVER_A_CACHE))
 
 
 def check_plan(args: KvCachePlanArgs) -> None:
