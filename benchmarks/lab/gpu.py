@@ -22,7 +22,7 @@ class Gpu:
         return min(by_registers, self.smem_per_sm // (smem_bytes + 1024), self.threads_per_sm // threads)
 
     def problems(self, ctas, threads, smem_bytes):
-        """Why so many CTAs are not on an SM at a time, whatever registers they have."""
+        """The limits of an SM, other than registers, that this many CTAs at a time exceed."""
         fits = smem_bytes <= self.smem_per_block and ctas * (smem_bytes + 1024) <= self.smem_per_sm
         found = [] if fits else [f"shared memory: {ctas} CTAs of {smem_bytes} bytes do not fit an SM"]
         too_many = [f"threads: {ctas} CTAs of {threads} do not fit an SM"]

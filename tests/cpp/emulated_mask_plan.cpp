@@ -114,7 +114,7 @@ struct Batch {
   }
 };
 
-// A plan, its memory behind which nothing may be written, and its results.
+// A plan with its memory and results. A guard word after the memory shows writes beyond its end.
 struct Plan {
   flash::plan::MaskPlan sizes;
   std::vector<uint32_t> words;
@@ -141,7 +141,7 @@ struct Plan {
     params.row_bounds = reinterpret_cast<flash::IntervalBounds*>(at + sizes.seen_words());
     params.key_bounds = params.row_bounds + sizes.row_strips;
     flash::run_mask_plan(params, nullptr);
-    check::that(words.back() == kUnwritten, "memory behind the plan");
+    check::that(words.back() == kUnwritten, "memory after the plan");
   }
 
   flash::BlockList list(int index) const {

@@ -11,7 +11,7 @@
 namespace flash {
 namespace decode {
 
-// A warp copies its share of an n_block's keys; each lane finds the page of one of them, an n_block ahead.
+// Each warp copies a quarter of an n_block's keys. Its lanes look up the pages of the next n_block, one key each.
 template <class Config>
 struct KvWgmmaProducer {
   using Element = typename Config::Element;

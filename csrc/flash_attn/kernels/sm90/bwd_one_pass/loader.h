@@ -134,8 +134,8 @@ struct BwdLoader {
     }
   }
 
-  // kEarlyK: K of the next work tile, during the last steps of this one. The second buffer, which the first work tile
-  // frees though nobody has used it, is a phase ahead.
+  // kEarlyK: loads K of the next work tile during the last steps of this one. The first work tile releases the second
+  // buffer, which is still unused, so that buffer's barrier has completed one phase more.
   __device__ __forceinline__ void load_early_k(const TmaRows& k_rows, int row, int first_key, int head) {
     const int stage = kv_state.stage;
     storage.kv_empty[stage][0].wait(kv_state.phase ^ 1 ^ stage);
