@@ -37,7 +37,7 @@ constexpr BwdThreshold kBwdThresholds[] = {
     {BwdSchedule::kTwoPass, 128, BwdMaskKind::kOpenRight, BwdMode::kAny, 256,
      "full s 128 1.12 times as fast, s 256 1.00, s 512 0.94 (H200)"},
     {BwdSchedule::kTwoPass, 128, BwdMaskKind::kMaskedRight, BwdMode::kDefault, 256,
-     "causal s 128, 256 1.18, 1.14 times as fast, s 1024 0.92 (H200, one pass with one buffer of K)"},
+     "causal s 128, 256 1.18, 1.14 times as fast, s 512 0.93, s 1024 0.92 (H200; s 512 alone with two buffers of K)"},
     {BwdSchedule::kTwoPass, 128, BwdMaskKind::kMaskedRight, BwdMode::kDeterministic, 2048,
      "not published: one pass adds to dQ in order, two passes add nothing"},
 };
@@ -136,13 +136,14 @@ constexpr int kMBlocksOfNBlock = 32;  // causal s 128k 0.73 to 0.98 of the other
 constexpr int kMostOrderedNBlocks = 32;
 
 // Without an order nothing waits, and the more n_blocks read the same rows at a time, the less power L2 takes: d 128
-// full s 8192 492 to 510, causal s 16384 493 to 558 TFLOPS with 32 of them. More of them only in sequences of more than
-// 4096 keys: rows and sums of four heads of 16384 at d 128 are 67 MB, more than L2 holds. Not measured with 64 keys.
+// full s 8192 492 to 510, causal s 16384 493 to 558 TFLOPS with 32 of them. More of them exist only in sequences
+// of more than 4096 keys: 32 heads of 32768 1.06 (d 128) and 1.12 (d 64) times as fast, 16384 0.98 to 1.02 (H200). Not
+// measured with 64 keys.
 constexpr int kMostRunningNBlocks = 128;
 
 // Under a map of blocks the n_blocks of a head are out of step, and what they read and add to stays in L2 only if all
-// that run are of one head or two: simulated, 16 heads, s 32k, blocks at 10, 25, 50 %: rows and sums that miss L2 0.68,
-// 0.67, 0.58 of a step with 32 n_blocks of a head, 0.1, 0.06, 0.03 with all.
+// that run are of one head or two: 16 heads, s 32k, blocks at 10, 25, 50 % 1.36, 1.26, 1.23 times as fast (H200, with
+// kListedPlain; by a simulation of L2 misses fall from 0.6 to 0.7 of the accesses of a step to 0.03 to 0.1).
 constexpr int kRunningOutOfStep = 128;
 
 // m_blocks: of one head; group: query heads of a K/V head; block_n: keys of a CTA.
