@@ -311,8 +311,7 @@ def speed_line(title, measured, peers, speed="", groups=None, mode="fwd", longes
     fastest = max(row["results"]["ours"]["tflops"] for row in rows)
     each = ([ratio for _, ratio, _ in best_ratios(rows, (peer,))] for peer in peers)
     cells = [mean_and_worst(values, len(rows)) for values in each]
-    shapes = len({row["id"] for row in rows})
-    return [f"{title}, {shapes} shapes", speed or f"up to {fastest:.0f} TFLOPS", *cells, against_best(rows)]
+    return [f"{title}, {len(rows)} shapes", speed or f"up to {fastest:.0f} TFLOPS", *cells, against_best(rows)]
 
 
 def speed_block():

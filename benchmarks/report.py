@@ -32,7 +32,7 @@ def missing_lines(result):
     """What was not measured and why, one line per implementation."""
     reasons = {}
     for row in result["rows"]:
-        for name, reason in row["notes"].items():
+        for name, reason in row.get("notes", {}).items():
             reasons.setdefault(name, Counter())[f"{row['mode']}: {reason}"] += 1
     return [
         f"not measured: {name}, " + "; ".join(f"{count} rows {reason}" for reason, count in counts.items())
