@@ -3,8 +3,7 @@
 Measures every entry of sm80_designs.py: the ladder from plain loads to the kernel in use, and the kernel in use with
 one thing changed; full and causal. Then those of sm90_designs.py, the Hopper forward. Compiles what is missing on all
 cores (build/lab/kernels keeps it), compares each kernel with float64 attention, times them in turns, writes the JSON
-and prints the tables. Needs nvcc and the CUTLASS headers, torch and a GPU; --compile-only no GPU, --list nothing,
---from-json a result.
+and prints the tables. Needs nvcc and the CUTLASS headers, torch and a GPU; --compile-only no GPU, --list nothing.
 """
 
 from __future__ import annotations

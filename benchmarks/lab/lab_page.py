@@ -24,14 +24,12 @@ def ablation_ladder():
 
 
 def ablation_switches():
-    result = stored("ablate")
-    tables = [study_report.switch_table(result, family) for family in result["families"]]
-    return [*tables[0], "", *tables[1]]
+    return study_report.switch_tables(stored("ablate"))
 
 
 def sweep():
     result = stored("sweep")
-    return [*study_report.summary(result), "", run_line(result)]
+    return [*study_report.sweep_table(result), "", run_line(result)]
 
 
 def triton_ladder():

@@ -1,4 +1,4 @@
-// The parameters of plain calls without torch, and memory, for the launchers of tiles and designs.
+// The parameters of plain calls without torch, and memory, for the launchers of designs.
 #pragma once
 
 #include <cuda_runtime_api.h>

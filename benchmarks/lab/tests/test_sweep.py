@@ -17,38 +17,31 @@ sys.path[:] = [str(ROOT / "tools"), *sys.path, str(LAB), str(LAB.parent)]
 
 import ablate
 import kernel_tables
-import results
+import sm80_designs
 import study
 import sweep
-import tile_designs
-from tile_designs import KERNELS, TileDesign
+from sm90_designs import shipped
 from toolchain import find_toolkit
 
 needs_gxx = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
-HEAD_DIMS = {"fwd_mma_sync": kernel_tables.NARROW, "fwd_wgmma": kernel_tables.WGMMA}
 
 
 @needs_gxx
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_tiles_fit_and_the_first_of_a_group_is_in_use(kernel):
-    groups = tile_designs.groups([kernel])
-    assert {group.head_dim for group in groups} <= set(HEAD_DIMS[kernel])
-    assert {group.head_dim for group in groups if group.dtype == "fp16"} == {tile_designs.FP16_HEAD_DIM}
-    for group, entries in groups.items():
+def test_tiles_fit_and_the_first_of_a_group_is_in_use():
+    for entries in sweep.groups().values():
+        designs = [entry.design for entry in entries]
+        assert {design.head_dim for design in designs} <= set(kernel_tables.WGMMA)
         assert {entry.label: entry.design.problems() for entry in entries if entry.design.problems()} == {}
-        assert [entry.kind for entry in entries] == ["in use", *["other"] * (len(entries) - 1)]
-        assert 1 < len({entry.design for entry in entries}) == len({entry.label for entry in entries}) == len(entries)
-        assert {entry.design.dtype for entry in entries} == {group.dtype}
+        assert entries[0].kind == "in use" and 1 < len(set(designs)) == len({entry.label for entry in entries})
 
 
 COMPILE = """
 import ctypes, json, sys
 from pathlib import Path
-lab, folder, kernel, head_dim = sys.argv[1:]
+lab, folder, family, head_dim = sys.argv[1:]
 sys.path.insert(0, lab)
-import kernel_library, tile_designs
-entries = {group.head_dim: entries for group, entries in tile_designs.groups([kernel]).items()}
-design = entries[int(head_dim)][0].design
+import ablate, kernel_library
+design = ablate.FAMILIES[family](int(head_dim))[0].design
 compiler = kernel_library.Compiler(folder=Path(folder))
 print(json.dumps(compiler.compile(design)))
 ctypes.CDLL(str(compiler.library(design)))["lab_forward"]
@@ -60,34 +53,28 @@ ctypes.CDLL(str(compiler.library(design)))["lab_forward"]
 @pytest.mark.skipif(
     find_toolkit(sys.path) is None or shutil.which("g++") is None, reason="nvcc or g++ is not installed"
 )
-@pytest.mark.parametrize("kernel, head_dim", [("fwd_mma_sync", 32), ("fwd_wgmma", 64)])
-def test_launchers_compile_and_link(kernel, head_dim, tmp_path):
+@pytest.mark.parametrize("family", ablate.FAMILIES)
+def test_launchers_compile_and_link(family, tmp_path):
     """Each launcher has headers of the kernels that another one does not."""
-    command = [sys.executable, "-c", COMPILE, str(LAB), str(tmp_path), kernel, str(head_dim)]
+    command = [sys.executable, "-c", COMPILE, str(LAB), str(tmp_path), family, "64"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     facts = json.loads(done.stdout)
-    assert facts["threads"] >= 128 and facts["smem_bytes"] > 0 and not facts["spills"] and not facts["serialized"]
+    assert facts["registers"] > 0 and not facts["spills"] and not facts["serialized"]
 
 
 class FakeCompiler:
     """Compiles all but one design."""
 
-    left_out = TileDesign(128, 128, 128, 48, 4, 2)
     versions = {"nvcc": "13.0", "CUTLASS": "4.2"}
 
     def compile_all(self, designs, progress, jobs):
-        facts = {"registers": 168, "spills": 0, "smem_bytes": 1024, "serialized": False}
-        facts |= {"ctas_per_sm": 2, "threads": 128, "loop": {"all": 1300, "HMMA": 256}}
-        return {design: facts for design in designs if design != self.left_out}
+        return {design: {} for design in designs if design != sm80_designs.ladder(64)[1].design}
 
 
 @needs_gxx
-@pytest.mark.parametrize("program, options, others", [
-    (sweep, "--head-dims 128 --dtypes bf16", ["fwd_wgmma", "fwd_wgmma"]),
-    (ablate, "--head-dims 64", ["wgmma"]),
-])  # fmt: skip
-def test_a_dry_run_on_the_cpu(program, options, others, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("program, options", [(sweep, "--head-dims 128"), (ablate, "--head-dims 64")])
+def test_a_dry_run_on_the_cpu(program, options, tmp_path, monkeypatch, capsys):
     """All but nvcc and the kernels: checks, timing, the JSON, the report."""
     import cases
     import shared
@@ -112,16 +99,14 @@ def test_a_dry_run_on_the_cpu(program, options, others, tmp_path, monkeypatch, c
     program.main([*options.split(), "--min-ms", "0", "--out", str(out)])
     result, text = json.loads(out.read_text()), capsys.readouterr().out
     if program is sweep:
-        assert [group["kernel"] for group in result["groups"][1:]] == others
-        assert sorted(result["groups"][0]["flops"]) == ["causal 128", "causal 16", "full 128", "full 16"]
-        left_out = "mma.sync forward, d 128 bf16, 128 × 48, 4 warps, 2 CTA an SM: does not compile"
+        tile = shipped(128, "kPlain", ("full",))
+        in_use = f"{tile.block_m} × {tile.block_n}, {tile.kv_stages} stages"
+        assert f"| d 128 bf16, full | {in_use} | " in text and "| d 128 fp16, full | – | – | – |" in text
+        assert [list(group["flops"]) for group in result["groups"][:2]] == [
+            ["full 16", "full 128"], ["causal 16", "causal 128"],
+        ]  # fmt: skip
     else:
-        assert list(result["families"]) == ["mma_sync", *others]
-        left_out = "- left out: mma.sync forward, head dim 64, fp16: s 20, 20, full: error"
-    assert left_out in text
-    as_stored = json.loads(out.read_text(), parse_float=lambda digits: float(f"{float(digits):.{results.DIGITS}g}"))
-    out.write_text(json.dumps(as_stored))
-    program.main(["--from-json", str(out)])
-    text = capsys.readouterr().out
-    program.main(["--from-json", str(results.store("stored", result, tmp_path))])  # which has no reasons
-    assert [line for line in capsys.readouterr().out.splitlines() if line not in text] == []
+        assert list(result["families"]) == ["mma_sync", "wgmma"]
+        assert f"LEFT OUT: {sm80_designs.ladder(64)[1].design.name}: does not compile" in text
+        assert "| plain loads, 64 × 64 tiles |" in text and "| exact row max in every step |" in text
+        assert "LEFT OUT" in text and "| padded rows of shared memory |" not in text and "| fp16 |" not in text
