@@ -252,10 +252,6 @@ IMPLEMENTATIONS = {
             "ours_tangents", "flash_attn (this package), with the tangents of q, k and v", tangents,
             package="flash_attn", groups=("tangents",),
         ),
-        Implementation(
-            "cudnn_fp8", "cuDNN, e4m3 q, k and v", package_peers.cudnn_fp8, frozenset({GQA}), package="cudnn",
-            groups=("fp8",), max_error=MAX_FP8_ERROR,
-        ),
         sdpa_peer(
             "sdpa_flash", "flash backend (FlashAttention-2)", SDPBackend.FLASH_ATTENTION, torch_peers.sdpa_flash,
             frozenset({CPU, PACKED, WINDOW, ALIBI}), torch_peers.sdpa_flash_limits,

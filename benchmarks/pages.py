@@ -34,7 +34,7 @@ from scores import (
 
 PAYS, SLOWER = 1.03, 0.97
 SHORT = 1024  # tokens of the longest sequence of a short call
-FP8 = {"ours": "`bf16`", "ours_fp8": "`fp8`", "ours_fp8_fast": "`fp8 fast`", "cudnn_fp8": "`cudnn`"}
+FP8 = {"ours": "`bf16`", "ours_fp8": "`fp8`", "ours_fp8_fast": "`fp8 fast`"}
 
 
 def origin(result, name):
