@@ -232,11 +232,6 @@ IMPLEMENTATIONS = {
             groups=("deterministic",),
         ),
         Implementation(
-            "ours_invariant", "flash_attn (this package), batch_invariant=True and deterministic=True",
-            functools.partial(ours, deterministic=True, batch_invariant=True), package="flash_attn",
-            groups=("invariant", "invariant_small"),
-        ),
-        Implementation(
             "ours_plain", "flash_attn (this package), the same problem without features", ours,
             further_limits=plain_limits, package="flash_attn", groups=("window", "varlen_equal", "features"),
             problem=plain_problem,

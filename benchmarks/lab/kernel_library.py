@@ -15,7 +15,6 @@ import functools
 import hashlib
 import json
 import os
-import re
 import subprocess
 import sys
 import time
@@ -45,25 +44,11 @@ def check(design):
         raise ValueError(f"design {design.name}: {'; '.join(problems)}")
 
 
-def included_files(file):
-    """The file and all of the tree that it includes, directly or not."""
-    found, todo = set(), [file]
-    while todo:
-        path = todo.pop()
-        if path in found:
-            continue
-        found.add(path)
-        for name in re.findall(r'^\s*#\s*include\s*"([^"]+)"', path.read_text(encoding="utf-8"), re.MULTILINE):
-            places = (base / name for base in (path.parent, SOURCES, CSRC))
-            todo += [place.resolve() for place in places if place.is_file()][:1]
-    return sorted(found)
-
-
 @functools.lru_cache(None)
-def sources_digest(file):
-    """Of all that a kernel's code is in."""
+def sources_digest():
+    """Of the laboratory's sources and all headers of the kernels."""
     digest = hashlib.sha256()
-    for path in included_files(file):
+    for path in sorted([*SOURCES.iterdir(), *CSRC.rglob("*.h")]):
         digest.update(f"{path.relative_to(ROOT)}\n".encode() + path.read_bytes())
     return digest.hexdigest()
 
@@ -110,7 +95,7 @@ class Compiler:
         self.arch, self.folder = arch or gpu().arch, folder
 
     def library(self, design):
-        key = cache_key(design, self.arch, ", ".join(self.versions.values()), sources_digest(design.launcher))
+        key = cache_key(design, self.arch, ", ".join(self.versions.values()), sources_digest())
         return self.folder / f"{design.name}-{key}.so"
 
     def command(self, design, folder, library):
