@@ -33,7 +33,7 @@ from check import MAX_RELATIVE_ERROR, relative
 from implementations import make_inputs
 from rows import BACKWARD_GROUPS, CACHE_TIMING, GROUPS, select, windows
 from scores import score_line
-from shared import row_bar
+from shared import row_teller
 from timing import CALLS_PER_GRAPH, Allowance, Budget, captured, interleave, make_timers, summarize
 
 MODULE = "flash_attn_2_cuda"
@@ -171,11 +171,11 @@ def measure_rows(builds, options, device):
     rows, timers = select(options.groups, options.quick, device.type, options.dtype), make_timers(device)
     work = [(row, mode) for row in rows for mode in modes_of(row) if mode in options.mode]
     allowance, entries = Allowance(options.budget, max(1, len(work))), []
-    with row_bar(len(work)) as done:
-        for index, (row, mode) in enumerate(work):
-            entry = measure(builds, row, mode, timers[row.timing], device, allowance.budget(BUDGET, index))
-            entries.append(entry)
-            done(line_of(entry))
+    done = row_teller(len(work))
+    for index, (row, mode) in enumerate(work):
+        entry = measure(builds, row, mode, timers[row.timing], device, allowance.budget(BUDGET, index))
+        entries.append(entry)
+        done(line_of(entry))
     for index, (row, mode) in enumerate(work):
         if entries[index]["ratio"] < options.limit:
             entries[index] = measure(builds, row, mode, timers[row.timing], device, AGAIN)

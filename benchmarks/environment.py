@@ -6,7 +6,6 @@ import datetime
 import importlib.metadata
 import platform
 import sys
-from pathlib import Path
 
 import torch
 from shared import ROOT
@@ -25,18 +24,9 @@ def git_state():
     return (None, None) if commit == "unknown" else (commit.removesuffix("-dirty"), commit.endswith("-dirty"))
 
 
-def cpu_name():
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
-
-
 def describe_device(device):
     if device.type != "cuda":
-        return {"type": "cpu", "name": cpu_name(), "threads": torch.get_num_threads()}
+        return {"type": "cpu", "name": platform.processor() or platform.machine(), "threads": torch.get_num_threads()}
     properties = torch.cuda.get_device_properties(device)
     return {
         "type": "cuda",

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from markdown_tables import mask
 from results import OUT_OF_MEMORY
 from scores import rows_of
@@ -92,15 +90,13 @@ def draw_grid(result, mode, head_dim, caption):
     return figure
 
 
-def write_plots(result, folder, caption, only=None, prefix=""):
-    """Writes PNGs into `folder`, of all figures or of those whose names, after `prefix`, are in `only`; returns their
-    paths."""
-    folder = Path(folder)
+def write_plots(result, folder, caption, names, prefix=""):
+    """Writes the figures of these names, after `prefix`, as PNGs into `folder`; returns their paths."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
     for mode, head_dim in sorted({(row["mode"], row["head_dim"]) for row in rows_of(result, PLOTTED_GROUPS)}):
         path = folder / f"{prefix}{mode.replace('+', '_')}_d{head_dim}.png"
-        if only is None or path.name in only:
+        if path.name in names:
             save(draw_grid(result, mode, head_dim, caption), path)
             paths.append(path)
     return paths

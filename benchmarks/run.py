@@ -27,7 +27,7 @@ from report import full_report
 from results import ROOT
 from rows import ALL_GROUPS, CACHE_HOST_CASE, CACHE_TIMING, GROUPS, HOST_CASE, MODE_FLOPS, Row, modes_of, select
 from scores import OURS, PLAIN, speed
-from shared import row_bar
+from shared import row_teller
 from timing import Allowance, Budget, host_overhead_us, make_timers, summarize
 
 SECONDS_PER_MODE = 65.0  # with the default peers; more peers get more
@@ -96,15 +96,15 @@ def measure_all(options, device, budget, timers, keep):
     implementations = options.implementations
     allowance = Allowance(options.budget or default_seconds(options.mode, implementations), len(work))
     entries = []
-    with row_bar(len(work)) as done:
-        for index, (row, mode) in enumerate(work):
-            if allowance.exhausted():
-                entries.append(skipped(row, mode, implementations, allowance.seconds))
-            else:
-                own, may_compile = allowance.budget(budget, index), not allowance.is_late(index)
-                entries.append(measure(row, mode, implementations, timers, device, own, may_compile))
-            keep(entries)
-            done(progress_text(entries[-1]))
+    done = row_teller(len(work))
+    for index, (row, mode) in enumerate(work):
+        if allowance.exhausted():
+            entries.append(skipped(row, mode, implementations, allowance.seconds))
+        else:
+            own, may_compile = allowance.budget(budget, index), not allowance.is_late(index)
+            entries.append(measure(row, mode, implementations, timers, device, own, may_compile))
+        keep(entries)
+        done(progress_text(entries[-1]))
     return entries, {"budget_s": allowance.seconds, "spent_s": round(allowance.spent(), 1)}
 
 

@@ -95,13 +95,3 @@ def test_triton_on_the_gpu(dtype, device="cuda"):
         implementation = implementations.IMPLEMENTATIONS["triton"]
         _, facts = measure.probe(implementation, row, inputs, "fwd+bwd", torch.device(device))
         assert facts["relative_error"] < 1e-2
-
-
-@needs_gpu
-def test_triton_backward_needs_no_large_temporaries(device="cuda"):
-    """Beyond the gradients: two numbers per row and head."""
-    pytest.importorskip("triton")
-    row = rows.Row("cells", Case(1, 4096, 4096, 8, 8, 64, "bfloat16", causal=True))
-    inputs = implementations.make_inputs(row, torch.device(device), requires_grad=True)
-    _, facts = measure.probe(implementations.IMPLEMENTATIONS["triton"], row, inputs, "bwd", torch.device(device))
-    assert facts["peak_bytes"] - facts["result_bytes"] <= 2 * 4 * 4096 * 8

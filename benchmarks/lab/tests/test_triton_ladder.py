@@ -7,7 +7,6 @@ import json
 import sys
 from pathlib import Path
 
-import pytest
 import torch
 from test_triton import TRITON_CASES, check_triton, run_interpreted
 
@@ -40,13 +39,3 @@ def test_the_program_and_its_rungs_by_the_interpreter(tmp_path):
         rungs = {rung.name for rung in RUNGS if row["mode"] in rung.modes}
         assert set(row["results"]) == rungs | {"ours", "sdpa_flash"} and row["failed"] == []
         assert all(found["relative_error"] < 2e-3 for found in row["results"].values())
-
-
-def test_the_rungs_on_the_gpu():
-    pytest.importorskip("triton")
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
-        pytest.skip("tensor descriptors and the tiles of Hopper")
-    import triton_attention
-
-    for rung in RUNGS:
-        check_triton(triton_attention, "cuda", torch.bfloat16, rung.variant, TRITON_CASES[:1])
