@@ -233,8 +233,6 @@ def loss_block():
 def gains_block():
     """Whole models (examples/gains.py): milliseconds by each way, memory, and what does not pay."""
     result = stored("gains")
-    if not result:
-        return []
     lines, equal, slower = [], [], []
     for row in result["rows"]:
         before, others = row["ms"]["torch"], {name: ms for name, ms in row["ms"].items() if name != "torch"}
@@ -259,7 +257,7 @@ def gains_block():
 
 def accuracy_block():
     result = stored("accuracy")
-    return [*accuracy_table.block(result), "", *origin(result, "accuracy")] if result else []
+    return [*accuracy_table.block(result), "", *origin(result, "accuracy")]
 
 
 # ---- 8 bits ----------------------------------------------------------------------------------------------------------

@@ -29,9 +29,8 @@ def stored_path(name):
 
 
 def stored(name):
-    """The compact result of an experiment, or None before there is one."""
-    path = stored_path(name)
-    return load(path) if path.is_file() else None
+    """The compact result of an experiment."""
+    return load(stored_path(name))
 
 
 def compact(result, name=""):

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import re
 import sys
 from pathlib import Path
 
@@ -56,7 +55,7 @@ def parse(arguments):
     parser.add_argument(
         "--out", type=Path, default=ROOT / "build" / "benchmarks", help="folder of the JSON (build/benchmarks)"
     )
-    parser.add_argument("--name", help="file name of the result without .json")
+    parser.add_argument("--name", default="result", help="file name of the result without .json (result)")
     options = parser.parse_args(arguments)
     try:
         measured_groups = [group for group in options.groups if set(modes_of(group)) & set(options.mode)]
@@ -108,13 +107,6 @@ def measure_all(options, device, budget, timers, keep):
     return entries, {"budget_s": allowance.seconds, "spent_s": round(allowance.spent(), 1)}
 
 
-def result_path(options, result):
-    slug = re.sub(r"[^a-z0-9]+", "_", result["device"]["name"].lower()).strip("_")
-    modes = "_".join(mode.replace("+", "_") for mode in options.mode)
-    commit = (result["git"]["commit"] or "nocommit")[:12]
-    return options.out / f"{options.name or f'{slug}_{modes}_{commit}'}.json"
-
-
 def describe_run(options, device, budget):
     return {
         "schema": 2,
@@ -139,7 +131,7 @@ def main(arguments=None):
     )  # fmt: skip
     timers = make_timers(device)
     result = describe_run(options, device, budget)
-    path = result_path(options, result)
+    path = options.out / f"{options.name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
 
     def keep(entries):  # so that a run that is cut off leaves something
