@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import importlib.metadata
 import platform
@@ -49,7 +50,10 @@ def describe_versions():
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None,
     }
-    return {**versions, **peer_versions()}, flash_attn.__build__
+    for package in PEER_PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[package] = importlib.metadata.version(package)
+    return versions, flash_attn.__build__
 
 
 def describe_run(device, versions):
@@ -69,14 +73,3 @@ def describe_origin(device):
     run = describe_run(device, versions)
     run["git"]["commit"] = run["git"]["commit"] or build.get("commit")
     return {**run, "build": build}
-
-
-def peer_versions():
-    """Versions of the packages that some peers come from, where they are installed."""
-    found = {}
-    for package in PEER_PACKAGES:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found

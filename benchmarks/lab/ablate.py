@@ -19,7 +19,6 @@ import sm90_designs
 import study
 import study_report
 from gpu import gpu
-from kernel_library import BuildError
 
 FAMILIES = {"mma_sync": sm80_designs.entries, "wgmma": sm90_designs.entries}
 SEQLENS = (1024, 4096)
@@ -41,11 +40,7 @@ def main(argv=None):
     parser.add_argument("--family", nargs="+", choices=tuple(FAMILIES), default=here, help="default: what the GPU runs")
     parser.add_argument("--head-dims", nargs="+", type=int, choices=sm80_designs.HEAD_DIMS, default=[64, 128])
     options = parser.parse_args(argv)
-    try:
-        todo = groups(options.family, options.head_dims)
-        study.run(options, todo, SEQLENS, store, study_report.ablation)
-    except BuildError as error:
-        sys.exit(f"error: {error}")
+    study.run(options, groups(options.family, options.head_dims), SEQLENS, store, study_report.ablation)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import contextlib
 import itertools
 import json
 import platform
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -130,7 +131,10 @@ def run(options, todo, seqlens, store, report):
     if options.list:
         say("\n".join(f"{title}: {e.kind}: {e.label}: {e.design.name}" for title, es in todo.items() for e in es))
         return
-    compiler = Compiler()
+    try:
+        compiler = Compiler()
+    except BuildError as error:
+        sys.exit(f"error: {error}")
     compiled = compiler.compile_all([e.design for entries in todo.values() for e in entries], say, options.jobs)
     if options.compile_only:
         return

@@ -16,7 +16,6 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]  # absent under PYTHONSAFEPATH
 
 import study
 import study_report
-from kernel_library import BuildError
 from sm80_designs import Entry
 from sm90_designs import OTHER_TILES, shipped, tile_entries
 
@@ -48,10 +47,7 @@ def main(argv=None):
     parser.add_argument("--head-dims", nargs="+", type=int, help="default: all")
     parser.add_argument("--dtypes", nargs="+", choices=tuple(MOST_OTHERS), default=tuple(MOST_OTHERS))
     options = parser.parse_args(argv)
-    try:
-        study.run(options, groups(options.head_dims, options.dtypes), SEQLENS, store, study_report.sweep)
-    except BuildError as error:
-        sys.exit(f"error: {error}")
+    study.run(options, groups(options.head_dims, options.dtypes), SEQLENS, store, study_report.sweep)
 
 
 if __name__ == "__main__":
