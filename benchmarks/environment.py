@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import importlib.metadata
 import platform
 import sys
-from pathlib import Path
 
 import torch
 from shared import ROOT
@@ -16,7 +16,7 @@ sys.path.append(str(ROOT / "tools"))
 
 from machine import commit_of
 
-PEER_PACKAGES = ("triton", "flash_attn_3", "flash-attn-4", "nvidia-cudnn-frontend")
+PEER_PACKAGES = ("triton", "flash_attn_3", "flash-attn-4")
 
 
 def git_state():
@@ -25,18 +25,9 @@ def git_state():
     return (None, None) if commit == "unknown" else (commit.removesuffix("-dirty"), commit.endswith("-dirty"))
 
 
-def cpu_name():
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
-
-
 def describe_device(device):
     if device.type != "cuda":
-        return {"type": "cpu", "name": cpu_name(), "threads": torch.get_num_threads()}
+        return {"type": "cpu", "name": platform.processor() or platform.machine(), "threads": torch.get_num_threads()}
     properties = torch.cuda.get_device_properties(device)
     return {
         "type": "cuda",
@@ -59,7 +50,10 @@ def describe_versions():
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None,
     }
-    return {**versions, **peer_versions()}, flash_attn.__build__
+    for package in PEER_PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[package] = importlib.metadata.version(package)
+    return versions, flash_attn.__build__
 
 
 def describe_run(device, versions):
@@ -79,14 +73,3 @@ def describe_origin(device):
     run = describe_run(device, versions)
     run["git"]["commit"] = run["git"]["commit"] or build.get("commit")
     return {**run, "build": build}
-
-
-def peer_versions():
-    """Versions of the packages that some peers come from, where they are installed."""
-    found = {}
-    for package in PEER_PACKAGES:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found

@@ -232,11 +232,6 @@ IMPLEMENTATIONS = {
             groups=("deterministic",),
         ),
         Implementation(
-            "ours_invariant", "flash_attn (this package), batch_invariant=True and deterministic=True",
-            functools.partial(ours, deterministic=True, batch_invariant=True), package="flash_attn",
-            groups=("invariant", "invariant_small"),
-        ),
-        Implementation(
             "ours_plain", "flash_attn (this package), the same problem without features", ours,
             further_limits=plain_limits, package="flash_attn", groups=("window", "varlen_equal", "features"),
             problem=plain_problem,
@@ -251,10 +246,6 @@ IMPLEMENTATIONS = {
         Implementation(
             "ours_tangents", "flash_attn (this package), with the tangents of q, k and v", tangents,
             package="flash_attn", groups=("tangents",),
-        ),
-        Implementation(
-            "cudnn_fp8", "cuDNN, e4m3 q, k and v", package_peers.cudnn_fp8, frozenset({GQA}), package="cudnn",
-            groups=("fp8",), max_error=MAX_FP8_ERROR,
         ),
         sdpa_peer(
             "sdpa_flash", "flash backend (FlashAttention-2)", SDPBackend.FLASH_ATTENTION, torch_peers.sdpa_flash,

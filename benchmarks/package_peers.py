@@ -6,7 +6,6 @@ import importlib.metadata
 import os
 import sys
 
-import torch
 from shared import ROOT
 
 
@@ -59,49 +58,3 @@ def flash_attn_4(row, inputs, pick=first, **more):
         options.update(cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=max(row.seqlens), max_seqlen_k=max(row.seqlens))
         return lambda: pick(fa4.flash_attn_varlen_func(q, k, v, **options))
     return lambda: pick(fa4.flash_attn_func(q, k, v, **options))
-
-
-def cudnn_fp8(row, inputs):
-    """cuDNN's forward of q, k and v quantised by tensor, by nvidia-cudnn-frontend; its result is e4m3 (Hopper)."""
-    import cudnn
-
-    from flash_attn.fp8 import quantize
-
-    q, v = inputs.q, inputs.v
-    values, descales = zip(*(quantize(x, "tensor") for x in (q, inputs.k, v)))
-    e4m3, single = cudnn.data_type.FP8_E4M3, cudnn.data_type.FLOAT
-    handle = cudnn.create_handle()
-    graph = cudnn.pygraph(
-        io_data_type=e4m3, intermediate_data_type=single, compute_data_type=single, handle=handle
-    )  # fmt: skip
-    matrices = [graph.tensor(dim=heads_first(x).shape, stride=heads_first(x).stride(), data_type=e4m3) for x in values]
-    one = torch.ones(1, 1, 1, 1, device=q.device)
-    scalars = [*(descale.reshape(1, 1, 1, 1) for descale in descales), one, one.clone(), one.clone()]
-    named = [graph.tensor(dim=x.shape, stride=x.stride(), data_type=single) for x in scalars]
-    result, _, amax_s, amax_o = graph.sdpa_fp8(
-        *matrices, *named, generate_stats=False, attn_scale=q.shape[-1] ** -0.5, use_causal_mask=row.case.causal
-    )
-    out = torch.empty(*q.shape[:-1], v.shape[-1], device=q.device, dtype=values[0].dtype)
-    shape, stride = heads_first(out).shape, heads_first(out).stride()
-    result.set_output(True).set_dim(shape).set_stride(stride).set_data_type(e4m3)
-    maxima = [torch.empty(1, 1, 1, 1, device=q.device) for _ in range(2)]
-    for tensor, memory in zip((amax_s, amax_o), maxima):
-        tensor.set_output(True).set_dim(memory.shape).set_stride(memory.stride()).set_data_type(single)
-    graph.validate()
-    graph.build_operation_graph()
-    graph.create_execution_plans([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
-    graph.check_support()
-    graph.build_plans()
-    workspace = torch.empty(max(graph.get_workspace_size(), 1), device=q.device, dtype=torch.uint8)
-    operands = dict(zip((*matrices, *named, result, amax_s, amax_o), (*values, *scalars, out, *maxima)))
-
-    def call():
-        cudnn.set_stream(handle=handle, stream=torch.cuda.current_stream().cuda_stream)
-        graph.execute(operands, workspace, handle=handle)
-        return out
-
-    return call
-
-
-def heads_first(x):
-    return x.transpose(1, 2)

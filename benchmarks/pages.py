@@ -34,7 +34,7 @@ from scores import (
 
 PAYS, SLOWER = 1.03, 0.97
 SHORT = 1024  # tokens of the longest sequence of a short call
-FP8 = {"ours": "`bf16`", "ours_fp8": "`fp8`", "ours_fp8_fast": "`fp8 fast`", "cudnn_fp8": "`cudnn`"}
+FP8 = {"ours": "`bf16`", "ours_fp8": "`fp8`", "ours_fp8_fast": "`fp8 fast`"}
 
 
 def origin(result, name):
@@ -233,8 +233,6 @@ def loss_block():
 def gains_block():
     """Whole models (examples/gains.py): milliseconds by each way, memory, and what does not pay."""
     result = stored("gains")
-    if not result:
-        return []
     lines, equal, slower = [], [], []
     for row in result["rows"]:
         before, others = row["ms"]["torch"], {name: ms for name, ms in row["ms"].items() if name != "torch"}
@@ -259,7 +257,7 @@ def gains_block():
 
 def accuracy_block():
     result = stored("accuracy")
-    return [*accuracy_table.block(result), "", *origin(result, "accuracy")] if result else []
+    return [*accuracy_table.block(result), "", *origin(result, "accuracy")]
 
 
 # ---- 8 bits ----------------------------------------------------------------------------------------------------------
@@ -311,8 +309,7 @@ def speed_line(title, measured, peers, speed="", groups=None, mode="fwd", longes
     fastest = max(row["results"]["ours"]["tflops"] for row in rows)
     each = ([ratio for _, ratio, _ in best_ratios(rows, (peer,))] for peer in peers)
     cells = [mean_and_worst(values, len(rows)) for values in each]
-    shapes = len({row["id"] for row in rows})
-    return [f"{title}, {shapes} shapes", speed or f"up to {fastest:.0f} TFLOPS", *cells, against_best(rows)]
+    return [f"{title}, {len(rows)} shapes", speed or f"up to {fastest:.0f} TFLOPS", *cells, against_best(rows)]
 
 
 def speed_block():

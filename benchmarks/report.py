@@ -1,7 +1,6 @@
 """The report of results: tables, scores, plots, comparisons, and the figures of the documents.
 
 python benchmarks/report.py RESULT.json                 print the table and the scores of a run
-python benchmarks/report.py RESULT.json --plots FOLDER  draw the plots (needs matplotlib)
 python benchmarks/report.py --publish FOLDER            take the results of a run into benchmarks/results, then --docs
 python benchmarks/report.py --docs [--check]            write the generated blocks of the documents, or compare them
 
@@ -32,7 +31,7 @@ def missing_lines(result):
     """What was not measured and why, one line per implementation."""
     reasons = {}
     for row in result["rows"]:
-        for name, reason in row["notes"].items():
+        for name, reason in row.get("notes", {}).items():
             reasons.setdefault(name, Counter())[f"{row['mode']}: {reason}"] += 1
     return [
         f"not measured: {name}, " + "; ".join(f"{count} rows {reason}" for reason, count in counts.items())
@@ -106,7 +105,6 @@ def docs(check=False, root=ROOT):
 def parse(arguments):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("result", nargs="?", type=Path, help="JSON written by benchmarks/run.py")
-    parser.add_argument("--plots", type=Path, metavar="FOLDER", help="draw the plots there instead of printing")
     parser.add_argument("--publish", type=Path, metavar="FOLDER", help="results of a run, NAME.json each")
     parser.add_argument("--docs", action="store_true", help="write the generated blocks of the documents")
     parser.add_argument("--check", action="store_true", help="with --docs: only compare")
@@ -122,11 +120,7 @@ def main(arguments=None):
         print("\n".join(str(path.relative_to(ROOT)) for path in publish(options.publish)))
     if options.publish or options.docs:
         return docs(options.check)
-    result = load(options.result)
-    if options.plots:
-        print("\n".join(map(str, write_plots(result, options.plots, environment_line(result)))))
-    else:
-        print("\n".join(full_report(result)))
+    print("\n".join(full_report(load(options.result))))
     return 0
 
 

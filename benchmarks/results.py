@@ -1,7 +1,7 @@
 """Results as files: compact tables in benchmarks/results, one JSON for each experiment, and where they are from.
 
-A program writes everything that it measures; compact() keeps of it what a page can show: medians and ranges to six
-digits, the device, the versions and the commit, but no samples.
+A program writes everything that it measures; compact() keeps of it what a page can show: medians to six
+digits, ranges to four, the device, the versions and the commit, but no samples.
 """
 
 from __future__ import annotations
@@ -11,11 +11,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-DIGITS = 6
+DIGITS, RANGE_DIGITS = 6, 4
 # Fields that no page shows, or that others say too.
-DROPPED = {
-    "plain_id", "rounds", "relative_error", "design", "one_gpu_seconds", "failed",
-}  # fmt: skip
+DROPPED = {"id", "plain_id", "timing", "rounds", "relative_error", "design", "one_gpu_seconds", "failed"}
 MEMORY, MEMORY_OF = {"peak_bytes", "result_bytes"}, ("grid",)  # only this result tells of memory
 OUT_OF_MEMORY = "out of memory"  # the one note of a row that is stored
 LINE = 2000  # characters: what is longer is written over several lines
@@ -31,9 +29,8 @@ def stored_path(name):
 
 
 def stored(name):
-    """The compact result of an experiment, or None before there is one."""
-    path = stored_path(name)
-    return load(path) if path.is_file() else None
+    """The compact result of an experiment."""
+    return load(stored_path(name))
 
 
 def compact(result, name=""):
@@ -46,20 +43,25 @@ def compact(result, name=""):
     return rounded(kept, DROPPED | (set() if name in MEMORY_OF else MEMORY))
 
 
+def shortened(number, digits=DIGITS):
+    return float(f"{number:.{digits}g}")
+
+
 def rounded(value, dropped):
     """The value with floats of six digits, without `dropped` fields, other notes, and FLOPs and seconds of rows."""
     if isinstance(value, float):
-        return float(f"{value:.{DIGITS}g}")
+        return shortened(value)
     if isinstance(value, (list, tuple)):
         return [rounded(x, dropped) for x in value]
     if not isinstance(value, dict):
         return value
     dropped_here = dropped | ({"seconds"} if "results" in value or "registers" in value else set())
     kept = {key: x for key, x in value.items() if key not in dropped_here and (key != "flops" or isinstance(x, dict))}
-    if "notes" in kept:
-        kept["notes"] = {name: note for name, note in kept["notes"].items() if note == OUT_OF_MEMORY}
+    notes = {name: note for name, note in kept.pop("notes", {}).items() if note == OUT_OF_MEMORY}
+    if notes:
+        kept["notes"] = notes
     if "p10" in kept:
-        kept["range"] = [kept.pop("p10"), kept.pop("p90")]
+        kept["range"] = [shortened(kept.pop(end), RANGE_DIGITS) for end in ("p10", "p90")]
     return {key: rounded(x, dropped) for key, x in kept.items()}
 
 

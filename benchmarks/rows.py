@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from shared import BENCH_CELLS, BENCH_GROUPS, Case, cache_groups
 
 GROUPS = (
-    "cells", "dims", "gqa", "window", "varlen", "varlen_equal", "features", "value_dim", "deterministic",
-    "invariant", "invariant_small", "small", "one_wave", "small_eager",
+    "cells", "dims", "gqa", "window", "varlen", "varlen_equal", "features", "value_dim", "deterministic", "small",
+    "one_wave", "small_eager",
 )  # fmt: skip
 GRIDS = ("cells", "b4h8")  # cells: equal tokens in every row; b4h8: equal batch size
 BACKWARD_GROUPS, FORWARD_GROUPS = ("deterministic",), ("fp8", "tangents")
-GRAPH_GROUPS = ("invariant_small", "small", "one_wave", "fp8")  # timed without the host
+GRAPH_GROUPS = ("small", "one_wave", "fp8")  # timed without the host
 # How the rows over a KV cache are timed; they are measured only on request.
 CACHE_TIMING = {
     "decode": "replay",

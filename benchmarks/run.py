@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import re
 import sys
 from pathlib import Path
 
@@ -27,7 +26,7 @@ from report import full_report
 from results import ROOT
 from rows import ALL_GROUPS, CACHE_HOST_CASE, CACHE_TIMING, GROUPS, HOST_CASE, MODE_FLOPS, Row, modes_of, select
 from scores import OURS, PLAIN, speed
-from shared import row_bar
+from shared import row_teller
 from timing import Allowance, Budget, host_overhead_us, make_timers, summarize
 
 SECONDS_PER_MODE = 65.0  # with the default peers; more peers get more
@@ -56,7 +55,7 @@ def parse(arguments):
     parser.add_argument(
         "--out", type=Path, default=ROOT / "build" / "benchmarks", help="folder of the JSON (build/benchmarks)"
     )
-    parser.add_argument("--name", help="file name of the result without .json")
+    parser.add_argument("--name", default="result", help="file name of the result without .json (result)")
     options = parser.parse_args(arguments)
     try:
         measured_groups = [group for group in options.groups if set(modes_of(group)) & set(options.mode)]
@@ -96,23 +95,16 @@ def measure_all(options, device, budget, timers, keep):
     implementations = options.implementations
     allowance = Allowance(options.budget or default_seconds(options.mode, implementations), len(work))
     entries = []
-    with row_bar(len(work)) as done:
-        for index, (row, mode) in enumerate(work):
-            if allowance.exhausted():
-                entries.append(skipped(row, mode, implementations, allowance.seconds))
-            else:
-                own, may_compile = allowance.budget(budget, index), not allowance.is_late(index)
-                entries.append(measure(row, mode, implementations, timers, device, own, may_compile))
-            keep(entries)
-            done(progress_text(entries[-1]))
+    done = row_teller(len(work))
+    for index, (row, mode) in enumerate(work):
+        if allowance.exhausted():
+            entries.append(skipped(row, mode, implementations, allowance.seconds))
+        else:
+            own, may_compile = allowance.budget(budget, index), not allowance.is_late(index)
+            entries.append(measure(row, mode, implementations, timers, device, own, may_compile))
+        keep(entries)
+        done(progress_text(entries[-1]))
     return entries, {"budget_s": allowance.seconds, "spent_s": round(allowance.spent(), 1)}
-
-
-def result_path(options, result):
-    slug = re.sub(r"[^a-z0-9]+", "_", result["device"]["name"].lower()).strip("_")
-    modes = "_".join(mode.replace("+", "_") for mode in options.mode)
-    commit = (result["git"]["commit"] or "nocommit")[:12]
-    return options.out / f"{options.name or f'{slug}_{modes}_{commit}'}.json"
 
 
 def describe_run(options, device, budget):
@@ -139,7 +131,7 @@ def main(arguments=None):
     )  # fmt: skip
     timers = make_timers(device)
     result = describe_run(options, device, budget)
-    path = result_path(options, result)
+    path = options.out / f"{options.name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
 
     def keep(entries):  # so that a run that is cut off leaves something

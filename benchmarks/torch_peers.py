@@ -111,10 +111,10 @@ def compiled_flex():
     return torch.compile(flex_attention, dynamic=False)
 
 
-def flex(row, inputs, attention=None):
+def flex(row, inputs):
     """FlexAttention: mask as a block mask (built outside of the timed call), softcap and ALiBi as a score function."""
     case = row.case
-    attention = attention or compiled_flex()
+    attention = compiled_flex()
     packed = bool(row.seqlens)
     q, k, v = ((x.unsqueeze(0) if packed else x).transpose(1, 2) for x in (inputs.q, inputs.k, inputs.v))
     options = {"score_mod": flex_score_mod(case, inputs.alibi_slopes), "enable_gqa": case.nheads != case.nheads_k}

@@ -163,13 +163,6 @@ def bench_groups(dtype: str = "bfloat16") -> dict[str, list[Case]]:
             Case(2, 8192, 8192, 32, 8, 128, dtype, causal=True),
             Case(16, longest, longest, 16, 16, 128, dtype, True, kind="packed", seqlens=VARLEN_SEQLENS),
         ],
-        # What batch_invariant=True costs: large calls, most of which take the same kernels, and small ones, which would
-        # split keys or take kernels for one wave or short row blocks.
-        "invariant": [
-            *(case for case in bench_cells(dtype=dtype) if case.seqlen_q in (512, 4096)),
-            Case(16, longest, longest, 16, 16, 128, dtype, True, kind="packed", seqlens=VARLEN_SEQLENS),
-        ],
-        "invariant_small": [*small_cases(dtype), *one_wave_cases(dtype)[:4], *one_wave_cases(dtype)[8:12]],
         # Of e4m3 and bf16 values of the same problem.
         "fp8": [
             Case(16384 // s, s, s, 2048 // d, 2048 // d // ratio, d, dtype, causal)

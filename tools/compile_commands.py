@@ -1,7 +1,4 @@
-"""compile_commands.json for clangd and other tools, in each build folder and, by `make compile_commands`, at the root.
-
-The root's file holds every source once, with the flags of the build that ninja was last run for.
-"""
+"""compile_commands.json at the root, for clangd: every source with the flags of its newest build."""
 
 from __future__ import annotations
 
@@ -11,45 +8,35 @@ import subprocess
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # absent under PYTHONSAFEPATH
+
+from ninja_file import ninja_command
+
 ROOT = Path(__file__).resolve().parent.parent
-NAME = "compile_commands.json"
 
 
-def compiler_arguments(entry: dict) -> list[str]:
-    """The compiler's own command line: tools do not look after a wrapper's `--`."""
-    words = shlex.split(entry["command"])
-    if "--" not in words:
-        return words
-    return [*words[words.index("--") + 1 :], "-c", entry["file"], "-o", entry["output"]]
-
-
-def write_compile_commands(ninja: list[str], folder: Path) -> None:
-    """Write what `folder`/build.ninja compiles to `folder`/compile_commands.json. ninja: its command."""
-    listing = subprocess.run([*ninja, "-C", str(folder), "-t", "compdb"], capture_output=True, text=True, check=True)
-    text = listing.stdout[listing.stdout.index("[") :]  # "ninja: Entering directory" is before it
-    entries = [
-        {"directory": entry["directory"], "file": entry["file"], "arguments": compiler_arguments(entry)}
-        for entry in json.loads(text)
-        if entry["output"].endswith(".o")
-    ]
-    (folder / NAME).write_text(json.dumps(entries, indent=1) + "\n", encoding="utf-8")
-
-
-def merged(databases: list[Path]) -> list[dict]:
-    """The entries of all databases; a file that several hold is taken from the newest."""
-    entries = {}
-    for database in sorted(databases, key=lambda path: path.stat().st_mtime):
-        entries |= {entry["file"]: entry for entry in json.loads(database.read_text(encoding="utf-8"))}
-    return list(entries.values())
+def entries_of(folder: Path) -> list[dict]:
+    """What `folder`/build.ninja compiles: the compiler's own command lines, since tools do not look after a wrapper's
+    `--`."""
+    command = [*ninja_command(), "-C", str(folder), "-t", "compdb"]
+    listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = []
+    for entry in json.loads(listing[listing.index("[") :]):  # "ninja: Entering directory" is before it
+        words = shlex.split(entry["command"])
+        if entry["output"].endswith(".o"):
+            if "--" in words:
+                words = [*words[words.index("--") + 1 :], "-c", entry["file"], "-o", entry["output"]]
+            found.append({"directory": entry["directory"], "file": entry["file"], "arguments": words})
+    return found
 
 
 def main() -> None:
-    databases = list((ROOT / "build").rglob(NAME))
-    if not databases:
+    builds = sorted((ROOT / "build").rglob("build.ninja"), key=lambda path: path.stat().st_mtime)
+    if not builds:
         sys.exit("error: nothing was built yet: make kernels, or pip install -e . where nvcc is")
-    entries = merged(databases)
-    (ROOT / NAME).write_text(json.dumps(entries, indent=1) + "\n", encoding="utf-8")
-    print(f"{NAME}: {len(entries)} files of {len(databases)} builds")
+    entries = {entry["file"]: entry for build in builds for entry in entries_of(build.parent)}
+    (ROOT / "compile_commands.json").write_text(json.dumps([*entries.values()], indent=1) + "\n", encoding="utf-8")
+    print(f"compile_commands.json: {len(entries)} files of {len(builds)} builds")
 
 
 if __name__ == "__main__":

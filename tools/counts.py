@@ -20,25 +20,18 @@ def files(folder, suffixes=CODE, without=()):
     return [path for path in found if "__pycache__" not in path.parts and not set(path.parents) & set(without)]
 
 
-def lines(paths):
-    return sum(len(path.read_text(encoding="utf-8").splitlines()) for path in paths)
-
-
-def words(paths):
-    return sum(len(path.read_text(encoding="utf-8").split()) for path in paths)
-
-
-def self_tests():
-    """Tests of benchmarks, examples and documents."""
-    return [*files("tests/benchmarks"), *files("tests/examples"), ROOT / "tests" / "build" / "test_site.py"]
+def lines(paths, parts=str.splitlines):
+    return sum(len(parts(path.read_text(encoding="utf-8"))) for path in paths)
 
 
 def counts():
     """[(what, count, limit or None)]"""
     documents = files("docs", (".md",))
+    words = [lines([path], str.split) for path in documents]
     benchmarks, laboratory = lines(files("benchmarks", without=[LAB])), lines(files(LAB, without=[LAB / "tests"]))
     tools, pages = lines(files("tools")), lines(documents)
-    tests = lines(self_tests()) + lines(files(LAB / "tests"))
+    tests = [*files("tests/benchmarks"), *files("tests/examples"), *files(LAB / "tests")]
+    tests = lines([*tests, ROOT / "tests" / "build" / "test_site.py"])
     results = files("benchmarks/results", (".json", ".png"))
     return [
         ("lines of benchmarks", benchmarks, 4000),
@@ -47,8 +40,8 @@ def counts():
         ("lines of documents", pages, None),
         ("lines of tests of these", tests, None),
         ("lines about itself", benchmarks + laboratory + tools + pages + tests, 16000),
-        ("words of documents", words(documents), 60000),
-        ("words of the longest document", max(words([path]) for path in documents), None),
+        ("words of documents", sum(words), 60000),
+        ("words of the longest document", max(words), None),
         ("bytes of results", sum(path.stat().st_size for path in results), 10**6),
         ("lines of csrc", lines(files("csrc")), None),
         ("lines of the package", lines(files("flash_attn")), None),

@@ -11,7 +11,6 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from compile_commands import write_compile_commands
 from errors import BuildError
 
 
@@ -38,8 +37,7 @@ def ninja_command() -> list[str]:
 
 def run_ninja(folder: Path, jobs: int) -> Iterator[tuple[int, int, str]]:
     """Build all of `folder`/build.ninja. Yields (finished, total, line) for each line the commands print, and
-    (finished, total, "") for each command done. Raises BuildError if a command fails. Leaves compile_commands.json."""
-    write_compile_commands(ninja_command(), folder)
+    (finished, total, "") for each command done. Raises BuildError if a command fails."""
     environment = {**os.environ, "NINJA_STATUS": "@ninja %f %t "}
     process = subprocess.Popen(
         [*ninja_command(), "-C", str(folder), "-j", str(jobs), "-k", "0"],

@@ -34,16 +34,11 @@ def environment_of(command: list[str]) -> dict[str, str]:
 
 def repaired(command: list[str], wheel: Path, platform: str, folder: Path) -> tuple[Path | None, str]:
     """The wheel that auditwheel makes of `wheel` in `folder`, tagged for `platform`; None, and why not."""
-    options = ["--plat", platform, "--only-plat", "--wheel-dir", str(folder)]
+    repair = [*command, "repair", "--plat", platform, "--only-plat", "--wheel-dir", str(folder)]
     for name in PROVIDED:
-        options += ["--exclude", name]
-    result = subprocess.run(
-        [*command, "repair", *options, str(wheel)],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=environment_of(command),
-    )
+        repair += ["--exclude", name]
+    environment = environment_of(command)
+    result = subprocess.run([*repair, str(wheel)], capture_output=True, text=True, check=False, env=environment)
     made = sorted(folder.glob("*.whl"))
     if result.returncode == 0 and made:
         return made[0], ""

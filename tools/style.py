@@ -42,15 +42,8 @@ def commands(fix: bool) -> dict[str, list[str]]:
 
 
 def run(command: list[str]) -> subprocess.CompletedProcess:
-    tool, *arguments = command
-    return subprocess.run(
-        [tool_path(tool), *arguments],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-    )
+    command = [tool_path(command[0]), *command[1:]]
+    return subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
 
 
 def main() -> None:

@@ -112,12 +112,8 @@ def describe_toolkit(nvcc: Path) -> CudaToolkit:
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "probe.cu")
         source.touch()
-        dry_run = subprocess.run(
-            [str(nvcc), "--dryrun", "-c", str(source), "-o", str(Path(folder, "probe.o"))],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        command = [str(nvcc), "--dryrun", "-c", str(source), "-o", str(Path(folder, "probe.o"))]
+        dry_run = subprocess.run(command, capture_output=True, text=True, check=False)
     top = re.search(r"^#\$ TOP=(.+)$", dry_run.stderr, re.MULTILINE)
     root = Path(top.group(1).strip()) if top else nvcc.parent.parent
     return CudaToolkit(nvcc, root.resolve(), release.group(1), release.group(2))

@@ -3,8 +3,7 @@
 Measures every entry of sm80_designs.py: the ladder from plain loads to the kernel in use, and the kernel in use with
 one thing changed; full and causal. Then those of sm90_designs.py, the Hopper forward. Compiles what is missing on all
 cores (build/lab/kernels keeps it), compares each kernel with float64 attention, times them in turns, writes the JSON
-and prints the tables. Needs nvcc and the CUTLASS headers, torch and a GPU; --compile-only no GPU, --list nothing,
---from-json a result.
+and prints the tables. Needs nvcc and the CUTLASS headers, torch and a GPU; --compile-only no GPU, --list nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ import sm90_designs
 import study
 import study_report
 from gpu import gpu
-from kernel_library import BuildError
 
 FAMILIES = {"mma_sync": sm80_designs.entries, "wgmma": sm90_designs.entries}
 SEQLENS = (1024, 4096)
@@ -42,11 +40,7 @@ def main(argv=None):
     parser.add_argument("--family", nargs="+", choices=tuple(FAMILIES), default=here, help="default: what the GPU runs")
     parser.add_argument("--head-dims", nargs="+", type=int, choices=sm80_designs.HEAD_DIMS, default=[64, 128])
     options = parser.parse_args(argv)
-    try:
-        todo = groups(options.family, options.head_dims)
-        study.run(options, todo, SEQLENS, store, study_report.ablation)
-    except BuildError as error:
-        sys.exit(f"error: {error}")
+    study.run(options, groups(options.family, options.head_dims), SEQLENS, store, study_report.ablation)
 
 
 if __name__ == "__main__":

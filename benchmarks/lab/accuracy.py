@@ -30,7 +30,7 @@ from environment import describe_origin
 from implementations import IMPLEMENTATIONS, make_inputs, ours
 from measure import first_line
 from rows import Row, scale_down
-from shared import accuracy_cases, attention_by_rows, row_bar
+from shared import accuracy_cases, attention_by_rows, row_teller
 from timing import Allowance
 
 EXACT, MMA_SYNC = {"FLASH_ATTN_ROW_MAX": "exact"}, {"FLASH_ATTN_FAMILY": "mma_sync"}
@@ -256,13 +256,13 @@ def main(arguments=None):
     titles = {**COMPUTED, **{name: str(OURS.get(name) or IMPLEMENTATIONS[name].title) for name in names}}
     result = {**describe_origin(options.device), "dtype": "bfloat16 and float16", "implementations": titles, "rows": []}
     allowance = Allowance(options.seconds, len(work))
-    with row_bar(len(work)) as done:
-        for problem in work:
-            if allowance.spent() < options.seconds:
-                result["rows"].append(measure(problem, names, options.device, options.seed))
-                entry = result["rows"][-1]
-                told = ", ".join(f"{name} {numbers[0]:.0f}" for name, numbers in entry["results"].items())
-                done(f"{entry['logits']}, {entry['dtype']} {entry['label']}: {told} {entry['notes'] or ''}")
+    done = row_teller(len(work))
+    for problem in work:
+        if allowance.spent() < options.seconds:
+            result["rows"].append(measure(problem, names, options.device, options.seed))
+            entry = result["rows"][-1]
+            told = ", ".join(f"{name} {numbers[0]:.0f}" for name, numbers in entry["results"].items())
+            done(f"{entry['logits']}, {entry['dtype']} {entry['label']}: {told} {entry['notes'] or ''}")
     options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     print("\n".join(block(result)))
     left_out = len(work) - len(result["rows"])

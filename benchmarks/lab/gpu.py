@@ -16,11 +16,6 @@ class Gpu:
     registers_per_sm: int = 65536
     threads_per_sm: int = 2048
 
-    def ctas_per_sm(self, threads, registers, smem_bytes):
-        """How many CTAs are on an SM at a time; registers are handed out to warps, in units of 256."""
-        by_registers = self.registers_per_sm // (threads // 32 * -(-32 * registers // 256) * 256)
-        return min(by_registers, self.smem_per_sm // (smem_bytes + 1024), self.threads_per_sm // threads)
-
     def problems(self, ctas, threads, smem_bytes):
         """The limits of an SM, other than registers, that this many CTAs at a time exceed."""
         fits = smem_bytes <= self.smem_per_block and ctas * (smem_bytes + 1024) <= self.smem_per_sm

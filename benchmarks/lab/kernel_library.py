@@ -5,8 +5,7 @@
     forward(default_design(64), q, k, v, out, causal=True)
 
 Libraries lie in build/lab/kernels by the hash of design, sources and compiler. Needs nvcc and the CUTLASS headers. A
-design says what is in a kernel: header() and overlay() its headers, launcher its file, mma_per_step what the inner
-loop is found by (0: it is not counted).
+design says what is in a kernel: header() and overlay() its headers, launcher its file.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ import functools
 import hashlib
 import json
 import os
-import re
 import subprocess
 import sys
 import time
@@ -26,7 +24,6 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tools"))
 
-import sass
 from errors import BuildError
 from gpu import gpu
 from kernel_build import COMPILE_FLAGS
@@ -37,7 +34,6 @@ from toolchain import find_cutlass, find_toolkit
 
 CSRC = ROOT / "csrc" / "flash_attn"
 KERNELS = ROOT / "build" / "lab" / "kernels"
-COUNTED = ("HMMA", "HGMMA", "LDSM", "MUFU", "LDGSTS", "LDG", "STS", "SHFL")  # instructions of a loop
 DTYPE_NAMES = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}
 
 
@@ -48,25 +44,11 @@ def check(design):
         raise ValueError(f"design {design.name}: {'; '.join(problems)}")
 
 
-def included_files(file):
-    """The file and all of the tree that it includes, directly or not."""
-    found, todo = set(), [file]
-    while todo:
-        path = todo.pop()
-        if path in found:
-            continue
-        found.add(path)
-        for name in re.findall(r'^\s*#\s*include\s*"([^"]+)"', path.read_text(encoding="utf-8"), re.MULTILINE):
-            places = (base / name for base in (path.parent, SOURCES, CSRC))
-            todo += [place.resolve() for place in places if place.is_file()][:1]
-    return sorted(found)
-
-
 @functools.lru_cache(None)
-def sources_digest(file):
-    """Of all that a kernel's code is in."""
+def sources_digest():
+    """Of the laboratory's sources and all headers of the kernels."""
     digest = hashlib.sha256()
-    for path in included_files(file):
+    for path in sorted([*SOURCES.iterdir(), *CSRC.rglob("*.h")]):
         digest.update(f"{path.relative_to(ROOT)}\n".encode() + path.read_bytes())
     return digest.hexdigest()
 
@@ -86,27 +68,19 @@ def by_library(designs, library):
     return found
 
 
-def inner_loop(text, opcode, at_least):
-    """{"all": instructions, "HMMA": of them, …} of the shortest loop with `at_least` instructions `opcode` in a listing
-    of one kernel: the one over unmasked blocks, since masks only add to it. None if there is no such loop."""
-    best = None
-    for code in sass.functions(text).values():
-        for loop in sass.loops(code):
-            names = [sass.opcode(instruction) for instruction in loop]
-            if names.count(opcode) >= at_least and (best is None or len(names) < len(best)):
-                best = names
-    if best is None:
-        return None
-    counts = {name: best.count(name) for name in COUNTED if name in best}
-    return {"all": len(best), **counts}
-
-
 def run_compiler(command):
     """What it says; BuildError if it fails."""
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
     if done.returncode != 0:
         raise BuildError(f"{' '.join(command)}\n{done.stdout[-3000:]}")
     return done.stdout
+
+
+def facts_of(log):
+    """Registers and spills, and whether ptxas made each wgmma wait for the one before or ignored setmaxnreg."""
+    (kernel,) = parse_ptxas_log(log)
+    serialized = bool(fatal_diagnostics(log))
+    return {"registers": kernel["registers"], "spills": spill_bytes(kernel), "serialized": serialized}
 
 
 class Compiler:
@@ -121,7 +95,7 @@ class Compiler:
         self.arch, self.folder = arch or gpu().arch, folder
 
     def library(self, design):
-        key = cache_key(design, self.arch, ", ".join(self.versions.values()), sources_digest(design.launcher))
+        key = cache_key(design, self.arch, ", ".join(self.versions.values()), sources_digest())
         return self.folder / f"{design.name}-{key}.so"
 
     def command(self, design, folder, library):
@@ -147,30 +121,11 @@ class Compiler:
             (folder / path).write_text(text, encoding="utf-8")
         start = time.monotonic()
         unfinished = folder / "kernel.so"
-        facts = self.facts(design, unfinished, run_compiler(self.command(design, folder, unfinished)))
+        facts = facts_of(run_compiler(self.command(design, folder, unfinished)))
         facts["seconds"] = round(time.monotonic() - start, 1)
         os.replace(unfinished, library)
         record.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
         return facts
-
-    def facts(self, design, library, log):
-        """Registers and spills from ptxas, the inner loop from the machine code (None without cuobjdump), and whether
-        ptxas made each wgmma wait for the one before or ignored setmaxnreg."""
-        (kernel,) = parse_ptxas_log(log)
-        cuobjdump = sass.find_cuobjdump(self.toolkit.root) if design.mma_per_step else None
-        loop = None
-        if cuobjdump is not None:
-            opcode = "HMMA" if design.family == "mma_sync" else "HGMMA"
-            loop = inner_loop(sass.listing(cuobjdump, library), opcode, design.mma_per_step)
-        return {
-            "registers": kernel["registers"],
-            "spills": spill_bytes(kernel),
-            "smem_bytes": design.smem_bytes,
-            "ctas_per_sm": gpu().ctas_per_sm(design.threads, kernel["registers"], design.smem_bytes),
-            "threads": design.threads,
-            "loop": loop,
-            "serialized": bool(fatal_diagnostics(log)),
-        }
 
     def compile_all(self, designs, progress, jobs=None):
         """{design: facts} of those that compile; `progress` hears of each, and why one was left out."""
@@ -185,8 +140,8 @@ class Compiler:
                     progress(f"LEFT OUT: {same[0].name}: {error}")
                     continue
                 found.update((design, facts) for design in same)
-                size = f"{facts['registers']} registers, {facts['spills']} B spills"
-                progress(f"[{done}/{len(libraries)}] {same[0].name}: {facts['seconds']} s, {size}")
+                told = f"{facts['seconds']} s, {facts['registers']} registers, {facts['spills']} B spills"
+                progress(f"[{done}/{len(libraries)}] {same[0].name}: {told}" + ", serialised" * facts["serialized"])
         return found
 
 

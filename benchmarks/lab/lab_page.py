@@ -24,14 +24,12 @@ def ablation_ladder():
 
 
 def ablation_switches():
-    result = stored("ablate")
-    tables = [study_report.switch_table(result, family) for family in result["families"]]
-    return [*tables[0], "", *tables[1]]
+    return study_report.switch_tables(stored("ablate"))
 
 
 def sweep():
     result = stored("sweep")
-    return [*study_report.summary(result), "", run_line(result)]
+    return [*study_report.sweep_table(result), "", run_line(result)]
 
 
 def triton_ladder():
@@ -39,11 +37,8 @@ def triton_ladder():
 
 
 def triton_b4h8():
-    result = stored("triton_b4h8")
-    if not result:
-        return ["No result is stored yet: `python benchmarks/lab/run_all.py triton_b4h8` measures it."]
-    plot = "../results/plots/triton_b4h8_fwd_bwd_d128.png"
-    return [*triton_report.measured(result), "", f"![the Triton ladder, forward and backward, head dim 128]({plot})"]
+    plot = "![the Triton ladder, forward and backward, head dim 128](../results/plots/triton_b4h8_fwd_bwd_d128.png)"
+    return [*triton_report.measured(stored("triton_b4h8")), "", plot]
 
 
 def limit():

@@ -106,8 +106,7 @@ EXPERIMENTS = (
         "{python} benchmarks/lab/ablate.py --out {result}", 55, LAB_PAGE,
     ),
     Experiment(
-        "sweep", "other tiles of both forwards in use", "{python} benchmarks/lab/sweep.py --out {result}", 75,
-        LAB_PAGE,
+        "sweep", "other tiles of the Hopper forward", "{python} benchmarks/lab/sweep.py --out {result}", 75, LAB_PAGE,
     ),
     Experiment(
         "accuracy", "errors against float64, of these kernels and of peers",

@@ -48,7 +48,6 @@ class FwdDesign:
     double_buffered: bool = True
     softmax: str = "lagging"
 
-    family = "mma_sync"
     launcher = SOURCES / "fwd_launcher.cu"
     arch_suffix = ""
     masks = ("full", "causal")  # that the kernel runs
@@ -69,11 +68,6 @@ class FwdDesign:
         """As smem_bytes() in kernels/fwd_design.h."""
         pitch = self.head_dim + PADDING * (self.layout == "padded")
         return 2 * pitch * (self.block_m + 2 * self.block_n)
-
-    @property
-    def mma_per_step(self):
-        """mma.sync instructions of a warp and step: S = Q K^T and O += P V."""
-        return 2 * (self.block_m // (16 * self.warps)) * (self.block_n // 8) * (self.head_dim // 16)
 
     def header(self):
         """What is included before the launcher."""

@@ -38,7 +38,6 @@ class Sm90Design:
     threshold: float = THRESHOLD  # log2 of how far the row max may lag
     dtype: str = "bf16"
 
-    family = "wgmma"
     launcher = SOURCES / "sm90_launcher.cu"
     arch_suffix = "a"
 
@@ -71,11 +70,6 @@ class Sm90Design:
         return self.checked()[0]
 
     @property
-    def mma_per_step(self):
-        """wgmma of a warpgroup and step: S = Q K^T and O += P V, 16 columns or keys each."""
-        return self.head_dim // 16 + self.block_n // 16
-
-    @property
     def options(self):
         """What the launch is told, by lab_options(), rather than the compiler."""
         return SCHEDULERS.index(self.scheduler), self.threshold
@@ -83,7 +77,7 @@ class Sm90Design:
     def checked(self):
         """(bytes of shared memory, what is wrong) by the shipped plan."""
         variant = names(TILES, "FwdVariant").index(self.variant)
-        return fits("fwd_wgmma", self.head_dim, *map(int, self.tile), variant, self.feature_bits)
+        return fits(self.head_dim, *map(int, self.tile), variant, self.feature_bits)
 
     def header(self):
         variables = {

@@ -1,7 +1,7 @@
 """What ablate.py and sweep.py have in common: compile designs, check them against float64, time them in turns.
 
 A group of designs is timed on the benchmark's cells of its head dim. Its result is {"flops": {cell: ...}, "peer_ms":
-{cell: ...}, "entries": [{kind, label, facts, ms: {cell: ...}, failed}]}, with a cell like "causal 4096".
+{cell: ...}, "entries": [{kind, label, ms: {cell: ...}, failed}]}, with a cell like "causal 4096".
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ import contextlib
 import itertools
 import json
 import platform
+import sys
 from functools import partial
 from pathlib import Path
 
 from kernel_library import BuildError, Compiler, forward
-from results import ROOT, load
+from results import ROOT
 
 CHECKED = ((1, 1), (200, 200), (577, 577), (70, 333))  # (seqlen_q, seqlen_k)
 DEVICE = "cuda"  # the CPU in a dry run
@@ -104,10 +105,9 @@ def measure(entries, compiled, seqlens, timer, budget):
             times.setdefault(design, {})[cell] = ms
         flops[cell] = float(case.flops)
     rows = [
-        {"kind": e.kind, "label": e.label, "facts": compiled.get(e.design),
-         "ms": times.get(e.design, {}), "failed": failed.get(e.design)}
+        {"kind": e.kind, "label": e.label, "ms": times.get(e.design, {}), "failed": failed.get(e.design)}
         for e in entries
-    ]  # fmt: skip
+    ]
     return {"flops": flops, "peer_ms": times.get(PEER, {}), "entries": rows}
 
 
@@ -122,20 +122,19 @@ def parser(description, name, min_ms):
     made.add_argument("--min-ms", type=float, default=min_ms, help="time per kernel and cell")
     made.add_argument("--list", action="store_true", help="print what would be measured")
     made.add_argument("--compile-only", action="store_true", help="stop after compiling; needs no GPU")
-    made.add_argument("--from-json", type=Path, metavar="FILE", help="report an earlier result")
     return made
 
 
 def run(options, todo, seqlens, store, report):
     """Measures {title: [Entry]}. store(result, title, found): adds a group to the result; report(result): the text that
     is printed."""
-    if options.from_json:
-        say(report(load(options.from_json)))
-        return
     if options.list:
         say("\n".join(f"{title}: {e.kind}: {e.label}: {e.design.name}" for title, es in todo.items() for e in es))
         return
-    compiler = Compiler()
+    try:
+        compiler = Compiler()
+    except BuildError as error:
+        sys.exit(f"error: {error}")
     compiled = compiler.compile_all([e.design for entries in todo.values() for e in entries], say, options.jobs)
     if options.compile_only:
         return

@@ -8,10 +8,6 @@ from markdown_tables import markdown_table
 from results import run_line
 
 FORWARDS = {"mma_sync": "mma.sync forward", "wgmma": "Hopper forward"}
-KERNELS = {f"fwd_{family}": title for family, title in FORWARDS.items()}
-
-
-# ---- both ------------------------------------------------------------------------------------------------------------
 
 
 def ratios(entry, base):
@@ -19,39 +15,18 @@ def ratios(entry, base):
     return [base["ms"][cell] / ms for cell, ms in entry["ms"].items() if base and cell in base["ms"]]
 
 
-def resource_cells(entry):
-    """Registers and spills, shared memory, CTAs of how many warps, instructions of the loop and of them for an MMA."""
-    facts = entry.get("facts")
-    if not facts:
-        return ["–"] * 4
-    loop = facts["loop"] or {}
-    mma, text = loop.get("HMMA") or loop.get("HGMMA"), str(loop.get("all", "–"))
-    note = ", serialised" if facts["serialized"] else ""
-    occupancy = f"{facts['ctas_per_sm']} × {facts['threads'] // 32}"
-    loop_text = f"{text} ({loop['all'] / mma:.1f})" if mma else text
-    return [f"{facts['registers']}, {facts['spills']}{note}", f"{facts['smem_bytes'] / 1024:.1f}", occupancy, loop_text]
+def measured(found, kind):
+    return [entry for entry in found["entries"] if entry["kind"] == kind and entry["ms"]]
 
 
-def table(title, found, rows, scores):
-    """rows: [(entry, label, a cell for each of `scores`)]; TFLOPS of each cell of the problem, resources."""
-    lines = []
-    for entry, label, figures in rows:
-        speeds = [f"{flops / entry['ms'][cell] / 1e9:.0f}" if cell in entry["ms"] else "–"
-                  for cell, flops in found["flops"].items()]  # fmt: skip
-        lines.append([label, *figures, *speeds, *resource_cells(entry)])
-    resources = ["registers, spills", "KB", "CTAs × warps", "loop (an MMA)"]
-    return markdown_table([title, *scores, *found["flops"], *resources], lines)
-
-
-def left_out(title, found):
-    return [f"- left out: {title}, {e['label']}: {e['failed']}" for e in found["entries"] if e.get("failed")]
+def side_by_side(title, columns):
+    """{column: {label: cell}} as one table."""
+    labels = dict.fromkeys(label for cells in columns.values() for label in cells)
+    rows = [[label, *(cells.get(label, "–") for cells in columns.values())] for label in labels]
+    return markdown_table([title, *columns], rows)
 
 
 # ---- ablation --------------------------------------------------------------------------------------------------------
-
-
-def measured(found, kind):
-    return [entry for entry in found["entries"] if entry["kind"] == kind and entry["ms"]]
 
 
 def in_use(found):
@@ -75,23 +50,10 @@ def ladder(found):
     return list(zip(entries, [None, *entries]))
 
 
-def ablation(result):
-    """Every family and head dim: steps of the ladder against the row before, switches against the design in use."""
-    lines = [run_line(result)]
-    for family, dims in result["families"].items():
-        for head_dim, found in dims.items():
-            title, base = f"{FORWARDS[family]}, head dim {head_dim}", in_use(found)
-            for pairs in (ladder(found), [(entry, base) for entry in measured(found, "switch")]):
-                rows = [(entry, entry["label"], [percent(entry, other)]) for entry, other in pairs]
-                lines += ["", *table(title, found, rows, ["Δ %"])]
-            lines += ["", *left_out(title, found)]
-    return "\n".join(lines)
-
-
 def ladder_table(result):
     """The ladder of each head dim: TFLOPS, geometric mean of its cells, and the change against the row before."""
     columns = {}
-    for head_dim, found in result["families"]["mma_sync"].items():
+    for head_dim, found in result["families"].get("mma_sync", {}).items():
         cells = columns.setdefault(f"d {head_dim}", {})
         for entry, before in ladder(found):
             rate = geometric_mean(found["flops"][cell] / ms / 1e9 for cell, ms in entry["ms"].items())
@@ -114,11 +76,13 @@ def switch_table(result, family):
     return side_by_side(f"{FORWARDS[family]}: one thing changed", columns)
 
 
-def side_by_side(title, columns):
-    """{column: {label: cell}} as one table."""
-    labels = dict.fromkeys(label for cells in columns.values() for label in cells)
-    rows = [[label, *(cells.get(label, "–") for cells in columns.values())] for label in labels]
-    return markdown_table([title, *columns], rows)
+def switch_tables(result):
+    tables = [switch_table(result, family) for family in result["families"]]
+    return [line for table in tables for line in ("", *table)][1:]
+
+
+def ablation(result):
+    return "\n".join([run_line(result), "", *ladder_table(result), "", *switch_tables(result)])
 
 
 # ---- sweep -----------------------------------------------------------------------------------------------------------
@@ -133,12 +97,7 @@ def scored(group):
     return sorted(rows, key=lambda row: -row[1])
 
 
-def group_title(group):
-    masks = "" if len(group["masks"]) > 1 else f", {group['masks'][0]}"
-    return f"{KERNELS[group['kernel']]}, d {group['head_dim']} {group['dtype']}{masks}"
-
-
-def summary(result):
+def sweep_table(result):
     """A line a group: the tile in use, and the fastest of the others with its score and worst cell."""
     rows = []
     for group in result["groups"]:
@@ -146,18 +105,9 @@ def summary(result):
         used = next((entry["label"] for entry, *_ in found if entry["kind"] == "in use"), "–")
         others = [(entry["label"], f"{score:.3f} ({worst:.3f})") for entry, score, worst in found
                   if entry["kind"] != "in use"]  # fmt: skip
-        rows.append([group_title(group), used, *(others[0] if others else ("–", "–"))])
-    return markdown_table(["kernel", "tile in use", "fastest other", "its score (worst)"], rows)
+        rows.append([group["title"], used, *(others[0] if others else ("–", "–"))])
+    return markdown_table(["Hopper forward", "tile in use", "fastest other", "its score (worst)"], rows)
 
 
 def sweep(result):
-    """All tables, the fastest tile first; then what was left out."""
-    lines, missing = [run_line(result)], []
-    for group in result["groups"]:
-        title, found, rows = group_title(group), scored(group), []
-        for entry, score, worst in found:
-            label = entry["label"] + (" (in use)" if entry["kind"] == "in use" else "")
-            rows.append((entry, label, [f"{score:.3f}", f"{worst:.3f}"]))
-        lines += ["", *table(title, group, rows, ["score", "worst"])]
-        missing += left_out(title, group)
-    return "\n".join([*lines, "", *missing])
+    return "\n".join([run_line(result), "", *sweep_table(result)])

@@ -136,7 +136,7 @@ def measure_all(options, device, result):
     """Fills the result and writes it after each row; returns whether nothing failed that should work."""
     from implementations import choose
     from measure import measure
-    from shared import row_bar
+    from shared import row_teller
     from timing import Allowance, Budget, make_timers
 
     cuda = device.type == "cuda"
@@ -147,14 +147,14 @@ def measure_all(options, device, result):
     budget = Budget(12, 40.0, 10.0, MAX_MS) if cuda else Budget(1, 0.0, 0.0)
     timers, work = make_timers(device), list(itertools.product(MODES, rows))
     allowance = Allowance(options.budget, len(work))
-    with row_bar(len(work)) as done:
-        for index, (mode, row) in enumerate(work):
-            entry = measure(row, mode, everyone, timers, device, allowance.budget(budget, index))
-            result["rows"].append(entry)
-            result["spent_s"] = round(allowance.spent(), 1)
-            options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-            figures = "  ".join(f"{name} {found['tflops']:.3g}" for name, found in entry["results"].items())
-            done(f"{entry['label']} {mode}, TFLOPS: {figures}")
+    done = row_teller(len(work))
+    for index, (mode, row) in enumerate(work):
+        entry = measure(row, mode, everyone, timers, device, allowance.budget(budget, index))
+        result["rows"].append(entry)
+        result["spent_s"] = round(allowance.spent(), 1)
+        options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        figures = "  ".join(f"{name} {found['tflops']:.3g}" for name, found in entry["results"].items())
+        done(f"{entry['label']} {mode}, TFLOPS: {figures}")
     return not any(entry["failed"] for entry in result["rows"])
 
 

@@ -15,9 +15,9 @@ from cases import Case
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "benchmarks"))
 
-import check
 import implementations
 import measure
+import over_cache
 import pages
 import report
 import results
@@ -25,7 +25,6 @@ import rows
 import run
 import scores
 import timing
-import torch_peers
 
 CPU = torch.device("cpu")
 TINY = rows.Row("cells", Case(2, 40, 40, 4, 2, 32, "float32", causal=True))
@@ -53,12 +52,8 @@ def result(result_path):
     return json.loads(result_path.read_text())
 
 
-def test_every_group_has_rows_and_every_row_its_own_id():
-    found = rows.all_rows()
-    assert {row.group for row in found} == set(rows.ALL_GROUPS)
-    for group in rows.ALL_GROUPS:
-        ids = [row.id for row in found if row.group == group]
-        assert len(ids) == len(set(ids))
+def test_every_group_has_rows():
+    assert {row.group for row in rows.all_rows()} == set(rows.ALL_GROUPS)
 
 
 def test_flops_follow_the_convention():
@@ -71,17 +66,6 @@ def test_flops_follow_the_convention():
     packed = Case(2, 3, 3, 1, 1, 1, "bfloat16", kind="packed", seqlens=(1, 3))
     assert rows.Row("varlen", packed).flops() == 4 * (1 + 9)
     assert rows.Row("features", dataclasses.replace(square, head_dim_v=8)).flops() == 2 * 2 * 3 * 8 * 8 * (4 + 8)
-
-
-def test_rounds_stay_within_the_budget():
-    budget = timing.Budget(min_rounds=20, min_ms=60.0)
-    assert budget.rounds({"a": 1.0, "b": 2.0}) == {"a": 61, "b": 61}
-    slow = budget.rounds({"a": 1.0, "slow": 40.0})
-    assert slow["a"] == 61 and slow["slow"] == 6
-    assert budget.rounds({"a": 1.0, "slow": 4000.0})["slow"] == timing.FEWEST_ROUNDS
-    tight = timing.Budget(20, 60.0, max_ms=61.0).rounds({"a": 1.0, "b": 1.0})
-    assert tight == {"a": 30, "b": 30}
-    assert timing.Budget(20, 60.0, max_ms=0.1).rounds({"a": 1.0}) == {"a": timing.FEWEST_ROUNDS}
 
 
 class RecordedTimer(timing.HostTimer):
@@ -108,46 +92,24 @@ def test_interleave_rotates_and_spares_slow_calls():
     assert clock is None
 
 
-def features():
-    """Small rows, one per feature that some peer has."""
+FEATURES = (
+    {}, {"causal": True}, {"nheads_k": 2}, {"window": (5, 7)}, {"window": (9, -1), "causal": True}, {"softcap": 3.0},
+    {"alibi": "heads", "causal": True}, {"kind": "packed", "seqlens": (20, 48), "causal": True},
+    {"seqlen_q": 32, "causal": True}, {"sinks": True}, {"max_logit": True},
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["ours", "sdpa_flash", "naive"])
+@pytest.mark.parametrize("feature", FEATURES, ids=str)
+def test_cpu_peers_agree_with_the_reference(name, feature):
     base = {"batch": 2, "seqlen_q": 48, "seqlen_k": 48, "nheads": 4, "nheads_k": 4, "head_dim": 16, "dtype": "float32"}
-    packed = {"kind": "packed", "seqlens": (20, 48), "causal": True}
-    variants = (
-        {}, {"causal": True}, {"nheads_k": 2}, {"window": (5, 7)}, {"window": (9, -1), "causal": True},
-        {"softcap": 3.0}, {"alibi": "heads", "causal": True}, packed, {"seqlen_q": 32, "causal": True},
-    )  # fmt: skip
-    return [rows.Row("features", Case(**{**base, **variant})) for variant in variants]
-
-
-def own_features():
-    """Of no peer."""
-    case = features()[1].case
-    return [rows.Row("features", dataclasses.replace(case, **{name: True})) for name in ("sinks", "max_logit")]
-
-
-@pytest.mark.parametrize("name", ["ours", "sdpa_flash", "sdpa_math", "naive"])
-@pytest.mark.parametrize("row", features() + own_features(), ids=lambda row: row.id)
-def test_cpu_peers_agree_with_the_reference(name, row):
-    implementation = implementations.IMPLEMENTATIONS[name]
+    row, implementation = rows.Row("features", Case(**{**base, **feature})), implementations.IMPLEMENTATIONS[name]
     for mode in ("fwd", "bwd", "fwd+bwd"):
-        if implementation.limits(row, "cpu", mode):
-            continue
-        inputs = implementations.make_inputs(row, CPU, requires_grad=mode != "fwd")
-        with torch.set_grad_enabled(mode != "fwd"):
-            _, facts = measure.probe(implementation, row, inputs, mode, CPU)
-        assert facts["relative_error"] < 1e-5
-
-
-@pytest.mark.parametrize("row", features()[4:], ids=lambda row: row.id)
-def test_flex_agrees_with_the_reference(row):
-    """Its masks and score functions, by FlexAttention uncompiled."""
-    from torch.nn.attention.flex_attention import flex_attention
-
-    inputs = implementations.make_inputs(row, CPU)
-    with torch.no_grad():
-        out = torch_peers.flex(row, inputs, attention=flex_attention)()
-    assert out.shape == inputs.q.shape
-    assert check.relative_error(row, inputs, "fwd", out) < 1e-5
+        if not implementation.limits(row, "cpu", mode):
+            inputs = implementations.make_inputs(row, CPU, requires_grad=mode != "fwd")
+            with torch.set_grad_enabled(mode != "fwd"):
+                _, facts = measure.probe(implementation, row, inputs, mode, CPU)
+            assert facts["relative_error"] < 1e-5
 
 
 def test_peers_that_are_missing_may_be_left_out(monkeypatch, capsys):
@@ -179,8 +141,9 @@ def test_result_states_what_was_measured(result):
     assert result["versions"]["torch"] == torch.__version__
     assert result["device"]["type"] == "cpu" and result["git"].keys() == {"commit", "dirty"}
     assert result["method"]["budget_s"] == 60
-    expected = rows.select(["cells", "varlen"], True, "cpu", "float32")
+    expected = rows.select(result["groups"], True, "cpu", "float32")
     assert [row["id"] for row in result["rows"]] == [row.id for row in expected] * 2
+    assert not any(row["failed"] for row in result["rows"]), "each result is compared with float64"
     for row in result["rows"]:
         ours = row["results"]["ours"]
         assert ours["tflops"] == pytest.approx(row["flops"] / ours["ms"] / 1e9)
@@ -238,6 +201,76 @@ def test_pages_name_the_fastest_peer_of_each_row():
     assert cells == ["title, 2 shapes", "up to 4 TFLOPS", flash, fa3, "1.41× (0.50×), 1 of 2 slower"]
     short = pages.speed_line("title", {"rows": found}, ["sdpa_flash"], groups="cells", longest=1024)
     assert short[-1] == "0.50× (0.50×), 1 of 1 slower"
+
+
+# ---- over a KV cache ------------------------------------------------------------------------------------------------
+
+BASE = Case(3, 1, 50, 8, 2, 32, "float32", kind="cache")
+VARIANTS = (
+    {}, {"page_size": 16}, {"page_size": 7, "seqlen_q": 3, "causal": True}, {"window": (20, 0)}, {"softcap": 5.0},
+    {"alibi": "heads"}, {"append": 1}, {"append": 1, "page_size": 16}, {"invariant": True},
+    {"seqlen_q": 40, "causal": True, "page_size": 16}, {"nheads": 2},
+    {"nheads_k": 1, "head_dim_v": 48, "page_size": 16},
+)  # fmt: skip
+
+
+def test_bytes_are_the_keys_and_values_in_sight():
+    assert rows.Row("decode", BASE).bytes == 2 * 3 * 50 * 2 * 32 * 4
+    assert rows.Row("decode_mla", dataclasses.replace(BASE, nheads_k=1, head_dim_v=48)).bytes == 3 * 50 * (32 + 48) * 4
+    windowed = dataclasses.replace(BASE, window=(20, 0), dtype="bfloat16")
+    assert rows.Row("decode", windowed).bytes == 2 * 3 * 21 * 2 * 32 * 2
+    assert rows.Row("prefill_cache", dataclasses.replace(BASE, seqlen_q=40)).bytes is None
+    assert rows.Row("cells", Case(1, 8, 8, 1, 1, 8, "bfloat16")).bytes is None
+
+
+def test_flops_over_a_cache_count_the_visible_keys():
+    row = rows.Row("prefill_cache", dataclasses.replace(BASE, seqlen_q=2, causal=True))
+    assert row.flops() == 4 * 3 * 8 * 32 * (49 + 50)
+    latent = rows.Row("decode_mla", dataclasses.replace(BASE, nheads_k=1, head_dim_v=48))
+    assert latent.flops() == 2 * 3 * 8 * 50 * (32 + 48 + 48)
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+@pytest.mark.parametrize("name", ("ours", "sdpa_flash", "sdpa_math"))
+@pytest.mark.parametrize("timing", ("event", "graph"))
+def test_peers_over_a_cache_agree_with_the_reference(variant, name, timing):
+    row = rows.Row("decode", dataclasses.replace(BASE, **variant), timing)
+    implementation = implementations.IMPLEMENTATIONS[name]
+    if timing == "graph" and row.bytes is None:
+        return
+    inputs = implementations.make_inputs(row, CPU)
+    assert len(inputs.caches) == (over_cache.CALLS_PER_GRAPH if timing == "graph" else 1)
+    reason = implementation.limits(row, "cpu", "fwd")
+    assert (reason is None) == (name == "ours" or variant in ({}, {"nheads": 2}))
+    if reason is None:
+        with torch.no_grad():
+            _, facts = measure.probe(implementation, row, inputs, "fwd", CPU)
+        assert facts["relative_error"] < 1e-5
+
+
+def test_report_shows_the_bandwidth(tmp_path):
+    groups = ("--groups", "decode", "decode_tokens", "prefill_cache", "--peers", "sdpa_math", "--budget", 60)
+    status, result = measured(tmp_path, *groups)
+    assert status == 0 and {row["group"] for row in result["rows"]} == {"decode", "decode_tokens", "prefill_cache"}
+    lines = report.full_report(result)
+    assert any(line.startswith("| decode fwd | µs | GB/s | ") for line in lines)
+    assert any(line.startswith("| prefill_cache fwd | µs | TFLOPS | ") for line in lines)
+    row = next(row for row in result["rows"] if row["group"] == "decode")
+    row["results"]["ours"]["ms"] = row["bytes"] / 1e6 / 2000.0
+    assert scores.speed(row, "ours") == "2000"
+    result["host_overhead_cache"] = {"ours": {"median": 12.34}}
+    assert "host time of one eager call (cache, b1 k1024 h32/8 d128), us: ours 12.3" in scores.overhead_lines(result)
+
+
+@pytest.mark.devices("cuda")
+def test_run_over_a_cache_on_the_gpu(device, tmp_path):
+    groups = "decode decode_layers decode_eager decode_append decode_invariant decode_8bit".split()
+    options = ["--device", device, "--quick", "--budget", "25", "--peers", "sdpa_flash", "--groups", *groups]
+    assert run.main([*options, "--out", str(tmp_path), "--name", "cache"]) == 0
+    measured = json.loads((tmp_path / "cache.json").read_text())
+    assert {row["timing"] for row in measured["rows"]} == {"replay", "graph", "eager"}
+    assert all("ours" in row["results"] or "budget" in row["notes"]["ours"] for row in measured["rows"])
+    assert measured["read_ceiling"]["gbs"] > 100 and measured["host_overhead_cache"]["ours"]["median"] > 0
 
 
 # ---- publishing ------------------------------------------------------------------------------------------------------

@@ -416,28 +416,12 @@ def test_progress_is_seen_on_the_terminal_of_an_install_that_pip_keeps_quiet(tmp
 @needs_compiler
 def test_compile_commands_are_those_of_the_compiler(stand_in, tmp_path):
     stand_in()
-    database = tmp_path / "out" / compile_commands.NAME
-    entries = {Path(entry["file"]).name: entry for entry in json.loads(database.read_text())}
+    entries = {Path(entry["file"]).name: entry for entry in compile_commands.entries_of(tmp_path / "out")}
     assert set(entries) == {"flash_fwd_hdim64_sm80.cu", "kernel_manifest.cpp"}
     entry = entries["flash_fwd_hdim64_sm80.cu"]
     assert Path(entry["directory"]) == tmp_path / "out"
-    arguments = entry["arguments"]
-    assert arguments[0] == str(tmp_path / "bin" / "nvcc")
-    assert {"-std=c++17", "--compress-mode=size", "-DFLASH_WITHOUT_BF16", f"-I{tmp_path / 'source with space'}"} <= set(
-        arguments
-    )
-    assert arguments[-4:] == ["-c", entry["file"], "-o", "flash_fwd_hdim64_sm80.o"]
-
-
-def test_a_file_of_several_builds_has_the_flags_of_the_newest(tmp_path):
-    databases = []
-    for age, flag in enumerate(("-Dnew", "-Dold")):
-        databases.append(tmp_path / f"{flag}.json")
-        entry = {"directory": "/d", "file": "a.cu", "arguments": ["nvcc", flag]}
-        databases[-1].write_text(json.dumps([entry, {**entry, "file": f"{flag}.cu"}]))
-        os.utime(databases[-1], (1000 - age, 1000 - age))
-    found = {entry["file"]: entry["arguments"][1] for entry in compile_commands.merged(databases)}
-    assert found == {"a.cu": "-Dnew", "-Dnew.cu": "-Dnew", "-Dold.cu": "-Dold"}
+    assert entry["arguments"][0] == str(tmp_path / "bin" / "nvcc") and "-std=c++17" in entry["arguments"]
+    assert entry["arguments"][-4:] == ["-c", entry["file"], "-o", "flash_fwd_hdim64_sm80.o"]
 
 
 @needs_ninja

@@ -14,7 +14,7 @@ sys.path.insert(0, str(ROOT / "tools"))
 
 import sass
 import toolchain
-from ptx_registers import REGISTER, renamed
+from ptx_registers import renamed
 
 SCOPE = "// begin inline asm\n\t{ \n.reg .pred \t%p1; \nsetp.lt.s32 %p1, %r, 5; \n@%p1 mov.u32 %r, 7; \n}"
 REGISTERS, PREDICATES, BLOCKS, STEPS = 24, 4, 4, 400
@@ -86,31 +86,6 @@ def test_a_program_stores_the_same(first):
         assert stored(renamed(program)) == expected, seed
         lengths.append(len(expected))
     assert max(lengths) > 20
-
-
-def test_values_between_two_labels_share_names():
-    values = "".join(f"\tadd.s32 \t%r{i + 1}, %r{i}, 1;\n" for i in range(50))
-    declared = "\t.reg .b32 \t%r<51>;\n\t.reg .b64 \t%rd<1>;\n"
-    code = f"\tmov.u32 \t%r0, %tid.x;\n{values}\tst.global.u32 \t[%rd0], %r50;\n\tret;\n"
-    short = renamed(f"{{\n{declared}\n{code}\n}}\n")
-    assert set(REGISTER.findall(short)) == {("r", "0"), ("r", "1")}
-    assert ".reg .b32 %r<2>;" in short and ".reg .b64 %RD<1>;" in short
-
-
-def test_like_lines_of_two_functions_share_names():
-    """The second has a value and a block in front: what follows is the same text as in the first."""
-
-    def function(extra):
-        steps = "".join(f"\tadd.s32 \t%r{i}, %r{i}, {i};\n$L__BB{len(extra)}_{i}:\n" for i in range(9))
-        sums = "".join(f"\tst.global.u32 \t[%rd0], %r{i};\n" for i in range(9))
-        return f"{{\n\t.reg .b32 \t%r<99>;\n\t.reg .b64 \t%rd<1>;\n\n{extra}{steps}{sums}\tret;\n\n}}\n"
-
-    first, second = renamed(
-        function("") + "\n" + function("\tmov.u32 \t%r50, 7;\n$L__X:\n\tst.global.u32 \t[%rd0], %r50;\n")
-    ).split("\n}\n\n{\n")
-    tail = first[first.index("add.s32") :]
-    assert tail in second and len(tail.splitlines()) == 28
-    assert {"$0:", "$9:"} <= set(second.split())
 
 
 KERNEL = """

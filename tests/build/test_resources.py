@@ -164,12 +164,3 @@ def test_interior_loop_instructions(rule):
         for name, count in counts.items():
             assert count is not None, f"{name} has no loop with tensor-core instructions"
             assert count <= rule["instructions"], f"{name}: {count} instructions, budget {rule['instructions']}"
-
-
-def test_loop_counter_on_known_code():
-    code = [(0x00, "MOV R1, R2"), (0x10, "HMMA.16816.F32 R4, R8, R12, R4"), (0x20, "@P0 BRA 0x10"), (0x30, "BRA 0x30")]
-    assert smallest_matrix_loop(code) == 2
-    assert smallest_matrix_loop(code[:1]) is None
-    outer = [*code[:3], (0x30, "HGMMA.64x64x16.F32.BF16 R24, gdesc[UR20], R24"), (0x40, "@P1 BRA 0x0")]
-    assert smallest_matrix_loop(outer) == 5
-    assert smallest_matrix_loop([*outer[:3], (0x30, "QGMMA.64x128x32.F32.E4M3.E4M3 R24, gdesc[UR20]"), outer[4]]) == 5

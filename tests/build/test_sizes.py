@@ -60,8 +60,3 @@ def test_device_functions_are_short():
     ]
     assert len(found) > 300
     assert [item for item in found if item[1] > MOST_LINES_OF_A_DEVICE_FUNCTION] == []
-
-
-def test_functions_are_measured():
-    body = "__device__ int f(int a) {\n  return g([&] {\n    return a;\n  });\n}\n"
-    assert list(device_functions(f"template <class T>\n{body}__device__ int g();\n")) == [(2, 5)]

@@ -102,12 +102,9 @@ def test_the_notices_are_those_of_what_is_compiled_in():
 # ---- a release -------------------------------------------------------------------------------------------------------
 
 
-def test_the_matrix_is_whole_and_can_be_narrowed():
+def test_the_matrix_can_be_narrowed():
     everything = release.rows()
-    assert {row.python for row in everything} == set(release.PYTHONS)
-    assert {row.cuda.split(".")[0] for row in everything} == {"12", "13"}
-    assert {row.torch.rpartition(".")[0] for row in everything} >= {"2.6", "2.11", "2.15"}
-    assert len(everything) == len({(row.torch, row.python) for row in everything})
+    assert len(everything) == len(set(everything)) > 30
     assert release.rows("2.1") == [], "a prefix of 2.10 and 2.11"
     assert release.rows("2.11", "3.12") == [("2.11.0", "13.0", "3.12")]
 
@@ -156,33 +153,6 @@ def test_pip_installs_the_wheel_of_its_torch_from_the_index(tmp_path):
         assert [path.name for path in index.glob("*.whl")] == [wheel.name]
         wheel.write_bytes(wheel.read_bytes() + b"changed")
         assert subprocess.run([*command, "-d", tmp_path / "x"], env=environment, capture_output=True).returncode != 0
-
-
-def test_the_tables_keep_a_line_for_each_wheel_and_archive(tmp_path):
-    head = ["| torch | CUDA | Python | MB |", "|---|---|---|---|"]
-    text = "\n".join(["before", "<!-- wheels:begin -->", *head, "<!-- wheels:end -->", "behind"])
-    for torch, python, size in (
-        ("2.11.0", "3.11", 4),
-        ("2.9.1", "3.12", 5),
-        ("2.11.0", "3.9", 6),
-        ("2.11.0", "3.11", 7),
-    ):
-        text = release.with_line(text, f"| {torch} | 13.0 | {python} | {size} |")
-    lines = text.splitlines()
-    assert (lines[:2], lines[2:4], lines[-2:]) == (
-        ["before", "<!-- wheels:begin -->"], head, ["<!-- wheels:end -->", "behind"]
-    )  # fmt: skip
-    assert [line.split("|")[1:5:2] + [line[-3]] for line in lines[4:-2]] == [
-        [" 2.9.1 ", " 3.12 ", "5"], [" 2.11.0 ", " 3.9 ", "6"], [" 2.11.0 ", " 3.11 ", "7"],
-    ]  # fmt: skip
-
-    report = {"info": {"cuda": "13.0", "archs": ["80", "90"]}, "archive_bytes": 11_260_000,
-              "files": [{"cpu_seconds": 42.5}, {"cpu_seconds": 137.5}]}  # fmt: skip
-    (tmp_path / "build_report.json").write_text(json.dumps(report))
-    line = release.archive_line(tmp_path / "libflash_attn_kernels.a")
-    assert line == "| 13.0 | 2 | 80;90 | 3 | 138 | 11.3 |"
-    page = (ROOT / "docs" / "build.md").read_text(encoding="utf-8")
-    assert f"\n{line}\n<!-- kernels:end -->\n" in release.with_line(page, line, "kernels")
 
 
 # ---- a whole build ---------------------------------------------------------------------------------------------------

@@ -108,15 +108,6 @@ def test_quick_start():
     assert names["length"].tolist() == [5, 5]
 
 
-@pytest.mark.parametrize("page", ("quickstart", "kvcache"))
-def test_code_of_pages(device, page, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: device == "cuda")
-    text = (EXAMPLES.parent / "docs" / f"{page}.md").read_text(encoding="utf-8")
-    blocks = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    assert len(blocks) == 2
-    exec("\n".join(blocks), {})
-
-
 def test_snippets_of_the_readme(device, monkeypatch):
     """One after the other, as they stand."""
     pytest.importorskip("transformers")

@@ -2,7 +2,6 @@
 // with LAB_DESIGN, the fields of FwdDesign in braces.
 #include <cmath>
 
-#include "dense_call.h"
 #include "fwd_kernel.h"
 #include "kernels/common/launch.h"
 
@@ -10,8 +9,9 @@ using LabConfig = flash::lab::FwdConfig;
 
 // q, out: contiguous (batch, seqlen_q, heads, head_dim); k, v: (batch, seqlen_k, heads, head_dim). The causal mask is
 // aligned to the last query and key. Returns the launch status.
-LAB_EXPORT int lab_forward(const void* q, const void* k, const void* v, void* out, int batch, int seqlen_q,
-                           int seqlen_k, int heads, int causal, void* stream) {
+extern "C" __attribute__((visibility("default"))) int lab_forward(const void* q, const void* k, const void* v,
+                                                                  void* out, int batch, int seqlen_q, int seqlen_k,
+                                                                  int heads, int causal, void* stream) {
   flash::lab::FwdParams params{q, k, v, out, seqlen_q, seqlen_k, heads, {}, 0.0f};
   if (causal) params.window.right = 0;
   params.scale_log2 = 1.44269504f / std::sqrt(static_cast<float>(LabConfig::kHeadDim));

@@ -3,9 +3,9 @@
 //
 //   plan_check shipped KERNEL HEAD_DIM [VARIANT]     prints a kernel's row, without its head dim for fwd_wgmma, whose
 //                                                    features follow
-//   plan_check fits KERNEL ROW...                    prints the shared memory of a row that begins with its head dim,
-//                                                    then what is wrong, if anything; of fwd_wgmma VARIANT and FEATURES
-//                                                    end the row
+//   plan_check fits ROW...                           prints the shared memory of a row of fwd_wgmma that begins with
+//                                                    its head dim and ends with VARIANT and FEATURES, then what is
+//                                                    wrong, if anything
 //
 // VARIANT and FEATURES are numbers.
 #include <cstdio>
@@ -55,21 +55,12 @@ int shipped(const std::string& kernel, int head_dim, plan::FwdVariant variant) {
   return 0;
 }
 
-int fits(const std::string& kernel, Row row) {
+int fits(Row row) {
   row.resize(10, 0);
-  int bytes = 0;
-  const char* problem = nullptr;
-  if (kernel == "fwd_mma_sync") {
-    bytes = plan::fwd_smem_bytes({row[0], row[1], row[2], row[3], row[4]}, Dtype::kBf16);
-  } else if (kernel == "fwd_wgmma") {
-    const plan::Sm90FwdTile tile{row[0], row[1], row[2], row[3], row[4], row[5] != 0, row[6], 0, row[7]};
-    const auto variant = static_cast<plan::FwdVariant>(row[8]);
-    bytes = plan::sm90_fwd_smem_bytes(tile, variant, Dtype::kBf16);
-    problem = wgmma_fwd_problem(tile, {row[0], static_cast<uint32_t>(row[9]), 1}, variant);
-  } else {
-    return 2;
-  }
-  std::printf("%d\n%s", bytes, problem ? problem : "");
+  const plan::Sm90FwdTile tile{row[0], row[1], row[2], row[3], row[4], row[5] != 0, row[6], 0, row[7]};
+  const auto variant = static_cast<plan::FwdVariant>(row[8]);
+  const char* problem = wgmma_fwd_problem(tile, {row[0], static_cast<uint32_t>(row[9]), 1}, variant);
+  std::printf("%d\n%s", plan::sm90_fwd_smem_bytes(tile, variant, Dtype::kBf16), problem ? problem : "");
   return 0;
 }
 
@@ -77,9 +68,9 @@ int fits(const std::string& kernel, Row row) {
 
 int main(int count, char** words) {
   if (count < 4) return 2;
-  const std::string command = words[1], kernel = words[2];
+  const std::string command = words[1];
   Row row;
-  for (int i = 3; i < count; ++i) row.push_back(std::atoi(words[i]));
-  if (command == "fits") return fits(kernel, row);
-  return shipped(kernel, row[0], static_cast<plan::FwdVariant>(row.size() > 1 ? row[1] : 0));
+  for (int i = command == "fits" ? 2 : 3; i < count; ++i) row.push_back(std::atoi(words[i]));
+  if (command == "fits") return fits(row);
+  return shipped(words[2], row[0], static_cast<plan::FwdVariant>(row.size() > 1 ? row[1] : 0));
 }

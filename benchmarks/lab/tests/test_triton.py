@@ -1,8 +1,9 @@
-"""The Triton comparator against float64 attention: by Triton's interpreter, on a GPU."""
+"""The Triton comparator and its ladder against float64 attention: by Triton's interpreter, on a GPU."""
 
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import sys
 from pathlib import Path
@@ -21,6 +22,8 @@ sys.path += [str(LAB), str(LAB.parent)]
 import implementations
 import measure
 import rows
+import triton_ladder
+from triton_variants import RUNGS
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 # Triton's interpreter has no bfloat16.
@@ -97,11 +100,25 @@ def test_triton_on_the_gpu(dtype, device="cuda"):
         assert facts["relative_error"] < 1e-2
 
 
-@needs_gpu
-def test_triton_backward_needs_no_large_temporaries(device="cuda"):
-    """Beyond the gradients: two numbers per row and head."""
-    pytest.importorskip("triton")
-    row = rows.Row("cells", Case(1, 4096, 4096, 8, 8, 64, "bfloat16", causal=True))
-    inputs = implementations.make_inputs(row, torch.device(device), requires_grad=True)
-    _, facts = measure.probe(implementations.IMPLEMENTATIONS["triton"], row, inputs, "bwd", torch.device(device))
-    assert facts["peak_bytes"] - facts["result_bytes"] <= 2 * 4 * 4096 * 8
+def interpret(folder):
+    """What test_the_program_and_its_rungs_by_the_interpreter runs in a separate process."""
+    import timing
+    import triton_attention
+
+    timing.FEWEST_ROUNDS = 1
+    options = ["--device", "cpu", "--head-dims", "64", "--seqlens", "1024"]
+    assert triton_ladder.main([*options, "--out", f"{folder}/ladder.json"]) == 0
+    torch.manual_seed(0)
+    variants = (*(rung.variant for rung in RUNGS), triton_attention.Variant(use_tma=False), RUNGS[-1].variant)
+    for i, (variant, case) in enumerate(zip(variants, TRITON_CASES)):  # with and without descriptors, strided or not
+        check_triton(triton_attention, "cpu", torch.float16, variant, (case,), (i // 2 % 2 == 0,))
+
+
+def test_the_program_and_its_rungs_by_the_interpreter(tmp_path):
+    run_interpreted(f"import test_triton; test_triton.interpret({str(tmp_path)!r})")
+    result = json.loads((tmp_path / "ladder.json").read_text())
+    assert {"device", "versions", "git", "started"} <= set(result) and len(result["rows"]) == 4
+    for row in result["rows"]:
+        rungs = {rung.name for rung in RUNGS if row["mode"] in rung.modes}
+        assert set(row["results"]) == rungs | {"ours", "sdpa_flash"} and row["failed"] == []
+        assert all(found["relative_error"] < 2e-3 for found in row["results"].values())
