@@ -23,7 +23,9 @@ CLIENTS = ("accelerate", "diffusers", "peft", "sentence_transformers", "transfor
 REQUIRED_IN_CI = (*CLIENTS, "mkdocs")
 TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
 TRACES_ALL = (2, 11)  # the oldest torch that is known to compile every call without a break of the graph
+LONGEST = ("test_host_cpp.py", "test_minimal.py")  # of programs: first, so that no process ends with one of them alone
 importorskip = pytest.importorskip
+gc.disable()  # until all tests are collected: what they and torch made by then stays
 
 
 def import_or_skip(name, *args, **kwargs):
@@ -136,7 +138,13 @@ def _drop(config, items, dropped):
     config.hook.pytest_deselected(items=[*dropped])
 
 
+def pytest_collection_finish():
+    gc.freeze()
+    gc.enable()
+
+
 def pytest_collection_modifyitems(config, items):
+    items.sort(key=lambda item: item.path.name not in LONGEST)
     _drop(config, items, _beyond_first_skips(items))
     if config.getoption("--full"):
         return

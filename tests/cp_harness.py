@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from cases import Case
-from harness import Problem, check_forward, expected, gradients, make_problem, plain_gradients, sink_gradient_error
+from harness import Problem, check_forward, make_problem, reference_gradients, sink_gradient_error
 from reference import assert_accurate, assert_gradient_accurate
 
 from flash_attn import dropout_mask, flash_attn_func
@@ -97,9 +97,9 @@ def run_local(problem: Problem, weights: Weights, ranks: int | tuple[int, int], 
     return first
 
 
-def combined_out(problem: Problem, keep) -> torch.Tensor:
+def combined_out(problem: Problem, exact) -> torch.Tensor:
     """The exact out, rounded to q's dtype like a sum of parts: once without the sink, once with it."""
-    exact, dtype = expected(problem, keep=keep), problem.q.dtype
+    dtype = problem.q.dtype
     if problem.sinks is None:
         return exact.out.to(dtype)
     of_keys = (1 - torch.exp(problem.sinks[:, None] - exact.lse)).transpose(-1, -2)[..., None]
@@ -114,16 +114,15 @@ def check_result(problem: Problem, weights: Weights, result: Result) -> None:
         rows = problem.max_seqlen_q if problem.layout is not None else problem.q.shape[1]
         entries = len(problem.layout.lens_q) if problem.layout is not None else case.batch
         keep = dropout_mask(result.rng_state, case.dropout, entries, case.nheads, rows, rows, problem.q.device)
-    check_forward(problem, result.out, result.lse, keep)
-    exact = gradients(problem, weights.dout, torch.float64, keep, weights.dlse)
-    plain = plain_gradients(problem, weights.dout, exact, keep, weights.dlse, combined_out(problem, keep))
+    saved_out = combined_out(problem, check_forward(problem, result.out, result.lse, keep))
+    exact, plain, results = reference_gradients(problem, weights.dout, keep, weights.dlse, saved_out)
     for name, ours, reference, same in zip(("dq", "dk", "dv"), result.grads, exact, plain):
         if problem.q.dtype == torch.float64:
             assert_accurate(ours, reference, same, name, slack=1e-10)
         else:
             assert_gradient_accurate(ours, reference, same, name)
     if problem.sinks is not None:
-        allowed = sink_gradient_error(problem, weights.dout, keep, weights.dlse)
+        allowed = sink_gradient_error(problem, results, weights.dout, weights.dlse)
         assert ((result.grads[3].double() - exact[3]).abs() <= allowed + 1e-4).all()
 
 

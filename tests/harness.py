@@ -205,7 +205,7 @@ def check_forward(problem: Problem, out, lse, keep=None, **overrides):
     """out and LSE against the float64 reference by the error criterion. Returns the reference."""
     dtype = problem.q.dtype
     reference = expected(problem, keep=keep, **overrides)
-    plain = expected(problem, dtype, keep, **overrides)
+    plain = reference if dtype == torch.float64 else expected(problem, dtype, keep, **overrides)
     assert out.dtype == dtype and out.device == problem.q.device
     assert_accurate(out, reference.out, plain.out, "out", slack=slack_of(dtype))
     check_lse(problem, lse, reference.lse, plain.lse)
@@ -235,57 +235,72 @@ def check_public_call(problem: Problem, **overrides):
     return out, lse
 
 
-def gradients(problem: Problem, dout, dtype, keep=None, dlse=None, **overrides):
-    """The gradients of `problem.inputs` by the reference in a dtype, from those of out and, if given, of the LSE."""
+def differentiable(problem: Problem, dtype, keep=None, **overrides):
+    """`problem.inputs` in a dtype, as leaves, and the reference of them."""
     inputs = {name: x.detach().to(dtype).requires_grad_() for name, x in problem.inputs.items()}
-    leaves = list(inputs.values())
-    result = expected(problem, dtype, keep, **inputs, **overrides)
-    outputs, weights = [result.out], [dout.to(dtype)]
+    return list(inputs.values()), expected(problem, dtype, keep, **inputs, **overrides)
+
+
+def differentiate(leaves, result: Attention, dout, dlse=None):
+    """The gradients of the leaves, from those of out and, if given, of the LSE."""
+    outputs, weights = [result.out], [dout.to(result.out.dtype)]
     if dlse is not None:
-        outputs, weights = [*outputs, result.lse], [*weights, dlse.to(dtype)]
-    grads = torch.autograd.grad(outputs, leaves, weights, allow_unused=True)
+        outputs, weights = [*outputs, result.lse], [*weights, dlse.to(result.lse.dtype)]
+    grads = torch.autograd.grad(outputs, leaves, weights, retain_graph=True, allow_unused=True)
     return [torch.zeros_like(x) if grad is None else grad for x, grad in zip(leaves, grads)]
 
 
-def plain_gradients(problem: Problem, dout, exact, keep=None, dlse=None, saved_out=None, **overrides):
-    """Those of plain attention in q's dtype or, where these are further off, exact ones from an out in q's dtype.
+def gradients(problem: Problem, dout, dtype, keep=None, dlse=None, **overrides):
+    """The gradients of `problem.inputs` by the reference in a dtype."""
+    return differentiate(*differentiable(problem, dtype, keep, **overrides), dout, dlse)
 
+
+def reference_gradients(problem: Problem, dout, keep=None, dlse=None, saved_out=None, **overrides):
+    """-> (exact gradients, those of plain attention, exact out and LSE).
+
+    Those of plain attention are in q's dtype or, where these are further off, exact ones from an out in q's dtype.
     A backward reads such an out (saved_out, if it is not the exact one, rounded): rowsum(dout * out) is off as if dlse
     were. With few keys in a row, a sink or dropout dS is a small difference of it, which plain attention, that has its
     own softmax, gets right.
     """
-    plain = gradients(problem, dout, problem.q.dtype, keep, dlse, **overrides)
-    out = expected(problem, keep=keep, **overrides).out
+    leaves, result = differentiable(problem, torch.float64, keep, **overrides)
+    exact, out, lse = differentiate(leaves, result, dout, dlse), result.out.detach(), result.lse.detach()
     saved_out = out.to(problem.q.dtype) if saved_out is None else saved_out
     off = ((out - saved_out.double()) * dout.double()).sum(-1).transpose(-1, -2)
-    saved = gradients(problem, dout, torch.float64, keep, off if dlse is None else off + dlse.double(), **overrides)
-    return [
-        torch.where((b - e).abs() > (a.double() - e).abs(), b.to(a.dtype), a) for e, a, b in zip(exact, plain, saved)
+    saved = differentiate(leaves, result, dout, off if dlse is None else off + dlse.double())
+    del leaves, result  # the graph, before there is another
+    of_dtype = (
+        exact if out.dtype == problem.q.dtype else gradients(problem, dout, problem.q.dtype, keep, dlse, **overrides)
+    )
+    plain = [
+        torch.where((b - e).abs() > (a.double() - e).abs(), b.to(a.dtype), a) for e, a, b in zip(exact, of_dtype, saved)
     ]
+    return exact, plain, (out, lse)
 
 
 def check_gradients(problem: Problem, dout, grads, keep=None, dlse=None, **overrides):
-    exact = gradients(problem, dout, torch.float64, keep, dlse, **overrides)
-    plain = plain_gradients(problem, dout, exact, keep, dlse, **overrides)
+    exact, plain, results = reference_gradients(problem, dout, keep, dlse, **overrides)
     for (name, x), ours, reference, same in zip(problem.inputs.items(), grads, exact, plain, strict=True):
         assert ours.dtype == x.dtype
         if name != "sinks":
             assert_gradient_accurate(ours, reference, same, f"d{name}")
     if problem.sinks is not None:
-        excess = (grads[3].double() - exact[3]).abs() - sink_gradient_error(problem, dout, keep, dlse, **overrides)
+        excess = (grads[3].double() - exact[3]).abs() - sink_gradient_error(problem, results, dout, dlse)
         assert (excess <= 1e-4).all(), f"dsinks: beyond six standard deviations by {excess.max().item():.3e}"
 
 
-def sink_gradient_error(problem: Problem, dout, keep=None, dlse=None, **overrides) -> torch.Tensor:
+def sink_gradient_error(problem: Problem, results, dout, dlse=None) -> torch.Tensor:
     """Six standard deviations (h) of dsinks, from the rounding of P, of out, from which rowsum(dout * out) is taken,
     and of the float32 LSE. A gradient of h numbers is too few for the error of plain attention to be a yardstick.
+
+    results: exact out and LSE.
     """
-    exact = expected(problem, keep=keep, **overrides)
-    weight = torch.exp(problem.sinks[:, None] - exact.lse)
-    rows = dout.double().square().sum(-1) * exact.out.square().mean(-1)
+    out, lse = results
+    weight = torch.exp(problem.sinks[:, None] - lse)
+    rows = dout.double().square().sum(-1) * out.square().mean(-1)
     of_delta = 2 * (torch.finfo(problem.q.dtype).eps / 2) ** 2 * rows.transpose(-1, -2)
-    delta = (dout.double() * exact.out).sum(-1).transpose(-1, -2) - (0.0 if dlse is None else dlse.double())
-    of_lse = (torch.finfo(torch.float32).eps * exact.lse.masked_fill(exact.lse.isinf(), 0.0) * delta).square()
+    delta = (dout.double() * out).sum(-1).transpose(-1, -2) - (0.0 if dlse is None else dlse.double())
+    of_lse = (torch.finfo(torch.float32).eps * lse.masked_fill(lse.isinf(), 0.0) * delta).square()
     variance = weight.square() * (of_delta + of_lse)
     return 6 * variance.sum(-1).view(-1, problem.case.nheads).sum(0).sqrt()
 

@@ -14,6 +14,7 @@ SOURCES = sorted((ROOT / "tests" / "cpp").glob("test_*.cpp"))
 # Without checks of each pointer, which take a third of the time: a null pointer ends the program anyway.
 SANITIZERS = ["-fsanitize=undefined", "-fno-sanitize=null,pointer-overflow,object-size", "-fno-sanitize-recover=all"]
 FLAGS = ["-std=c++17", "-Wall", "-Wextra", "-Werror", *SANITIZERS]
+HOST_FLAGS = [*FLAGS, "-fno-sanitize=alignment"]  # a fifth of compiling: only kernels cast pointers to vectors
 # Programs that run longer than the optimiser does: they compare with brute force, or run every thread of a block.
 LONG = {"test_arithmetic", "test_block_lists", "test_block_range", "test_bwd_schedule", "test_equal_choice",
         "test_mask_factors", "test_mask_types", "test_plan_limits", "test_row_order", "test_score_bias",
@@ -26,7 +27,7 @@ pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not 
 def compile_program(source: Path, folder: Path) -> Path:
     program = folder / source.stem
     optimised = ["-O1"] if source.stem in LONG else []
-    command = ["g++", *FLAGS, *optimised, *INCLUDES, str(source), "-o", str(program)]
+    command = ["g++", *HOST_FLAGS, *optimised, *INCLUDES, str(source), "-o", str(program)]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr[-4000:]
     return program
@@ -55,7 +56,7 @@ EMULATED = [
 @pytest.mark.parametrize("name", EMULATED)
 def test_emulated_kernels(name, tmp_path):
     program, cpp = tmp_path / name, ROOT / "tests" / "cpp"
-    flags = [*FLAGS, "-O2", "-Wno-unknown-pragmas", f"-I{cpp / 'stand_ins'}", f"-I{cpp}", *INCLUDES]
+    flags = [*FLAGS, "-O1", "-Wno-unknown-pragmas", f"-I{cpp / 'stand_ins'}", f"-I{cpp}", *INCLUDES]
     built = subprocess.run(
         ["g++", *flags, str(cpp / f"{name}.cpp"), "-o", str(program)], capture_output=True, text=True
     )

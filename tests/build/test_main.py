@@ -21,12 +21,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 import kernel_manifest
 
 
-def run(*arguments):
-    command = [sys.executable, "-m", "flash_attn", *arguments]
-    environment_root = Path(flash_attn.__file__).parent.parent
-    return subprocess.run(command, capture_output=True, text=True, cwd=environment_root, check=False)
-
-
 @pytest.fixture
 def on_the_cpu_alone(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
@@ -49,7 +43,8 @@ class Backend:
 
 
 def test_text_of_a_working_installation():
-    result = run()
+    command, root = [sys.executable, "-m", "flash_attn"], Path(flash_attn.__file__).parent.parent
+    result = subprocess.run(command, capture_output=True, text=True, cwd=root, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
     first, *lines = result.stdout.splitlines()
     release = flash_attn.__build__["release"]
@@ -62,10 +57,9 @@ def test_text_of_a_working_installation():
     assert lines[-1] == "all checks passed"
 
 
-def test_json_of_a_working_installation():
-    result = run("--json")
-    assert result.returncode == 0, result.stdout + result.stderr
-    report = json.loads(result.stdout)
+def test_json_of_a_working_installation(capsys):
+    assert __main__.main(["--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
     assert report["ok"] is True and report["package"]["origin"] == "not the Dao-AILab package"
     build = flash_attn.__build__
     assert {name: report["build"][name] for name in ("backends", "archs", "head_dims", "dtypes", "cuda")} == {

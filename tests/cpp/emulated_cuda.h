@@ -87,7 +87,15 @@ struct Fiber {
   std::vector<std::function<void()>> loads;  // not complete yet
 };
 
+// Of the threads that meet: a warp, or all of another scope.
+struct Group {
+  int64_t arrivals = 0;
+  int operation = 0;             // of the threads that have come last
+  bool any[2] = {false, false};  // of the slots' values, by parity
+};
+
 static std::vector<Fiber> fibers;
+static std::vector<Group> groups[kScopes];  // one a warp, or one
 static int current = 0;
 static jmp_buf scheduler;
 static std::function<void()> body;
@@ -156,23 +164,22 @@ inline void land_some() {
   copy.land();
 }
 
+inline Group& group_of(Scope scope) { return groups[scope][scope == kWarp ? current / 32 : 0]; }
+
 // Publishes a slot and returns when every thread of the scope has published one for the same operation.
 inline int meet(const Slot& slot, Scope scope = kWarp) {
-  const int warp_begin = current / 32 * 32, begin = scope == kWarp ? warp_begin : scope == kBlock ? 0 : 128;
   const int all = static_cast<int>(fibers.size());
-  const int end = scope == kWarp ? warp_begin + 32 : scope == kFirstConsumer ? 256 : all;
+  const int size = scope == kWarp ? 32 : scope == kFirstConsumer ? 128 : scope == kConsumers ? all - 128 : all;
   Fiber& fiber = fibers[current];
-  const int count = ++fiber.counts[scope], parity = count % 2;
+  Group& group = group_of(scope);
+  const int64_t count = ++fiber.counts[scope];
+  const int parity = static_cast<int>(count % 2);
+  if (group.arrivals % size == 0) group.operation = slot.operation, group.any[parity] = false;
+  if (group.operation != slot.operation) fail("threads at different operations");
   fiber.slots[scope][parity] = slot;
-  ++progress;
-  int first = begin;  // that has not come
-  wait_until([&] {
-    while (first < end && fibers[first].counts[scope] >= count) ++first;
-    return first == end;
-  });
-  for (int i = begin; i < end; ++i) {
-    if (fibers[i].slots[scope][parity].operation != slot.operation) fail("threads at different operations");
-  }
+  group.any[parity] |= slot.value != 0.0f;
+  ++group.arrivals, ++progress;
+  wait_until([&] { return group.arrivals >= count * size; });
   return parity;
 }
 
@@ -189,6 +196,7 @@ inline void run_block(int threads, const std::function<void()>& work) {
   body = work;
   blockDim.x = threads;
   fibers.resize(threads);
+  for (int scope = 0; scope < kScopes; ++scope) groups[scope].assign(scope == kWarp ? threads / 32 : 1, {});
   for (Fiber& fiber : fibers) {
     fiber.started = fiber.done = false;
     for (int scope = 0; scope < kScopes; ++scope) {
@@ -239,14 +247,6 @@ inline void load(uint32_t (&r)[4], const bf16* row, bool transposed) {
 
 inline float half_of(uint32_t pair, int index) { return to_float(static_cast<uint16_t>(pair >> 16 * index)); }
 
-// Element (row, k) of the warp's 16 x 16 A operand, element (k, n) of its 16 x 8 B operand.
-inline float a_element(int row, int k, int parity) {
-  return half_of(lane_slot(row % 8 * 4 + k % 8 / 2, parity).a[row / 8 + k / 8 * 2], k % 2);
-}
-inline float b_element(int k, int n, int parity) {
-  return half_of(lane_slot(n * 4 + k % 8 / 2, parity).b[k / 8], k % 2);
-}
-
 }  // namespace emulation
 
 inline void mma(float (&acc)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
@@ -255,11 +255,17 @@ inline void mma(float (&acc)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b
   std::copy(a, a + 4, slot.a);
   slot.b[0] = b0, slot.b[1] = b1;
   const int parity = emulation::meet(slot), lane = threadIdx.x % 32;
-  float rows[2][16], columns[2][16];
-  for (int i = 0; i < 2; ++i) {
-    for (int k = 0; k < 16; ++k) {
-      rows[i][k] = emulation::a_element(lane / 4 + 8 * i, k, parity);
-      columns[i][k] = emulation::b_element(k, lane % 4 * 2 + i, parity);
+  float rows[2][16], columns[2][16];  // of the warp's 16 x 16 A operand, of its 16 x 8 B operand
+  for (int t = 0; t < 4; ++t) {
+    const uint32_t* const of_rows = emulation::lane_slot(lane / 4 * 4 + t, parity).a;
+    for (int i = 0; i < 2; ++i) {
+      const uint32_t* const of_column = emulation::lane_slot((lane % 4 * 2 + i) * 4 + t, parity).b;
+      for (int k = 0; k < 16; k += 8) {
+        for (int j = 0; j < 2; ++j) {
+          rows[i][k + 2 * t + j] = emulation::half_of(of_rows[i + k / 4], j);
+          columns[i][k + 2 * t + j] = emulation::half_of(of_column[k / 8], j);
+        }
+      }
     }
   }
   for (int i = 0; i < 4; ++i) {
@@ -283,8 +289,7 @@ inline bool __any_sync(uint32_t, bool value) {
   slot.operation = 6;
   slot.value = value;
   const int parity = emulation::meet(slot);
-  bool any = false;
-  for (int lane = 0; lane < 32; ++lane) any |= emulation::lane_slot(lane, parity).value != 0.0f;
+  const bool any = emulation::group_of(emulation::kWarp).any[parity];
   if (threadIdx.x % 32 == 0) ++emulation::votes, emulation::yes_votes += any;
   return any;
 }
@@ -313,10 +318,7 @@ inline bool any_of(Scope scope, bool value) {
   Slot slot;
   slot.operation = 8;
   slot.value = value;
-  const int parity = meet(slot, scope);
-  bool any = false;
-  for (const Fiber& fiber : fibers) any |= fiber.slots[scope][parity].value != 0.0f;
-  return any;
+  return group_of(scope).any[meet(slot, scope)];
 }
 
 // stmatrix.x4

@@ -16,9 +16,16 @@ struct float4 {
 
 template <class Value>
 Value reduce(Value value, Value (*both)(Value, Value)) {
-  Value all = __shfl_sync(~0u, value, 0);
-  for (int lane = 1; lane < 32; ++lane) all = both(all, __shfl_sync(~0u, value, lane));
-  return all;
+  emulation::Slot slot;
+  slot.operation = 13;
+  std::memcpy(&slot.bits, &value, sizeof(Value));
+  const int parity = emulation::meet(slot);
+  for (int lane = 0; lane < 32; ++lane) {
+    Value other;
+    std::memcpy(&other, &emulation::lane_slot(lane, parity).bits, sizeof(Value));
+    value = both(value, other);
+  }
+  return value;
 }
 inline int __reduce_min_sync(uint32_t, int value) {
   return reduce<int>(value, [](int a, int b) { return min(a, b); });

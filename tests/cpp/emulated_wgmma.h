@@ -44,7 +44,9 @@ struct Wgmma {
     return values;
   }
   static void add_products(float& sum, const float* left, const std::array<float, 64>& right) {
-    for (int k = 0; k < 64; ++k) sum += left[k] * right[k];
+    float sums[8] = {};  // as many sums at once as a vector of floats has
+    for (int k = 0; k < 64; ++k) sums[k % 8] += left[k] * right[k];
+    for (const float part : sums) sum += part;
   }
   static int row(int i) { return threadIdx.x % 128 / 32 * 16 + i * 8 + threadIdx.x % 32 / 4; }
 
@@ -58,11 +60,16 @@ struct Wgmma {
   // -> row i at i * 16 * slices
   static std::vector<float> rows_of(const uint32_t* registers, int slices) {
     std::vector<float> rows(2 * 16 * slices);
-    for (int pair = 0; pair < 4 * slices; ++pair) {
+    for (int slice = 0; slice < slices; ++slice) {
+      Slot slot;
+      slot.operation = 12;
+      std::copy(registers + 4 * slice, registers + 4 * slice + 4, slot.a);
+      const int parity = meet(slot), quad = threadIdx.x % 32 / 4 * 4;
       for (int lane = 0; lane < 4; ++lane) {
-        const uint32_t bits = __shfl_sync(0xffffffffu, registers[pair], threadIdx.x % 32 / 4 * 4 + lane);
-        for (int col = 0; col < 2; ++col)
-          rows[pair % 2 * 16 * slices + pair / 2 * 8 + lane * 2 + col] = half_of(bits, col);
+        for (int i = 0; i < 8; ++i) {
+          const uint32_t pair = lane_slot(quad + lane, parity).a[i / 2];
+          rows[(i / 2 % 2 * slices + slice) * 16 + i / 4 * 8 + lane * 2 + i % 2] = half_of(pair, i % 2);
+        }
       }
     }
     return rows;

@@ -120,8 +120,7 @@ def test_snippets_of_the_readme(device, monkeypatch):
     assert len(snippets) == 4 and names["out"].shape == (2, 1, 16, 128) and names["loss"].isfinite()
 
 
-@pytest.mark.parametrize("model", ("gpt-oss", "llama"))
-@pytest.mark.parametrize("page_size", ("5", "16"))
+@pytest.mark.parametrize("model, page_size", (("gpt-oss", "5"), ("llama", "16")))
 def test_serve_transformers(device, model, page_size, capsys):
     pytest.importorskip("transformers.masking_utils", reason="transformers is not installed")
     import serve_transformers

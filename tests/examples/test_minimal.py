@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 MINIMAL = ROOT / "examples" / "minimal"
 sys.path[:] = [str(ROOT / "tools"), *sys.path, str(MINIMAL)]
 
-import counters
+import fresh_process
 import table
 import worked_example
 from toolchain import find_cutlass, find_toolkit
@@ -25,6 +25,9 @@ from toolchain import find_cutlass, find_toolkit
 BLOCKS = re.compile(r"^```sh\n((?:(?!```).*\n)*)```\n\n```text\n((?:(?!```).*\n)*)```", re.MULTILINE)
 PAGES = (MINIMAL / "learn.md", ROOT / "benchmarks" / "lab" / "README.md")
 LEARN = [pair for page in PAGES for pair in BLOCKS.findall(page.read_text(encoding="utf-8"))]
+# A rung alone, or the table of all: `report` has what it prints.
+OF_PROGRAM = re.compile(r"^mkdir -p build\n(g\+\+ \S+ -O\d (-DRUNG=\d )?tests/cpp/minimal_attention\.cpp .*\n)+$")
+PYTHON = re.compile(r"^python (?:-c \"(.*)\"|- <<'END'\n(.*)\nEND)\n$", re.DOTALL)
 
 
 def block_of(name):
@@ -33,7 +36,8 @@ def block_of(name):
 
 
 @pytest.fixture(scope="module")
-def program(tmp_path_factory):
+def report(tmp_path_factory):
+    """What the kernels print, and their table of shared memory."""
     if shutil.which("g++") is None:
         pytest.skip("g++ is not installed")
     program = tmp_path_factory.mktemp("minimal") / "minimal_attention"
@@ -41,20 +45,19 @@ def program(tmp_path_factory):
     source = ROOT / "tests" / "cpp" / "minimal_attention.cpp"
     built = subprocess.run(["g++", *flags, str(source), "-o", str(program)], capture_output=True, text=True)
     assert built.returncode == 0, built.stderr[-4000:]
-    return program
+    ran, budget = (subprocess.run([program, *more], capture_output=True, text=True) for more in ([], ["--budget"]))
+    assert ran.returncode == budget.returncode == 0, ran.stdout + ran.stderr
+    return ran.stdout, budget.stdout
 
 
-def test_kernels_are_exact_up_to_rounding_on_an_emulated_gpu(program):
+def test_kernels_are_exact_up_to_rounding_on_an_emulated_gpu(report):
     """And have the bank conflicts and the votes that they should: the program checks it."""
-    ran = subprocess.run([str(program)], capture_output=True, text=True)
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert {line.split()[0] for line in ran.stdout.splitlines()} >= {*table.RUNGS, *table.SIDE_STEPS}
+    assert {line.split()[0] for line in report[0].splitlines()} >= {*table.RUNGS, *table.SIDE_STEPS}
 
 
-def test_the_table_of_shared_memory_is_what_the_kernels_have(program):
-    ran = subprocess.run([str(program), "--budget"], capture_output=True, text=True, check=True)
-    assert block_of("budget") == ran.stdout.strip(), "run.sh and table.py --write --budget FILE write it anew"
-    names = re.findall(r"^\| `(\w+)`", ran.stdout, re.MULTILINE)
+def test_the_table_of_shared_memory_is_what_the_kernels_have(report):
+    assert block_of("budget") == report[1].strip(), "run.sh and table.py --write --budget FILE write it anew"
+    names = re.findall(r"^\| `(\w+)`", report[1], re.MULTILINE)
     assert names == [*table.RUNGS, *table.SIDE_STEPS]
 
 
@@ -62,8 +65,12 @@ def test_the_worked_example():
     assert block_of("worked_example") == worked_example.block()
 
 
-@pytest.mark.parametrize("number", range(len(LEARN)))
-def test_commands_of_the_path(number, tmp_path):
+def marks(commands):
+    return [pytest.mark.compiles] if "CUDA_HOME" in commands else []  # 18 seconds
+
+
+@pytest.mark.parametrize("number", [pytest.param(i, marks=marks(pair[0])) for i, pair in enumerate(LEARN)])
+def test_commands_of_the_path(number, tmp_path, request):
     (commands, printed), toolkit = LEARN[number], find_toolkit(sys.path)
     if shutil.which("g++") is None or ("CUDA_HOME" in commands and toolkit is None):
         pytest.skip("g++ or nvcc is not installed")
@@ -73,35 +80,23 @@ def test_commands_of_the_path(number, tmp_path):
     if "CUDA_HOME" in commands:
         cutlass = find_cutlass(ROOT, sys.path, ROOT / "build" / "cutlass")
         environment |= {"CUDA_HOME": str(toolkit.include.parent), "CUTLASS_PATH": str(cutlass.include.parent)}
-    command = ["bash", "-ec", commands]
-    result = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr[-4000:]
+    if OF_PROGRAM.match(commands):
+        text = "".join(request.getfixturevalue("report"))
+    else:
+        command, python = ["bash", "-ec", commands], PYTHON.match(commands)
+        options = {"env": environment, "cwd": tmp_path}
+        result = (
+            fresh_process.run(python[1] or python[2], **options)
+            if python
+            else subprocess.run(command, **options, capture_output=True, text=True)
+        )
+        assert result.returncode == 0, result.stderr[-4000:]
+        text = result.stdout
     for line in printed.splitlines():
-        assert re.search(re.escape(line).replace("…", ".*"), result.stdout), (line, result.stdout)
+        assert re.search(re.escape(line).replace("…", ".*"), text), (line, text)
 
 
-NCU = """#!/bin/bash
-[ "$1" = --query-metrics ] && echo "smsp__issue_active  counter" && exit
-while [ "$1" != --log-file ]; do shift; done
-cat > "$2" <<END
-==PROF== Connected
-"ID","smsp__issue_active.avg.pct_of_peak_sustained_active","smsp__average_warps_issue_stalled_wait_per_issue_active.ratio"
-"","%","inst"
-"0","61.5","1.25"
-END
-"$3" --once
-"""
-
-
-def test_counters_are_a_table(tmp_path, monkeypatch):
-    for name, text in {"ncu": NCU, "program": "#!/bin/bash\necho padding\n"}.items():
-        (tmp_path / name).write_text(text)
-        (tmp_path / name).chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    lines = counters.table(counters.profile(tmp_path / "program")).splitlines()
-    assert lines[-1] == "| `padding` | – | 62 | – | – | – | – | – | wait 1.2 |"
-
-
+@pytest.mark.compiles  # 40 seconds
 @pytest.mark.parametrize("arch, knobs", [("sm_90", ""), ("sm_80", "-DRUNG=5 -DHEAD_DIM=128 -DBLOCK_N=32")])
 def test_it_builds(tmp_path, arch, knobs):
     toolkit = find_toolkit(sys.path)

@@ -43,8 +43,8 @@ struct KvWgmmaProducts : emulation::Wgmma {
   }
 
   // Of a tile of keys in atoms of 64 columns.
-  static float element(const Element* tile, int key, int col) {
-    return to_float(tile[col / 64 * Config::kKeys * 64 + tma::swizzle_offset(64, key, col % 64 / 8) + col % 8]);
+  static const Element* at(const Element* tile, int key, int col) {
+    return tile + col / 64 * Config::kKeys * 64 + tma::swizzle_offset(64, key, col % 64 / 8) + col % 8;
   }
 
   void multiply_keys(const Element* k) {
@@ -52,12 +52,11 @@ struct KvWgmmaProducts : emulation::Wgmma {
     issue([=] {
       for (int at = 0; at < Config::kKeys / 4; ++at) {
         const int key = at / 2 * 8 + threadIdx.x % 4 * 2 + at % 2;
-        float sums[2] = {};
-        for (int col = 0; col < Config::kHeadDim; ++col) {
-          const float value = element(k, key, col);
-          for (int i = 0; i < 2; ++i) sums[i] += rows[i * Config::kHeadDim + col] * value;
+        for (int i = 0; i < 2; ++i) scores()(i, at) = 0.0f;
+        for (int col = 0; col < Config::kHeadDim; col += 64) {
+          const std::array<float, 64> values = row_of(k + col * Config::kKeys, key);
+          for (int i = 0; i < 2; ++i) add_products(scores()(i, at), rows.data() + i * Config::kHeadDim + col, values);
         }
-        for (int i = 0; i < 2; ++i) scores()(i, at) = sums[i];
       }
     });
     wait_but(0);
@@ -69,9 +68,10 @@ struct KvWgmmaProducts : emulation::Wgmma {
     const std::vector<float> rows = rows_of(probs, Config::kKeys / 16);
     issue([=] {
       for (int key = 0; key < Config::kKeys; ++key) {
-        for (int at = 0; at < Config::kHeadDim / 4; ++at) {
-          const float value = element(v, key, at / 2 * 8 + threadIdx.x % 4 * 2 + at % 2);
-          for (int i = 0; i < 2; ++i) out()(i, at) += rows[i * Config::kKeys + key] * value;
+        const float weights[2] = {rows[key], rows[Config::kKeys + key]};
+        for (int col = 0; col < Config::kHeadDim / 4; ++col) {
+          const float value = to_float(*at(v, key, col / 2 * 8 + threadIdx.x % 4 * 2 + col % 2));
+          for (int i = 0; i < 2; ++i) out()(i, col) += weights[i] * value;
         }
       }
     });
