@@ -5,7 +5,6 @@ The pages of all heads are one pool of overlapping views, so that nothing of the
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 
 import torch
@@ -114,10 +113,17 @@ def pool_of_heads(cache: Tensor) -> tuple[Tensor, int, int]:
     pages, size, heads, dim = cache.shape
     page, row, head, col = cache.stride()
     page, head = (page if pages > 1 else 0), (head if heads > 1 else 0)
-    unit = math.gcd(page, head) or max(cache.stride(0), 1)
+    unit = _common_divisor(page, head) or max(cache.stride(0), 1)
     steps = page // unit, head // unit
     count = (pages - 1) * steps[0] + (heads - 1) * steps[1] + 1 if cache.numel() else 0
     return cache.as_strided((count, size, 1, dim), (unit, row, unit, col)), *steps
+
+
+def _common_divisor(a: int, b: int) -> int:
+    """math.gcd, which compilers do not know for symbolic sizes."""
+    while b:
+        a, b = b, a % b
+    return a
 
 
 def _pages(block_table: Tensor, count: int, page_step: int, head_step: int) -> Tensor:
