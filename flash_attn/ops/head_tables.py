@@ -97,14 +97,14 @@ def attend(
             expected = f"block_table: expected entries in [0, {k_cache.shape[0]}) for the pages in use"
             raise RuntimeError(f"{expected}, got others") from None
         raise
-    result = result.unflatten(0, (batch, heads_k)).transpose(1, 2).flatten(2, 3)
+    result = torch.unflatten(result, 0, (batch, heads_k)).transpose(1, 2).flatten(2, 3)
     result = result if out is None else out.copy_(result)
     return (result, lse.view(batch, q.shape[2], q.shape[1])) if return_softmax_lse else result
 
 
 def _by_head(x: Tensor, heads_k: int) -> Tensor:
     """(batch, seqlen_q, nheads, d) as (batch * heads_k, seqlen_q, nheads / heads_k, d): a view of one query."""
-    heads: Tensor = x.unflatten(2, (heads_k, -1))
+    heads: Tensor = torch.unflatten(x, 2, (heads_k, -1))
     return heads.transpose(1, 2).flatten(0, 1)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils import _pytree
 
-from flash_attn import flash_attn_varlen_func
+from flash_attn import flash_attn_func, flash_attn_varlen_func
 from flash_attn.masks import AttentionMask, MaskFactors
 from flash_attn.masks.arguments import check_bias, mask_factors, with_all_axes
 from flash_attn.masks.checks import check_factors
@@ -101,6 +101,13 @@ def test_packed_rows_without_sequences(device):
     )
     for mask in masks:
         assert not flash_attn_varlen_func(q, q, q, cu, cu, 0, 0, mask=mask).any()
+
+
+def test_compiled_with_a_default_device(device):
+    q, mask = torch.randn(1, 9, 1, 64, device=device).half(), torch.rand(9, 9, device=device) < 0.6
+    with torch.device(device):
+        compiled = torch.compile(lambda: flash_attn_func(q, q, q, mask=mask), fullgraph=True, backend="aot_eager")
+        assert torch.equal(compiled(), flash_attn_func(q, q, q, mask=mask))
 
 
 def test_query_ranges(device):

@@ -174,5 +174,6 @@ def test_a_table_for_each_head_compiled(device, dynamic):
     call = HeadTables(device)
     torch._dynamo.reset()
     expected = call.run()
-    result = torch.compile(call.run, fullgraph=True, backend="aot_eager", dynamic=dynamic)()
+    with torch.device(device):
+        result = torch.compile(call.run, fullgraph=True, backend="aot_eager", dynamic=dynamic)()
     assert all(torch.equal(a, b) for a, b in zip(result, expected))
