@@ -271,6 +271,15 @@ def test_conjunctions(device):
         masks["keys"] & AttentionMask.key_padding(torch.ones(70, dtype=torch.bool, device=device))
 
 
+@pytest.mark.parametrize("batch", (0, 2))
+def test_conjunctions_of_one_and_several_sequences(device, batch):
+    for make in (
+        lambda n: AttentionMask.from_tensor(torch.rand(n, 1, 3, 5, device=device) < 0.6, 3),
+        lambda n: AttentionMask.query_ranges(*torch.ones(2, n, 1, 3, dtype=torch.int32, device=device)),
+    ):
+        assert (make(1) & make(batch)).to_dense(3, 5).shape[0] == batch
+
+
 def test_a_mask_knows_of_changes(device):
     lo, hi = ints(0, 0, 1, device=device), ints(1, 2, 3, device=device)
     mask = AttentionMask.query_ranges(lo, hi)
@@ -314,6 +323,10 @@ REJECTED = {
     "prefix: expected shape [2], got [1]": lambda: AttentionMask.prefix_lm(ints(1), 5, cu_seqlens_q=ints(0, 2, 5)),
     "cu_seqlens_q: expected the shape of cu_seqlens_k [3], got [2]": lambda: AttentionMask.from_startend_row_indices(
         torch.zeros(1, 5, 1).int(), True, cu_seqlens_k=ints(0, 2, 5), cu_seqlens_q=ints(0, 2)
+    ),
+    "mask: expected masks of one batch, got sizes [2, 3]": lambda: (
+        AttentionMask.from_tensor(torch.ones(2, 1, 3, 3).bool(), 3)
+        & AttentionMask.from_tensor(torch.ones(3, 1, 3, 3).bool(), 3)
     ),
     "cu_seqlens: expected a Tensor, got list": lambda: AttentionMask.documents([0, 3], 3),
     "factors: expected at least one tensor, got none": lambda: AttentionMask(MaskFactors()),
