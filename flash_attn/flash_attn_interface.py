@@ -385,7 +385,7 @@ def attend_rows_in_use(
     )
     result, *others = result if isinstance(result, tuple) else (result,)
     if len(others) > 1:  # the LSE comes with S_dmask
-        others[0] = rows.scatter(others[0], 1)
+        others = [rows.scatter(others[0], 1), *others[1:]]  # compilers make others a tuple
     result = rows.scatter(result)
     if out is not None:
         result = out.copy_(result)

@@ -331,7 +331,7 @@ class RotaryEmbedding(DerivedBuffers):
             and cached.device == device
             and cached.dtype == dtype
             and has_values(cached)
-            and not (self.training and cached.is_inference())  # autograd refuses to save inference tensors
+            and (not self.training or context.is_savable(cached))
         ):
             return
         self._seq_len_cached = seqlen

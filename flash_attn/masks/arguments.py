@@ -66,7 +66,8 @@ def mask_bits(bits: Tensor, keys: int | None, seqlen_q: int) -> tuple[Tensor, in
         require(keys in (None, columns), "mask_keys", f"None or {columns}, as mask_bits has", keys)
         return pack_bits(bits), columns
     if bits.dtype == torch.uint8:
-        bits = torch.nn.functional.pad(bits, (0, -bits.shape[-1] % 4)).view(torch.int32)
+        bits = torch.nn.functional.pad(bits, (0, -bits.shape[-1] % 4)).contiguous()
+        bits = bits.view(torch.int32) if bits.shape[-1] else bits.int()  # rows of no bytes have no distance of words
     return bits.contiguous(), seqlen_q if keys is None else keys
 
 

@@ -100,8 +100,11 @@ class AttentionMask:
         check_tensor("prefix", prefix, INTEGERS, ("", "b"))
         seqlen_q = check_length("seqlen_q", seqlen_q)
         if cu_seqlens_q is not None:
-            diagonal, rows = _packed_diagonal(cu_seqlens_q, cu_seqlens_k, seqlen_q)
-            prefix = prefix if prefix.dim() == 0 else prefix[rows.index]
+            diagonal, rows = _packed_diagonal("qk", cu_seqlens_q, cu_seqlens_k, seqlen_q)
+            if prefix.dim() > 0:
+                sequences = cu_seqlens_q.shape[0] - 1
+                require(prefix.shape[0] == sequences, "prefix", f"shape [{sequences}]", list(prefix.shape))
+                prefix = torch.nn.functional.pad(prefix, (0, 1))[rows.index]  # 0 where there are no sequences
             end = torch.maximum(prefix.long(), diagonal + 1)
             return AttentionMask.query_ranges(torch.zeros_like(end), end, packed=True)
         seqlen_k = seqlen_q if seqlen_k is None else check_length("seqlen_k", seqlen_k)
@@ -170,7 +173,9 @@ class AttentionMask:
             check_tensor(name, x, INTEGERS, axes)
             require(x.shape == tin.shape, name, f"the shape of tin {list(tin.shape)}", list(x.shape))
         size = tin.shape[-1]
-        rows = None if cu_seqlens is None else ranges.PackedRows(cu_seqlens, size)
+        rows = None
+        if cu_seqlens is not None:
+            rows = ranges.PackedRows(ranges.sequence_bounds("cu_seqlens", cu_seqlens), size)
         if rows is not None:
             tin = tin.where(rows.inside, 0)
         if tin.device.type == "cpu" and not torch.compiler.is_compiling():
@@ -217,7 +222,7 @@ class AttentionMask:
                 given = cu_seqlens_k is not None
                 require(given, "cu_seqlens_k", "the cumulative lengths of a packed mask with causal", None)
                 assert cu_seqlens_k is not None
-                diagonal = _packed_diagonal(cu_seqlens_k, cu_seqlens_q, t.shape[1])[0]
+                diagonal = _packed_diagonal("kq", cu_seqlens_k, cu_seqlens_q, t.shape[1])[0]
             else:
                 sk = t.shape[2]
                 diagonal = torch.arange(sk, device=t.device) + ((sk if seqlen_q is None else seqlen_q) - sk)
@@ -422,13 +427,18 @@ def _with_heads(x: Tensor, packed: bool) -> Tensor:
 
 
 def _packed_diagonal(
-    cu_seqlens: Tensor, cu_seqlens_other: Tensor | None, total: int
+    names: str, cu_seqlens: Tensor, cu_seqlens_other: Tensor | None, total: int
 ) -> tuple[Tensor, ranges.PackedRows]:
-    """Of each of `total` packed rows, the position in the other lengths that is at the same distance from the end."""
-    rows = ranges.PackedRows(cu_seqlens, total)
+    """Of each of `total` packed rows, the position in the other lengths that is at the same distance from the end.
+
+    names: "qk" or "kq", whose lengths are the first and the other ones.
+    """
+    own, other = (f"cu_seqlens_{name}" for name in names)
+    rows = ranges.PackedRows(ranges.sequence_bounds(own, cu_seqlens), total)
     if cu_seqlens_other is None:
         return rows.position, rows
-    cu = cu_seqlens_other.long().cummax(0).values
+    cu = ranges.sequence_bounds(other, cu_seqlens_other)
+    require(cu.shape == rows.cu.shape, other, f"the shape of {own} {list(rows.cu.shape)}", list(cu.shape))
     return rows.position + (cu[rows.index + 1] - cu[rows.index]) - rows.length, rows
 
 

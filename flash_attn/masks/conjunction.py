@@ -57,7 +57,7 @@ def bits_of(mask: MaskFactors, sq: int | None, sk: int | None) -> Tensor:
     require(known, "mask", "masks of known seqlen_q and seqlen_k where they have to become bits", f"{sq} and {sk}")
     assert sq is not None and sk is not None
     tensors = mask.tensors().values()
-    batch, heads = max(x.shape[0] for x in tensors), math.lcm(*(x.shape[1] for x in tensors))
+    batch, heads = _common_batch(*tensors), math.lcm(*(x.shape[1] for x in tensors))
     device = next(iter(tensors)).device
     words = torch.empty(batch, heads, sq, -(-sk // WORD_BITS), dtype=torch.int32, device=device)
     for rows in strips(sq, batch * heads * sk):
@@ -101,11 +101,18 @@ def _unions(a: Tensor, b: Tensor) -> Tensor | None:
     return torch.cat(_aligned(a, b), -1) if a.shape[-1] + b.shape[-1] == 4 else None
 
 
+def _common_batch(*tensors: Tensor) -> int:
+    sizes = [x.shape[0] for x in tensors]
+    batch = next((size for size in sizes if size != 1), 1)
+    require(all(size in (1, batch) for size in sizes), "mask", "masks of one batch", f"sizes {sizes}")
+    return batch
+
+
 def _aligned(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """Two tensors (b_m, h_m, ...) or (h_m, ...) with as many batch entries and mask heads."""
     heads = math.lcm(a.shape[-3], b.shape[-3])
     a, b = (x.repeat_interleave(heads // x.shape[-3], -3) if x.shape[-3] != heads else x for x in (a, b))
     if a.dim() == 4:
-        batch = max(a.shape[0], b.shape[0])
+        batch = _common_batch(a, b)
         a, b = (x.expand(batch, *x.shape[1:]) for x in (a, b))
     return a, b

@@ -152,7 +152,8 @@ def pack_bits(seen: Tensor) -> Tensor:
         ones = padded.reshape(-1).view(torch.uint8).ne(0)
         bits = (ones.view(torch.int64) * _GATHER_BITS).view(torch.uint8)[7::8]
         return bits.contiguous().view(torch.int32).view(*padded.shape[:-1], padded.shape[-1] // WORD_BITS)
-    words = padded.unflatten(-1, (padded.shape[-1] // WORD_BITS, WORD_BITS))
+    # The method of tensors does not compile where torch has a default device.
+    words = torch.unflatten(padded, -1, (padded.shape[-1] // WORD_BITS, WORD_BITS))
     shifts = torch.arange(WORD_BITS, dtype=torch.int32, device=seen.device)
     shifted: Tensor = words.int() << shifts
     return shifted.sum(-1, dtype=torch.int32)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .checks import require
+from .checks import INTEGERS, check_tensor, require
 from .factors import INT_MAX
 
 MOST_RANGES = 2
@@ -46,6 +46,14 @@ def run_bounds(ids: Tensor) -> tuple[Tensor, Tensor]:
     return begin, next_begin.flip(-1).cummin(-1).values.flip(-1)
 
 
+def sequence_bounds(name: str, cu_seqlens: Tensor) -> Tensor:
+    """Where the packed sequences of an argument begin and end, (b + 1,). No sequences are one without rows."""
+    check_tensor(name, cu_seqlens, INTEGERS, ("b + 1",))
+    require(cu_seqlens.shape[0] > 0, name, "shape (b + 1)", list(cu_seqlens.shape))
+    cu = cu_seqlens.long().cummax(0).values
+    return cu if cu.shape[0] > 1 else cu.repeat(2)
+
+
 class PackedRows:
     """The rows of packed sequences: `index` of the sequence and `position` in it, (total,) each.
 
@@ -53,11 +61,12 @@ class PackedRows:
     them apart: 1 + index, 0 before the first sequence and b + 1 after the last one.
     """
 
-    def __init__(self, cu_seqlens: Tensor, total: int):
-        self.cu = cu_seqlens.long().cummax(0).values
+    def __init__(self, cu: Tensor, total: int):
+        """cu: of `sequence_bounds`."""
+        self.cu = cu
         rows = torch.arange(total, device=self.cu.device)
         self.segment = torch.searchsorted(self.cu, rows, right=True)
-        self.index = (self.segment - 1).clamp(0, max(0, self.cu.shape[0] - 2))
+        self.index = (self.segment - 1).clamp(0, self.cu.shape[0] - 2)
         self.position = rows - self.begin
 
     @property

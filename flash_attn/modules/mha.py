@@ -278,7 +278,7 @@ class MHA(nn.Module):
         else:
             projected = self.Wqkv(x)
             projected, x = projected if self.return_residual else (projected, x)
-            heads = projected.unflatten(-1, (-1, self.head_dim))  # q, k and v heads, one after the other
+            heads = torch.unflatten(projected, -1, (-1, self.head_dim))  # q, k and v heads, one after the other
             if plan is not None:
                 context = self._attend_over_ranks(heads, plan, **kwargs)
             elif inference_params is None:
@@ -333,7 +333,8 @@ class MHA(nn.Module):
             kv, source = kv
             x = source if x_kv is None else x
         q = self.Wq(x if mixer_subset is None else x[:, mixer_subset])
-        return q.unflatten(-1, (-1, self.head_dim)), kv.unflatten(-1, (2, -1, self.head_dim)), x
+        q = torch.unflatten(q, -1, (-1, self.head_dim))
+        return q, torch.unflatten(kv, -1, (2, -1, self.head_dim)), x
 
     def _run(self, attention: Callable[..., Tensor], *args: Tensor, **kwargs: Any) -> Tensor:
         out: Tensor
@@ -345,13 +346,13 @@ class MHA(nn.Module):
 
     def _split(self, heads: Tensor) -> tuple[Tensor, Tensor]:
         """(q, kv) of heads (..., num_heads + 2 num_heads_kv, head_dim)."""
-        return heads[..., : self.num_heads, :], heads[..., self.num_heads :, :].unflatten(-2, (2, -1))
+        return heads[..., : self.num_heads, :], torch.unflatten(heads[..., self.num_heads :, :], -2, (2, -1))
 
     def _attend(self, heads: Tensor, kwargs: dict[str, object]) -> Tensor:
         if self.rotary_emb_dim > 0:
             heads = self.rotary_emb(heads, num_heads_q=self.num_heads)
         if self.num_heads_kv == self.num_heads:
-            return self._run(self.inner_attn, heads.unflatten(-2, (3, -1)), **kwargs)
+            return self._run(self.inner_attn, torch.unflatten(heads, -2, (3, -1)), **kwargs)
         if kwargs.get("cu_seqlens") is not None:
             kwargs = {"cu_seqlens_k": kwargs["cu_seqlens"], "max_seqlen_k": kwargs["max_seqlen"], **kwargs}
         return self._run(self.inner_cross_attn, *self._split(heads), **kwargs)

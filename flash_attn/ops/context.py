@@ -194,6 +194,11 @@ def check_writable(names: Sequence[str], tensors: Sequence[Tensor | None]) -> No
             )
 
 
+def is_savable(x: Tensor) -> bool:
+    """Whether autograd saves x: not one made in inference mode, which compilers do not ask for."""
+    return _is_compiling() or not x.is_inference()
+
+
 def check_savable(names: Sequence[str], tensors: Sequence[Tensor | None]) -> None:
     """Raise RuntimeError for a tensor that autograd does not save for a backward. None passes."""
     if _is_compiling():
@@ -207,7 +212,7 @@ def check_savable(names: Sequence[str], tensors: Sequence[Tensor | None]) -> Non
 
 def savable(x: Tensor | None) -> Tensor | None:
     """x, or a copy of one made in inference mode, which autograd does not save. None passes."""
-    return x if x is None or _is_compiling() or not x.is_inference() else x.clone()
+    return x if x is None or is_savable(x) else x.clone()
 
 
 def all_savable(tensors: Sequence[Tensor | None]) -> Sequence[Tensor | None]:

@@ -101,6 +101,7 @@ def attention(
         and alibi_slopes is None
         and type(window_size) is tuple
         and window_size == (-1, -1)
+        and type(window_size[0]) is type(window_size[1]) is int
         and (softmax_scale is None or type(softmax_scale) is float)
     )
     if not is_plain or _is_seen() or type(q) is not Tensor or q.dtype not in DTYPES:

@@ -5,7 +5,6 @@ The pages of all heads are one pool of overlapping views, so that nothing of the
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 
 import torch
@@ -98,14 +97,14 @@ def attend(
             expected = f"block_table: expected entries in [0, {k_cache.shape[0]}) for the pages in use"
             raise RuntimeError(f"{expected}, got others") from None
         raise
-    result = result.unflatten(0, (batch, heads_k)).transpose(1, 2).flatten(2, 3)
+    result = torch.unflatten(result, 0, (batch, heads_k)).transpose(1, 2).flatten(2, 3)
     result = result if out is None else out.copy_(result)
     return (result, lse.view(batch, q.shape[2], q.shape[1])) if return_softmax_lse else result
 
 
 def _by_head(x: Tensor, heads_k: int) -> Tensor:
     """(batch, seqlen_q, nheads, d) as (batch * heads_k, seqlen_q, nheads / heads_k, d): a view of one query."""
-    heads: Tensor = x.unflatten(2, (heads_k, -1))
+    heads: Tensor = torch.unflatten(x, 2, (heads_k, -1))
     return heads.transpose(1, 2).flatten(0, 1)
 
 
@@ -114,10 +113,17 @@ def pool_of_heads(cache: Tensor) -> tuple[Tensor, int, int]:
     pages, size, heads, dim = cache.shape
     page, row, head, col = cache.stride()
     page, head = (page if pages > 1 else 0), (head if heads > 1 else 0)
-    unit = math.gcd(page, head) or max(cache.stride(0), 1)
+    unit = _common_divisor(page, head) or max(cache.stride(0), 1)
     steps = page // unit, head // unit
     count = (pages - 1) * steps[0] + (heads - 1) * steps[1] + 1 if cache.numel() else 0
     return cache.as_strided((count, size, 1, dim), (unit, row, unit, col)), *steps
+
+
+def _common_divisor(a: int, b: int) -> int:
+    """math.gcd, which compilers do not know for symbolic sizes."""
+    while b:
+        a, b = b, a % b
+    return a
 
 
 def _pages(block_table: Tensor, count: int, page_step: int, head_step: int) -> Tensor:

@@ -27,7 +27,7 @@ def unpack(q: Tensor, cu_seqlens: Tensor | None, out: Tensor, lse: Tensor) -> tu
     """(out, lse) of packed rows as those of q, which `pack` was given with cu_seqlens."""
     if cu_seqlens is not None:
         return out, lse
-    return out.unflatten(0, q.shape[:2]), lse.unflatten(1, q.shape[:2]).transpose(0, 1).contiguous()
+    return torch.unflatten(out, 0, q.shape[:2]), torch.unflatten(lse, 1, q.shape[:2]).transpose(0, 1).contiguous()
 
 
 def sequence_of_rows(cu_seqlens: Tensor, rows: int) -> Tensor:

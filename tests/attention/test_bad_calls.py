@@ -300,7 +300,7 @@ TABLE = (
      [*const(None, 4, (1, 2, 3), (1,), "ab", {1: 2, 3: 4}), *tensors(3), window_on_meta],
      TypeError, r"expected a pair \(left, right\), got "),
     (f"{ATTENTION}, cache, plan", "window_size",
-     [*const((None, 0), (2.5, 0), (0, "x"), [0, None], np.ones(2), (2**70, 0)), *tensors([1.0, 2.0])],
+     [*const((None, 0), (2.5, 0), (-1.0, -1), (0, "x"), [0, None], np.ones(2), (2**70, 0)), *tensors([1.0, 2.0])],
      TypeError, r"expected a pair of ints \(left, right\), -1 for unbounded, got "),
     ("varlen", "max_seqlen_q max_seqlen_k", [*NONE, *NO_INTS, *tensors(6.0)], TypeError, NOT_INTEGRAL),
     ("varlen", "max_seqlen_q max_seqlen_k", tensors([6, 6], []), TypeError,

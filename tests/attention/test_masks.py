@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.utils import _pytree
 
+from flash_attn import flash_attn_func, flash_attn_varlen_func
 from flash_attn.masks import AttentionMask, MaskFactors
 from flash_attn.masks.arguments import check_bias, mask_factors, with_all_axes
 from flash_attn.masks.checks import check_factors
@@ -88,6 +89,25 @@ def test_packed_tree_with_padding(device):
     packed = AttentionMask.prefix_tree(tin, tout, False, cu_seqlens=ints(3, 11, device=device))
     sees = lambda i, j: TREE["node"][j] in ancestors(TREE["node"][i])  # noqa: E731
     assert_mask(packed.sequence(3, 11, 3, 11), brute_force(device, 8, 8, sees=sees))
+
+
+def test_packed_rows_without_sequences(device):
+    cu, node, q = ints(0, device=device), ints(3, 1, 2, device=device), torch.randn(3, 1, 64, device=device).half()
+    bounds = torch.zeros(1, 3, 2, dtype=torch.int32, device=device)
+    masks = (
+        AttentionMask.prefix_tree(node, node, cu_seqlens=cu),
+        AttentionMask.prefix_lm(node[:0], 3, cu_seqlens_q=cu, cu_seqlens_k=cu),
+        AttentionMask.from_startend_row_indices(bounds, True, cu_seqlens_q=cu, cu_seqlens_k=cu),
+    )
+    for mask in masks:
+        assert not flash_attn_varlen_func(q, q, q, cu, cu, 0, 0, mask=mask).any()
+
+
+def test_compiled_with_a_default_device(device):
+    q, mask = torch.randn(1, 9, 1, 64, device=device).half(), torch.rand(9, 9, device=device) < 0.6
+    with torch.device(device):
+        compiled = torch.compile(lambda: flash_attn_func(q, q, q, mask=mask), fullgraph=True, backend="aot_eager")
+        assert torch.equal(compiled(), flash_attn_func(q, q, q, mask=mask))
 
 
 def test_query_ranges(device):
@@ -251,6 +271,15 @@ def test_conjunctions(device):
         masks["keys"] & AttentionMask.key_padding(torch.ones(70, dtype=torch.bool, device=device))
 
 
+@pytest.mark.parametrize("batch", (0, 2))
+def test_conjunctions_of_one_and_several_sequences(device, batch):
+    for make in (
+        lambda n: AttentionMask.from_tensor(torch.rand(n, 1, 3, 5, device=device) < 0.6, 3),
+        lambda n: AttentionMask.query_ranges(*torch.ones(2, n, 1, 3, dtype=torch.int32, device=device)),
+    ):
+        assert (make(1) & make(batch)).to_dense(3, 5).shape[0] == batch
+
+
 def test_a_mask_knows_of_changes(device):
     lo, hi = ints(0, 0, 1, device=device), ints(1, 2, 3, device=device)
     mask = AttentionMask.query_ranges(lo, hi)
@@ -290,6 +319,14 @@ REJECTED = {
     "attn_type_map: expected values from 0 to 3, got [4]": lambda: AttentionMask.from_ranges([(0, 1)], [(0, 1)], [4]),
     "idx: expected shape [1, 1, 2, 'most'], got [1, 1, 3, 1]": lambda: AttentionMask.from_block_lists(
         torch.ones(1, 1, 2).int(), torch.ones(1, 1, 3, 1).int(), block_size=(2, 2), seqlen_q=4, seqlen_k=4
+    ),
+    "prefix: expected shape [2], got [1]": lambda: AttentionMask.prefix_lm(ints(1), 5, cu_seqlens_q=ints(0, 2, 5)),
+    "cu_seqlens_q: expected the shape of cu_seqlens_k [3], got [2]": lambda: AttentionMask.from_startend_row_indices(
+        torch.zeros(1, 5, 1).int(), True, cu_seqlens_k=ints(0, 2, 5), cu_seqlens_q=ints(0, 2)
+    ),
+    "mask: expected masks of one batch, got sizes [2, 3]": lambda: (
+        AttentionMask.from_tensor(torch.ones(2, 1, 3, 3).bool(), 3)
+        & AttentionMask.from_tensor(torch.ones(3, 1, 3, 3).bool(), 3)
     ),
     "cu_seqlens: expected a Tensor, got list": lambda: AttentionMask.documents([0, 3], 3),
     "factors: expected at least one tensor, got none": lambda: AttentionMask(MaskFactors()),

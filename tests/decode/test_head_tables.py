@@ -169,7 +169,11 @@ def test_what_a_table_for_each_head_excludes(device):
         call.run()
 
 
-def test_a_table_for_each_head_compiled(device):
+@pytest.mark.parametrize("dynamic", (None, True))
+def test_a_table_for_each_head_compiled(device, dynamic):
     call = HeadTables(device)
-    expected, result = call.run(), torch.compile(call.run, fullgraph=True, backend="aot_eager")()
+    torch._dynamo.reset()
+    expected = call.run()
+    with torch.device(device):
+        result = torch.compile(call.run, fullgraph=True, backend="aot_eager", dynamic=dynamic)()
     assert all(torch.equal(a, b) for a, b in zip(result, expected))

@@ -27,6 +27,15 @@ def test_no_heads(device):
     assert flash_attn_with_kvcache(q, cache, cache, cache_seqlens=9, mask_bits=seen).shape == q.shape
 
 
+def test_no_keys(device):
+    q, cache = (torch.randn(2, n, 4, 64, device=device).half() for n in (3, 40))
+    expected = flash_attn_with_kvcache(q, cache, cache, cache_seqlens=9)
+    for dtype in (torch.bool, torch.uint8, torch.int32):
+        none = torch.empty(1, 3, 0, dtype=dtype, device=device)
+        out = flash_attn_with_kvcache(q, cache, cache, cache_seqlens=9, mask_bits=none, mask_keys=0)
+        torch.testing.assert_close(out, expected, rtol=1e-2, atol=1e-3)
+
+
 @pytest.mark.parametrize("features", FEATURES, ids=str)
 @pytest.mark.parametrize("page_size", (0, 16, 7))
 def test_features(device, features, page_size):
@@ -87,7 +96,8 @@ def test_forms_of_a_mask(device):
     octets = words.view(torch.uint8)[..., :6]
     expected = run(problem)
     check_attention(problem, *expected)
-    for form in (words, octets, words[:, 0], words.expand(-1, 4, -1, -1)):
+    permuted = words.view(torch.uint8).mT.contiguous().mT
+    for form in (words, octets, permuted, words[:, 0], words.expand(-1, 4, -1, -1)):
         assert all(torch.equal(a, b) for a, b in zip(run(problem, mask_bits=form, mask_keys=45), expected))
     for form in (problem.mask[:, 0], problem.mask.expand(-1, 2, -1, -1)):
         assert all(torch.equal(a, b) for a, b in zip(run(problem, mask_bits=form), expected))

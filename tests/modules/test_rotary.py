@@ -344,6 +344,13 @@ def test_compiled(device, interleaved):
         assert_close(actual, expected.double())
 
 
+def test_compiled_with_kept_tables(device):
+    module, qkv = RotaryEmbedding(16, device=device), torch.randn(BATCH, SEQLEN, 3, HEADS, 16, device=device)
+    expected = module(qkv.clone())
+    torch._dynamo.reset()
+    assert_close(torch.compile(module, backend="aot_eager", fullgraph=True)(qkv.clone()), expected.double())
+
+
 INTERPRETED = """
 import torch
 from flash_attn.ops.triton.rotary import _launch, apply_rotary
