@@ -182,7 +182,7 @@ struct Call {
   void run_kernel() {
     static KvWgmmaStorage<Config> storage;
     std::memset(static_cast<void*>(&storage), 0xff, sizeof(storage));
-    for (auto& barrier : storage.full) barrier.init(Config::kProducerWarps);
+    for (auto& barrier : storage.full) barrier.init(Config::kProducerThreads);
     for (auto& barrier : storage.empty) barrier.init(4);
     emulation::run_block(Config::kThreads, [&] {
       const CtaWork cta_work = flash::decode::find_cta_work(params, blockIdx.x, storage.scratch);

@@ -76,35 +76,24 @@ struct KvWgmmaProducer {
     }
   }
 
-  // Announces n_block `step`, after all but the `newest` copies begun last have landed.
-  __device__ __forceinline__ void announce(int step, int newest) const {
-    sm80::wait_for_copies_but(newest);
-    tma::fence_buffer();
-    __syncwarp();
-    if (lane == 0) storage.full[step % Config::kStages].arrive();
-  }
-
+  // The copies' landing is announced by themselves: a proxy fence here would wait for all copies in flight, so the
+  // consumer has it.
   __device__ __forceinline__ void run() {
-    constexpr int kNewest = Config::kCopiesInFlight - 1;
-    int step = 0;
     bool more = advance();
     if (more) find_keys();
 #pragma unroll 1
-    for (; more; ++step) {
+    for (int step = 0; more; ++step) {
       const int stage = step % Config::kStages;
       storage.empty[stage].wait((step / Config::kStages & 1) ^ 1);
       copy(params.k_ptr, k_at, storage.k[stage]);
       copy(params.v_ptr, v_at, storage.v[stage]);
-      sm80::commit_copies();
+      storage.full[stage].arrive_after_copies();
       more = advance();
       if (more) find_keys();
-      if (step >= kNewest) announce(step - kNewest, kNewest);
     }
     allow_next_kernel();
-#pragma unroll
-    for (int newest = kNewest - 1; newest >= 0; --newest) {
-      if (step > newest) announce(step - 1 - newest, newest);
-    }
+    sm80::commit_copies();
+    sm80::wait_for_copies_but(0);
   }
 };
 

@@ -32,6 +32,11 @@ struct Barrier {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(address()), "r"(count) : "memory");
   }
 
+  // Arrives once all copies of this thread by cp.async so far have landed: one of the arrivals that the phase expects.
+  __device__ __forceinline__ void arrive_after_copies() {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(address()) : "memory");
+  }
+
   // Arrives and adds `bytes` of TMA copies to the transaction count of the phase.
   __device__ __forceinline__ void arrive_and_expect(uint32_t bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address()), "r"(bytes) : "memory");

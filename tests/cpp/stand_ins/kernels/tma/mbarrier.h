@@ -14,6 +14,14 @@ struct Barrier {
     if (--pending < 0) emulation::fail("an arrival too many");
     advance();
   }
+  void arrive_after_copies() {
+    std::vector<emulation::Copy> open;
+    open.swap(emulation::fibers[emulation::current].open_copies);
+    emulation::start_copy([=] {
+      for (const emulation::Copy& copy : open) emulation::land(copy);
+      arrive();
+    });
+  }
   void arrive_and_expect(int count) {
     bytes += count;
     arrive();
