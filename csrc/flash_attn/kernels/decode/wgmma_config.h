@@ -21,7 +21,8 @@ struct KvWgmmaConfig {
   static constexpr int kHeadDim = kTile.head_dim, kRows = kTile.rows(), kKeys = plan::kv_block_n(kTile);
   static constexpr int kStages = plan::kKvWgmmaStages;
   static constexpr int kConsumers = 2, kConsumerThreads = 128 * kConsumers;
-  static constexpr int kProducerWarps = 4, kProducerThreads = 32 * kProducerWarps, kThreads = kProducerThreads + kConsumerThreads;
+  static constexpr int kProducerWarps = 4, kProducerThreads = 32 * kProducerWarps,
+                       kThreads = kProducerThreads + kConsumerThreads;
   static constexpr int kProducerRegisters = 88, kConsumerRegisters = 208;  // 168 of each thread at launch
   static_assert(kHeadDim == kHeadDim_ && kRows == 64 && kHeadDim * kKeys == 8192, "both products have 32 KB operands");
 
