@@ -70,8 +70,8 @@ struct Slot {
   const bf16* row = nullptr;
 };
 
-// Who takes part in an operation. kConsumers: all but the first 128 threads. kFirstConsumer: the 128 after these.
-enum Scope { kWarp, kFirstConsumer, kConsumers, kBlock, kScopes };
+// Who takes part in an operation. kConsumers: all but the first 128 threads.
+enum Scope { kWarp, kConsumers, kBlock, kScopes };
 
 constexpr size_t kStackBytes = 256 * 1024;
 
@@ -160,7 +160,7 @@ inline void land_some() {
 inline int meet(const Slot& slot, Scope scope = kWarp) {
   const int warp_begin = current / 32 * 32, begin = scope == kWarp ? warp_begin : scope == kBlock ? 0 : 128;
   const int all = static_cast<int>(fibers.size());
-  const int end = scope == kWarp ? warp_begin + 32 : scope == kFirstConsumer ? 256 : all;
+  const int end = scope == kWarp ? warp_begin + 32 : all;
   Fiber& fiber = fibers[current];
   const int count = ++fiber.counts[scope], parity = count % 2;
   fiber.slots[scope][parity] = slot;
