@@ -32,7 +32,7 @@ struct Barrier {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(address()), "r"(count) : "memory");
   }
 
-  // Arrives once all copies of this thread by cp.async so far have landed: one of the arrivals that the phase expects.
+  // Arrives once, as soon as all copies by cp.async have landed that the thread has begun. No proxy fence is implied.
   __device__ __forceinline__ void arrive_after_copies() {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(address()) : "memory");
   }

@@ -15,10 +15,10 @@ struct Barrier {
     advance();
   }
   void arrive_after_copies() {
-    std::vector<emulation::Copy> open;
-    open.swap(emulation::fibers[emulation::current].open_copies);
-    emulation::start_copy([=] {
-      for (const emulation::Copy& copy : open) emulation::land(copy);
+    std::vector<emulation::Copy> begun;
+    begun.swap(emulation::fibers[emulation::current].open_copies);
+    emulation::start_copy([this, begun] {
+      for (const emulation::Copy& copy : begun) emulation::land(copy);
       arrive();
     });
   }
