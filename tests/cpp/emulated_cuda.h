@@ -70,8 +70,8 @@ struct Slot {
   const bf16* row = nullptr;
 };
 
-// Who takes part in an operation. kConsumers: all but the first 128 threads. kFirstConsumer: the 128 after these.
-enum Scope { kWarp, kFirstConsumer, kConsumers, kBlock, kScopes };
+// Who takes part in an operation. kConsumers: all but the first 128 threads.
+enum Scope { kWarp, kConsumers, kBlock, kScopes };
 
 constexpr size_t kStackBytes = 256 * 1024;
 
@@ -169,7 +169,7 @@ inline Group& group_of(Scope scope) { return groups[scope][scope == kWarp ? curr
 // Publishes a slot and returns when every thread of the scope has published one for the same operation.
 inline int meet(const Slot& slot, Scope scope = kWarp) {
   const int all = static_cast<int>(fibers.size());
-  const int size = scope == kWarp ? 32 : scope == kFirstConsumer ? 128 : scope == kConsumers ? all - 128 : all;
+  const int size = scope == kWarp ? 32 : scope == kConsumers ? all - 128 : all;
   Fiber& fiber = fibers[current];
   Group& group = group_of(scope);
   const int64_t count = ++fiber.counts[scope];

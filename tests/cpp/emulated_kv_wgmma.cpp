@@ -182,7 +182,7 @@ struct Call {
   void run_kernel() {
     static KvWgmmaStorage<Config> storage;
     std::memset(static_cast<void*>(&storage), 0xff, sizeof(storage));
-    for (auto& barrier : storage.full) barrier.init(Config::kProducerWarps);
+    for (auto& barrier : storage.full) barrier.init(Config::kProducerThreads);
     for (auto& barrier : storage.empty) barrier.init(4);
     emulation::run_block(Config::kThreads, [&] {
       const CtaWork cta_work = flash::decode::find_cta_work(params, blockIdx.x, storage.scratch);
@@ -348,7 +348,7 @@ int main() {
   }
   run({{64, 1, 63, 65, 0, 5}, {9, 9, 9, 9, 9, 9}, 4, 1, 1, nowhere, full}, random);      // one thread block
   run({{64, 1, 63, 65, 0, 5}, {9, 9, 9, 9, 9, 9}, 4, 2, 1, anywhere, sliding}, random);  // short parts
-  run({{640}, {40}, 2, 1, 4, thrice, sliding, 16}, late);                                // two row tiles
+  run({{640}, {40}, 2, 1, 4, thrice, sliding, 48, {32}}, late);                          // two row tiles
   run({{640, 20}, {33, 33}, 2, 1, 4, anywhere, left, 5, {30, 0}}, mixed);
   run({{600, 500}, {4, 4}, 12, 1, 5, anywhere, causal, 16, {}, true, false, 0}, random);  // a missing page
   run({{700}, {34}, 1, 1, 9, anywhere, causal, 1, {}, false, false, -1, 0.02f}, mixed);

@@ -167,6 +167,19 @@ FwdProblem cached(const DecodeProblem& problem) {
   return call;
 }
 
+// V of another head dim: the estimate is that of the padded call that would run.
+void check_padded_estimate() {
+  for (const std::pair<int, int>& dims : {std::pair{128, 122}, {128, 120}, {120, 128}, {64, 60}, {60, 64}}) {
+    DecodeProblem problem{16, 16, 32, 8, dims.first, 4096};
+    problem.options.q_vectors = dims.first % 8 == 0;
+    problem.options.kv_vector_bytes = dims.first % 8 == 0 && dims.second % 8 == 0 ? 16 : 4;
+    FwdProblem call = cached(problem);
+    call.head_dim_v = dims.second, call.is_cached = false;
+    const bool runs = flash::plan::plan_fwd(call, kH200, "split_kv").decode->by_wgmma;
+    check::that(runs && flash::plan::family_query(call, kH200).decode_by_wgmma, "padded", dims.first, dims.second);
+  }
+}
+
 bool decodes(const FwdPlan& plan) { return plan.family == Family::kDecode && plan.stages.has(Stage::kAttention); }
 
 std::string stages_of(const FwdProblem& problem, const FwdPlan& plan) {
@@ -593,6 +606,7 @@ int main() {
   check_decoding();
   check_splits();
   check_wgmma();
+  check_padded_estimate();
   check_variant();
   check_chunked_prefill();
   check_eight_bit();

@@ -33,14 +33,6 @@ inline FwdPlan plan_kernel(const FwdProblem& problem, const Device& device, cons
   return plan_fwd_kernel(problem, device, forced);
 }
 
-inline DecodeProblem padded(DecodeProblem problem, int head_dim) {
-  if (head_dim == 0) return problem;
-  problem.head_dim = head_dim;
-  problem.options.q_vectors = true;  // of the copies
-  problem.options.kv_vector_bytes = 16;
-  return problem;
-}
-
 // Whether a sequence may have more keys than the buffer of dequantised rows has room for. Only the device knows.
 constexpr bool may_exceed_gathered(const FwdProblem& problem) {
   return problem.gathers_keys && !problem.is_cached && problem.dequantized_rows < problem.decode.capacity;

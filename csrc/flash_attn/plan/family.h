@@ -131,7 +131,8 @@ constexpr FamilyQuery family_query(const FwdProblem& problem, const Device& devi
   query.has_wide_kernel = may_use_wide_kernel(problem);
   query.may_use_decode = may_use_decode_kernels(problem);
   query.decode_rows = problem.heads_k > 0 ? product(problem.rows(), problem.group()) : 0;
-  query.decode_by_wgmma = kv_takes_wgmma(problem.decode, device);
+  const int pad = problem.head_dim == problem.head_dim_v ? 0 : padded_head_dim(query.head_dim);
+  query.decode_by_wgmma = kv_takes_wgmma(padded(problem.decode, pad), device);
   query.kv_dtype = problem.kv_dtype;
   const int64_t decode_tiles = kv_row_tiles(query.head_dim, query.decode_rows, problem.kv_dtype);
   query.decode_tiles = product(problem.batch, problem.heads_k, decode_tiles);

@@ -397,10 +397,11 @@ inline FwdPlan plan_fwd_kernel(const FwdProblem& given, const Device& device, co
     if (wgmma_supports(problem, device, plan)) return plan;
   }
   if (problem.head_dim != problem.head_dim_v) {
-    FwdProblem padded = given;
-    padded.head_dim = padded.head_dim_v = padded_head_dim(problem.max_head_dim());
-    FwdPlan plan = plan_fwd_kernel(padded, device, forced);
-    plan.pad_head_dim = padded.head_dim;
+    FwdProblem padded_call = given;
+    padded_call.head_dim = padded_call.head_dim_v = padded_head_dim(problem.max_head_dim());
+    padded_call.decode = padded(given.decode, padded_call.head_dim);
+    FwdPlan plan = plan_fwd_kernel(padded_call, device, forced);
+    plan.pad_head_dim = padded_call.head_dim;
     return plan;
   }
   if (choice.family != Family::kDecode) return plan_fwd_mma_sync(given, device);

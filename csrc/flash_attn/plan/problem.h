@@ -170,6 +170,14 @@ struct BwdProblem : Problem {
 // columns of O that are sliced off.
 constexpr int padded_head_dim(int max_head_dim) { return (max_head_dim + 7) / 8 * 8; }
 
+constexpr DecodeProblem padded(DecodeProblem problem, int head_dim) {
+  if (head_dim == 0) return problem;
+  problem.head_dim = head_dim;
+  problem.options.q_vectors = true;  // of the copies
+  problem.options.kv_vector_bytes = 16;
+  return problem;
+}
+
 // A (batch, rows, heads, d) or packed (rows, heads, d) matrix; strides in elements.
 struct MatrixShape {
   bool is_packed;

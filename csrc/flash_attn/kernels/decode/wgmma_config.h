@@ -20,12 +20,11 @@ struct KvWgmmaConfig {
   static constexpr plan::KvTile kTile = plan::kv_tile(kHeadDim_, plan::kKvSizes - 1);
   static constexpr int kHeadDim = kTile.head_dim, kRows = kTile.rows(), kKeys = plan::kv_block_n(kTile);
   static constexpr int kStages = plan::kKvWgmmaStages;
-  static constexpr int kCopiesInFlight = 3;  // n_blocks: 96 KB of an SM hide the latency of memory
   static constexpr int kConsumers = 2, kConsumerThreads = 128 * kConsumers;
-  static constexpr int kProducerWarps = 4, kThreads = 32 * kProducerWarps + kConsumerThreads;
+  static constexpr int kProducerWarps = 4, kProducerThreads = 32 * kProducerWarps,
+                       kThreads = kProducerThreads + kConsumerThreads;
   static constexpr int kProducerRegisters = 88, kConsumerRegisters = 208;  // 168 of each thread at launch
   static_assert(kHeadDim == kHeadDim_ && kRows == 64 && kHeadDim * kKeys == 8192, "both products have 32 KB operands");
-  static_assert(kCopiesInFlight < kStages, "a stage is announced before the producer waits for it to be free");
 
   // Q, K and V are sequences of matrices of 64 columns, in which 128-byte rows are swizzled.
   static constexpr int kAtomCols = 64, kVectors = kHeadDim / tma::kVectorCols, kSlices = kHeadDim / 16;
@@ -47,7 +46,7 @@ struct KvWgmmaStorage {
   RowStats stats[2][Config::kRows];                         // of the second consumer, and of both
   int64_t scratch[Config::kThreads / 32 + 2];               // find_cta_work()
   CtaWork cta_work;
-  tma::Barrier full[Config::kStages];   // arrivals: one of each producer warp
+  tma::Barrier full[Config::kStages];   // arrivals: one of each producer thread
   tma::Barrier empty[Config::kStages];  // arrivals: one of each warp of the consumer
 };
 

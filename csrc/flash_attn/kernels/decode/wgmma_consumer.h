@@ -15,7 +15,7 @@ namespace decode {
 template <class Config>
 struct KvWgmmaConsumer {
   using Element = typename Config::Element;
-  static constexpr int kBoth = 1, kFirst = 2;  // named barriers: of both consumers, of the first one
+  static constexpr int kBoth = 1;  // named barrier of both consumers
   static constexpr int kThreads = Config::kConsumerThreads, kQuads = Config::kHeadDim / 4;
   static constexpr int kThreadRows = 2, kThreadValues = Config::kRows * Config::kHeadDim / 128;
 
@@ -67,6 +67,7 @@ struct KvWgmmaConsumer {
   __device__ __forceinline__ void run_step(int block, int step, const KvTokens& tokens, const Visibility& visibility) {
     const int stage = step % Config::kStages;
     storage.full[stage].wait(step / Config::kStages & 1);
+    tma::fence_buffer();  // between the copies and wgmma
     products.multiply_keys(storage.k[stage]);
     auto scores = products.scores();
     auto out = products.out();
@@ -121,11 +122,9 @@ struct KvWgmmaConsumer {
       }
     }
     sm80::sync_named(kBoth, kThreads);
-    if (index == 0) {
-      add_second(own, quads, is_valid);
-      sm80::sync_named(kFirst, 128);  // the second consumer's O has been read
-      write_out();
-    }
+    if (index == 0) add_second(own, quads, is_valid);
+    sm80::sync_named(kBoth, kThreads);  // the second consumer's O has been read
+    if (index == 0) write_out();
     sm80::sync_named(kBoth, kThreads);
   }
 

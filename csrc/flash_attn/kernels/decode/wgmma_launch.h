@@ -31,7 +31,7 @@ __global__ void __launch_bounds__(plan::kKvWgmmaThreads, 1)
   extern __shared__ __align__(1024) char smem[];
   auto& storage = *reinterpret_cast<KvWgmmaStorage<Config>*>(smem);
   if (threadIdx.x == 0) {
-    for (tma::Barrier& barrier : storage.full) barrier.init(Config::kProducerWarps);
+    for (tma::Barrier& barrier : storage.full) barrier.init(Config::kProducerThreads);
     for (tma::Barrier& barrier : storage.empty) barrier.init(4);
     tma::Barrier::fence_init();
   }
