@@ -372,10 +372,9 @@ inline void commit_copies() {
   fiber.open_copies.clear();
 }
 
-template <int kNewest>
-inline void wait_for_copies_but() {
+inline void wait_for_copies_but(size_t newest) {
   auto& groups = emulation::fibers[emulation::current].groups;
-  while (groups.size() > kNewest) {
+  while (groups.size() > newest) {
     for (const auto& copy : groups.front()) emulation::land(copy);
     groups.erase(groups.begin());
   }

@@ -33,6 +33,7 @@ inline float __frcp_rn(float a) { return 1.0f / a; }
 #include "kernels/mla/wgmma_fp8_producer.h"
 #include "kernels/mla/wgmma_kernel.h"
 #include "kernels/mla/wgmma_producer.h"
+#include "kernels/mla/wgmma_row_producer.h"
 
 namespace {
 
@@ -42,6 +43,7 @@ using flash::mla::MlaConfig;
 using flash::mla::MlaConsumer;
 using flash::mla::MlaFp8Producer;
 using flash::mla::MlaProducer;
+using flash::mla::MlaRowProducer;
 using flash::mla::MlaStorage;
 using flash::mla::MlaTile;
 using flash::mla::MlaWgmmaConfig;
@@ -289,7 +291,9 @@ void run_wgmma(Case c, const Timing& timing) {
       if constexpr (kFp8) {
         if (warp < 4) MlaFp8Producer<Config>(params, storage, work, warp).run();
       } else {
-        if (warp < 4) MlaProducer<Config>(launch, storage, work, warp).run();
+        const bool has_boxes = launch.params.box_rows > 0;
+        if (warp < 4 && has_boxes) MlaProducer<Config>(launch, storage, work, warp).run();
+        if (warp < 4 && !has_boxes) MlaRowProducer<Config>(params, storage, work, warp).run();
       }
       if (warp / 4 == 1) MlaConsumer<Config, 0>(params, storage, work).run();
       if (warp / 4 == 2) MlaConsumer<Config, 1>(params, storage, work).run();
