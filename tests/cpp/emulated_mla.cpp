@@ -284,7 +284,7 @@ void run_wgmma(Case c, const Timing& timing) {
       launch.rope_map = map(given.rope_ptr, given.rope_strides, kRope);
     }
     std::memset(static_cast<void*>(&storage), 0xff, sizeof(storage));
-    flash::mla::init_barriers(storage);
+    flash::mla::init_barriers(storage, params);
     emulation::run_block(Config::kThreads, [&] {
       const MlaWork work(params, Config::kRows, Config::kKeys);
       const int warp = threadIdx.x / 32;
@@ -325,6 +325,9 @@ int main() {
   run_wgmma({{320, 300}, {1, 1}, 3, 16, 1, false, {0, 9}, false, false, 0}, mixed);
   run_wgmma({{70, 60}, {1, 1}, 4, 16, 2, false, {3, 17}, false, false, 1}, random);
   run_wgmma({{70, 9, 0, 270}, {-2, 1, 0, 3, 5, -1}, 12, 16, 1, true, {}, true, true}, late);
+  run_wgmma({{300, 190}, {2, 2}, 3, 1, 1, true, {5, 64}, false, false, 1}, mixed);
+  run_wgmma({{150, 320}, {1, 1}, 3, 2, 2, false, {}, false, false, 0}, random);
+  run_wgmma({{257, 1, 130}, {2, 0, 1}, 3, 3, 1, true, {}, false, true}, late);
   run_wgmma({{300, 150}, {1, 1}, 3, 64, 1, false, {}, false, false, -1, 0.02f}, mixed);
   check::that(emulation::bank_conflicts == 0, "bank conflicts", emulation::bank_conflicts);
   return check::report();

@@ -37,7 +37,7 @@ __global__ void __launch_bounds__(plan::kMlaWgmmaThreads, 1)
   auto& storage = *reinterpret_cast<MlaWgmmaStorage<Config>*>(smem);
   if (threadIdx.x == 0) {
     prefetch_tensor_maps(launch);
-    init_barriers(storage);
+    init_barriers(storage, launch.params);
   }
   const Flash_mla_params& params = launch.params;
   const MlaWork work(params, Config::kRows, Config::kKeys);
@@ -48,7 +48,7 @@ __global__ void __launch_bounds__(plan::kMlaWgmmaThreads, 1)
     cutlass::arch::warpgroup_reg_dealloc<Config::kProducerRegisters>();
     if constexpr (kFp8) {
       MlaFp8Producer<Config>(params, storage, work, warp).run();
-    } else if (params.box_rows == 0) {
+    } else if (lands_in_groups<Config>(params)) {
       MlaRowProducer<Config>(params, storage, work, warp).run();
     } else {
       MlaProducer<Config>(launch, storage, work, warp).run();

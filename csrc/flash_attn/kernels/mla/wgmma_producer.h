@@ -19,8 +19,9 @@ template <class Config>
 struct MlaProducer {
   using Element = typename Config::Element;
   static constexpr int kStageWarps = Config::kProducerWarps / Config::kStages;
+  static constexpr int kWarpKeys = Config::kKeys / kStageWarps;  // keys that a warp copies
   static constexpr int kWarpAtoms = Config::kHalfAtoms / kStageWarps;
-  static_assert(kStageWarps == MlaRowCopies<Config>::kParts, "a lane looks up one key of either warp");
+  static_assert(kWarpKeys == 32 && kStageWarps == 2, "a lane looks up one key of either warp");
 
   // A key's row of the pages.
   struct Row {
@@ -92,7 +93,7 @@ struct MlaProducer {
   }
 
   __device__ __forceinline__ void copy_keys(int half) const {
-    MlaRowCopies<Config> copies(params, storage, part);
+    MlaRowCopies<Config, kWarpKeys> copies(params, storage, part);
     const Row row = part == 0 ? rows[0] : rows[1];
     copies.set_key(row.page, row.row, (part == 0 ? exists[0] : exists[1]) >> lane & 1);
     const auto latent = copies.latent_vectors(half);
@@ -100,7 +101,7 @@ struct MlaProducer {
     for (int i = 0; i < Config::kHalfAtoms; ++i) {
       copies.copy_atom(latent, stage, half * Config::kHalfAtoms + i, i * Config::kAtomCols);
     }
-    if (half == stage) copies.copy_rope(stage);
+    if (half == stage) copies.copy_atom(copies.rope_vectors(), stage, Config::kRopeAtom, 0);
     sm80::commit_copies();
   }
 

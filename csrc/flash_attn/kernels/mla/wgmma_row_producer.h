@@ -8,22 +8,22 @@
 namespace flash {
 namespace mla {
 
-// Copies of part of the keys of a step by a warp. Each lane knows one key.
-template <class Config>
+// Copies of kKeys keys of a step by a warp. A lane knows one key.
+template <class Config, int kKeys>
 struct MlaRowCopies {
   using Element = typename Config::Element;
-  static constexpr int kParts = 2, kKeys = Config::kKeys / kParts;
   static constexpr int kRowsAtATime = 32 / kCopyLanes, kRows = kKeys / kRowsAtATime;  // kRows: of a lane
-  static_assert(kKeys == 32 && kRowsAtATime == 4, "a lane has one key, and two sums of row and vector");
+  static_assert(32 % kKeys == 0 && kKeys % 8 == 0 && kRowsAtATime == 4,
+                "the swizzle repeats after two of a lane's rows");
 
   const Flash_mla_params& params;
   MlaWgmmaStorage<Config>& storage;
-  const int part, lane = threadIdx.x % 32, vector = lane % kCopyLanes, first_row = lane / kCopyLanes;
+  const int first_key, lane = threadIdx.x % 32, vector = lane % kCopyLanes, first_row = lane / kCopyLanes;
   int64_t latent_at, rope_at;  // of the lane's key, in elements
   uint32_t exists;             // a bit for each key
 
-  __device__ __forceinline__ MlaRowCopies(const Flash_mla_params& params_, MlaWgmmaStorage<Config>& storage_, int part_)
-      : params(params_), storage(storage_), part(part_) {}
+  __device__ __forceinline__ MlaRowCopies(const Flash_mla_params& params_, MlaWgmmaStorage<Config>& storage_, int part)
+      : params(params_), storage(storage_), first_key(part * kKeys) {}
 
   // A key that does not exist has any page and row.
   __device__ __forceinline__ void set_key(int page, int row, bool key_exists) {
@@ -52,47 +52,41 @@ struct MlaRowCopies {
     return vectors(params.latent_ptr, latent_at, half * Config::kHalf);
   }
 
-  // Columns `first_col` on of the vectors' matrix. Keys that do not exist become 0: NaN there would pass a probability
-  // of 0.
+  __device__ __forceinline__ Vectors rope_vectors() const { return vectors(params.rope_ptr, rope_at, 0); }
+
+  // Columns `first_col` on of what the vectors were made for. Keys that do not exist become 0: NaN there would pass a
+  // probability of 0.
   __device__ __forceinline__ void copy_atom(const Vectors& from, int stage, int atom, int first_col) const {
     const uint32_t bits = exists >> first_row;
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      // The swizzle repeats after eight rows.
       Element* const to = vector_in_atom<Config>(storage.kv[stage], atom, i % 2 * kRowsAtATime + first_row, vector) +
-                          (part * kKeys + i / 2 * 2 * kRowsAtATime) * Config::kAtomCols;
+                          (first_key + i / 2 * 2 * kRowsAtATime) * Config::kAtomCols;
       sm80::copy16_async(to, from.of[i] + first_col, bits >> i * kRowsAtATime & 1);
     }
   }
-
-  __device__ __forceinline__ void copy_rope(int stage) const {
-    copy_atom(vectors(params.rope_ptr, rope_at, 0), stage, Config::kRopeAtom, 0);
-  }
 };
 
-// Two warps have a half of the latent columns, in every step, and the rotated ones that come with it: no half waits for
-// the release of the other. They announce each atom of columns as it lands. Pages are looked up a step before.
+// All warps copy a quarter of the keys of each half of the latent columns, in the order in which consumers release
+// them: of each step the half of the consumer that has it, with the rotated columns, then the other. No warp waits for
+// copies: the hardware arrives for each lane as they land, once for a group of atoms. Pages are looked up a step ahead,
+// and addresses are ready before a half is released.
 template <class Config>
 struct MlaRowProducer {
-  using Copies = MlaRowCopies<Config>;
-  static_assert(Config::kProducerWarps == 2 * Copies::kParts);
+  static constexpr int kKeys = Config::kKeys / Config::kProducerWarps;
+  using Copies = MlaRowCopies<Config, kKeys>;
 
   const Flash_mla_params& params;
   MlaWgmmaStorage<Config>& storage;
   const MlaWork& work;
-  const int half;
   Copies copies;
 
   __device__ __forceinline__ MlaRowProducer(const Flash_mla_params& params_, MlaWgmmaStorage<Config>& storage_,
                                             const MlaWork& work_, int warp)
-      : params(params_),
-        storage(storage_),
-        work(work_),
-        half(warp / Copies::kParts),
-        copies(params_, storage_, warp % Copies::kParts) {}
+      : params(params_), storage(storage_), work(work_), copies(params_, storage_, warp) {}
 
   __device__ __forceinline__ int key_of(int step) const {
-    return step * Config::kKeys + copies.part * Copies::kKeys + copies.lane;
+    return step * Config::kKeys + copies.first_key + copies.lane % kKeys;
   }
 
   __device__ __forceinline__ void set_keys(int step, int page) {
@@ -101,40 +95,33 @@ struct MlaRowProducer {
     copies.set_key(page, row, static_cast<unsigned>(page) < static_cast<unsigned>(params.paged.num_pages));
   }
 
-  // Arrives for an atom after all but the `newest` groups of copies have landed.
-  __device__ __forceinline__ void announce(int stage, int atom, int newest) const {
-    sm80::wait_for_copies_but(newest);
-    tma::fence_buffer();
-    __syncwarp();
-    if (copies.lane == 0) storage.kv_full[stage][atom].arrive();
-  }
-
-  __device__ __forceinline__ void load(int stage, uint32_t free) const {
-    const typename Copies::Vectors latent = copies.latent_vectors(half);
-    const int first_atom = half * Config::kHalfAtoms;
+  // kIsFirst: the half of the consumer that has the step.
+  template <bool kIsFirst>
+  __device__ __forceinline__ void load_half(int stage, uint32_t free) const {
+    const int half = kIsFirst ? stage : 1 - stage;
+    const typename Copies::Vectors latent = copies.latent_vectors(half), rope = copies.rope_vectors();
     storage.kv_empty[stage][half].wait(free);
 #pragma unroll
     for (int i = 0; i < Config::kHalfAtoms; ++i) {
-      copies.copy_atom(latent, stage, first_atom + i, i * Config::kAtomCols);
-      sm80::commit_copies();
+      const int atom = half * Config::kHalfAtoms + i;
+      copies.copy_atom(latent, stage, atom, i * Config::kAtomCols);
+      if (kIsFirst && i + 1 == Config::kHalfAtoms) copies.copy_atom(rope, stage, Config::kRopeAtom, 0);
+      if (Config::ends_group(i)) storage.kv_full[stage][atom].arrive_after_copies();
     }
-    const bool has_rope = half == stage;
-    if (has_rope) copies.copy_rope(stage);
-    sm80::commit_copies();
-#pragma unroll
-    for (int i = 0; i < Config::kHalfAtoms; ++i) announce(stage, first_atom + i, Config::kHalfAtoms - i);
-    if (has_rope) announce(stage, Config::kRopeAtom, 0);
   }
 
   __device__ __forceinline__ void run() {
     int page = work.find_page(params, key_of(work.from), work.from);
 #pragma unroll 1
     for (int step = work.from; step < work.to; ++step) {
-      const int i = step - work.from;
+      const int i = step - work.from, stage = i % Config::kStages;
+      const uint32_t free = (i / Config::kStages & 1) ^ 1;
       set_keys(step, page);
       page = work.find_page(params, key_of(step + 1), step + 1);
-      load(i % Config::kStages, (i / Config::kStages & 1) ^ 1);
+      load_half<true>(stage, free);
+      load_half<false>(stage, free);
     }
+    sm80::wait_for_copies_but(0);  // no thread exits with copies in flight
   }
 };
 

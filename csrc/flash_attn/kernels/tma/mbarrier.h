@@ -32,6 +32,11 @@ struct Barrier {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(address()), "r"(count) : "memory");
   }
 
+  // Arrives once, as soon as all copies by cp.async have landed that the thread has begun. No proxy fence is implied.
+  __device__ __forceinline__ void arrive_after_copies() {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(address()) : "memory");
+  }
+
   // Arrives and adds `bytes` of TMA copies to the transaction count of the phase.
   __device__ __forceinline__ void arrive_and_expect(uint32_t bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address()), "r"(bytes) : "memory");

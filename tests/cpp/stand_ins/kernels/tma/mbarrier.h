@@ -14,6 +14,14 @@ struct Barrier {
     if (--pending < 0) emulation::fail("an arrival too many");
     advance();
   }
+  void arrive_after_copies() {
+    std::vector<emulation::Copy> begun;
+    begun.swap(emulation::fibers[emulation::current].open_copies);
+    emulation::start_copy([this, begun] {
+      for (const emulation::Copy& copy : begun) emulation::land(copy);
+      arrive();
+    });
+  }
   void arrive_and_expect(int count) {
     bytes += count;
     arrive();
