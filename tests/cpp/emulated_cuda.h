@@ -372,9 +372,10 @@ inline void commit_copies() {
   fiber.open_copies.clear();
 }
 
-inline void wait_for_copies_but(size_t newest) {
+template <int kNewest>
+inline void wait_for_copies_but() {
   auto& groups = emulation::fibers[emulation::current].groups;
-  while (groups.size() > newest) {
+  while (groups.size() > kNewest) {
     for (const auto& copy : groups.front()) emulation::land(copy);
     groups.erase(groups.begin());
   }

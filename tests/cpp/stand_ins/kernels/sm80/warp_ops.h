@@ -39,7 +39,9 @@ inline void sync_named(int id, int threads) {
 // Of both consumers.
 inline bool any_named(int, int, bool value) { return emulation::any_of(emulation::kConsumers, value); }
 inline void commit_copies() { ::commit_copies(); }
-inline void wait_for_copies_but(int newest) { ::wait_for_copies_but(static_cast<size_t>(newest)); }
+inline void wait_for_copies_but(int newest) {
+  newest == 0 ? ::wait_for_copies_but<0>() : newest == 1 ? ::wait_for_copies_but<1>() : ::wait_for_copies_but<2>();
+}
 
 }  // namespace sm80
 }  // namespace flash
