@@ -33,6 +33,7 @@ inline float __frcp_rn(float a) { return 1.0f / a; }
 #include "kernels/mla/wgmma_fp8_producer.h"
 #include "kernels/mla/wgmma_kernel.h"
 #include "kernels/mla/wgmma_producer.h"
+#include "kernels/mla/wgmma_row_producer.h"
 
 namespace {
 
@@ -42,6 +43,7 @@ using flash::mla::MlaConfig;
 using flash::mla::MlaConsumer;
 using flash::mla::MlaFp8Producer;
 using flash::mla::MlaProducer;
+using flash::mla::MlaRowProducer;
 using flash::mla::MlaStorage;
 using flash::mla::MlaTile;
 using flash::mla::MlaWgmmaConfig;
@@ -282,14 +284,16 @@ void run_wgmma(Case c, const Timing& timing) {
       launch.rope_map = map(given.rope_ptr, given.rope_strides, kRope);
     }
     std::memset(static_cast<void*>(&storage), 0xff, sizeof(storage));
-    flash::mla::init_barriers(storage);
+    flash::mla::init_barriers(storage, params);
     emulation::run_block(Config::kThreads, [&] {
       const MlaWork work(params, Config::kRows, Config::kKeys);
       const int warp = threadIdx.x / 32;
       if constexpr (kFp8) {
         if (warp < 4) MlaFp8Producer<Config>(params, storage, work, warp).run();
       } else {
-        if (warp < 4) MlaProducer<Config>(launch, storage, work, warp).run();
+        const bool has_boxes = launch.params.box_rows > 0;
+        if (warp < 4 && has_boxes) MlaProducer<Config>(launch, storage, work, warp).run();
+        if (warp < 4 && !has_boxes) MlaRowProducer<Config>(params, storage, work, warp).run();
       }
       if (warp / 4 == 1) MlaConsumer<Config, 0>(params, storage, work).run();
       if (warp / 4 == 2) MlaConsumer<Config, 1>(params, storage, work).run();
@@ -321,6 +325,9 @@ int main() {
   run_wgmma({{320, 300}, {1, 1}, 3, 16, 1, false, {0, 9}, false, false, 0}, mixed);
   run_wgmma({{70, 60}, {1, 1}, 4, 16, 2, false, {3, 17}, false, false, 1}, random);
   run_wgmma({{70, 9, 0, 270}, {-2, 1, 0, 3, 5, -1}, 12, 16, 1, true, {}, true, true}, late);
+  run_wgmma({{300, 190}, {2, 2}, 3, 1, 1, true, {5, 64}, false, false, 1}, mixed);
+  run_wgmma({{150, 320}, {1, 1}, 3, 2, 2, false, {}, false, false, 0}, random);
+  run_wgmma({{257, 1, 130}, {2, 0, 1}, 3, 3, 1, true, {}, false, true}, late);
   run_wgmma({{300, 150}, {1, 1}, 3, 64, 1, false, {}, false, false, -1, 0.02f}, mixed);
   check::that(emulation::bank_conflicts == 0, "bank conflicts", emulation::bank_conflicts);
   return check::report();

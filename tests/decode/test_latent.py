@@ -20,6 +20,8 @@ CASES = (
     KvCase(page_size=1, layout="latent", **LATENT),
     KvCase((40, -1), 3, page_size=64, causal=True, layout="latent", **{**LATENT, "nheads": 128}),
     KvCase((17, 40), 8, page_size=1, causal=True, sinks=True, layout="latent", **{**LATENT, "nheads": 20}),
+    KvCase((1000, 129), 2, page_size=1, causal=True, leftpad=(70, 3), capacity=1024, **{**LATENT, "nheads": 70}),
+    KvCase((333, 64), page_size=3, capacity=336, layout="latent", **{**LATENT, "nheads": 128}),
     KvCase((2000, 0, 700, 31), page_size=64, capacity=2048, layout="latent", **LATENT),
     KvCase((513, 1200), 2, page_size=512, causal=True, leftpad=(100, 7), capacity=1536, **{**LATENT, "nheads": 8}),
     KvCase((1000, 200), 3, page_size=24, causal=True, leftpad=(130, 7), capacity=1008, **{**LATENT, "nheads": 40}),
@@ -88,9 +90,10 @@ def test_all_rows_of_the_pages(device):
 
 
 @pytest.mark.parametrize("num_splits", (1, 0))
-def test_a_page_that_does_not_exist(device, num_splits):
+@pytest.mark.parametrize("page_size", (1, 16))
+def test_a_page_that_does_not_exist(device, page_size, num_splits):
     """CUDA treats a request that needs one as inactive; the CPU raises an error."""
-    case = KvCase((2000, 900), page_size=16, capacity=2048, layout="latent", **LATENT)
+    case = KvCase((2000, 900), page_size=page_size, capacity=2048, layout="latent", **{**LATENT, "nheads": 20})
     problem = make_problem(case, device)
     problem.table[0, 70] = 1 << 20
     if device == "cpu":

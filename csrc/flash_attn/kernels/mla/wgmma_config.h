@@ -24,7 +24,6 @@ struct MlaWgmmaConfig {
   static constexpr int kProducerWarps = 4, kThreads = 32 * kProducerWarps + 128 * kConsumers;
   static constexpr int kLaunchRegisters = 168;  // 65536 of kThreads, a multiple of 8
   static constexpr int kProducerRegisters = kFp8 ? 88 : 56, kConsumerRegisters = kFp8 ? 208 : 224;
-  static constexpr int kLandedArrivals = kFp8 ? kProducerWarps : kProducerWarps / kStages;  // of a step's keys
   static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= (1 + kConsumers) * kLaunchRegisters);
 
   // Q, K and P are sequences of matrices of 64 columns, in which 128-byte rows are swizzled.
@@ -37,6 +36,22 @@ struct MlaWgmmaConfig {
   static constexpr int scored_atom(int first, int i) {
     if (i == kHalfAtoms) return kRopeAtom;
     return i < kHalfAtoms ? first * kHalfAtoms + i : (1 - first) * kHalfAtoms + i - kHalfAtoms - 1;
+  }
+
+  // Keys that MlaRowProducer copies land in groups of atoms, the rotated one with the last group of half `first`. Of a
+  // group the last atom's barrier tells.
+  static constexpr int kGroupAtoms = 2;
+  static constexpr bool begins_group(int atom) { return atom != kRopeAtom && atom % kGroupAtoms == 0; }
+  static constexpr bool ends_group(int atom) { return atom % kGroupAtoms == kGroupAtoms - 1; }
+  static constexpr int group_barrier(int first, int atom) {
+    return atom == kRopeAtom ? (first + 1) * kHalfAtoms - 1 : atom / kGroupAtoms * kGroupAtoms + kGroupAtoms - 1;
+  }
+  static_assert(kHalfAtoms % kGroupAtoms == 0);
+
+  // Of a barrier of kv_full: one of each warp that loads keys of the step, or one of each lane that copies them.
+  static constexpr int landed_arrivals(bool in_groups) {
+    if (kFp8) return kProducerWarps;
+    return in_groups ? 32 * kProducerWarps : kProducerWarps / kStages;
   }
 
   // A consumer holds some atoms of Q in registers, the rotated one and the first of its half. A product with both
@@ -65,7 +80,7 @@ struct MlaWgmmaStorage {
   alignas(1024) Element first_probs[Config::kAtomElements];
   MlaReference references[Config::kRows];  // with the newest probabilities
   float row_sums[Config::kConsumers][Config::kRows];
-  tma::Barrier kv_full[Config::kStages][Config::kAtoms];  // arrivals: one of each warp that loads keys of the step
+  tma::Barrier kv_full[Config::kStages][Config::kAtoms];
   // Of a half of the latent columns; the rotated ones belong to the half of the consumer that has the step.
   tma::Barrier kv_empty[Config::kStages][2];
 
@@ -74,6 +89,12 @@ struct MlaWgmmaStorage {
     return consumer == 0 ? first_probs : q + Config::kRopeAtom * Config::kAtomElements;
   }
 };
+
+// Whether keys are copied by MlaRowProducer.
+template <class Config>
+__device__ __forceinline__ bool lands_in_groups(const Flash_mla_params& params) {
+  return !Config::kFp8 && params.box_rows == 0;
+}
 
 constexpr int kCopyLanes = 8;  // of a row's 128 bytes: each 128-byte line by one instruction
 

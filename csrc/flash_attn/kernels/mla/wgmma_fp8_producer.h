@@ -47,11 +47,7 @@ struct MlaFp8Producer {
 
   __device__ __forceinline__ int key_of(int step) const { return step * Config::kKeys + warp * kKeys + lane % kKeys; }
 
-  // The block_table entry for the lane's key of a step, not checked; -1 for a key outside of the work.
-  __device__ __forceinline__ int find_page(int step) const {
-    const int key = key_of(step);
-    return page_row(params.paged, work.table(params), key, step < work.to && key >= work.begin && key < work.end).page;
-  }
+  __device__ __forceinline__ int find_page(int step) const { return work.find_page(params, key_of(step), step); }
 
   __device__ __forceinline__ Rows rows_of(int step, int page) const {
     const FastDiv& page_size = params.paged.page_size;

@@ -95,15 +95,25 @@ struct MlaConsumer {
   struct Landed {
     const tma::Barrier* full;  // of atoms of columns
     uint32_t parity;
+    bool in_groups;
 
-    __device__ __forceinline__ bool test(int atom) const { return full[atom].test(parity); }
-    __device__ __forceinline__ void wait(int atom) const { full[atom].wait(parity); }
+    __device__ __forceinline__ const tma::Barrier& barrier(int atom) const {
+      return full[in_groups ? Config::group_barrier(kIndex, atom) : atom];
+    }
+    __device__ __forceinline__ bool test(int atom) const { return barrier(atom).test(parity); }
+    __device__ __forceinline__ void wait(int atom) const { barrier(atom).wait(parity); }
+
+    // After the wait, before wgmma reads. Of groups no thread that wrote has seen its copies land and fenced them.
+    __device__ __forceinline__ void fence(int atom) const {
+      if (in_groups && Config::begins_group(atom)) tma::fence_buffer();
+    }
   };
 
   // Issues S of an own step, an atom of columns as soon as it has landed; does not wait for S.
   __device__ __forceinline__ void start_scores(int i) {
     const uint32_t parity = i / Config::kStages & 1;
-    products.template start_scores<kIndex>(storage.q, storage.kv[kIndex], Landed{storage.kv_full[kIndex], parity});
+    const Landed landed{storage.kv_full[kIndex], parity, lands_in_groups<Config>(params)};
+    products.template start_scores<kIndex>(storage.q, storage.kv[kIndex], landed);
   }
 
   __device__ __forceinline__ void mask(int i) {
@@ -325,9 +335,10 @@ struct MlaConsumer {
 };
 
 template <class Config>
-__device__ __forceinline__ void init_barriers(MlaWgmmaStorage<Config>& storage) {
+__device__ __forceinline__ void init_barriers(MlaWgmmaStorage<Config>& storage, const Flash_mla_params& params) {
+  const int landed = Config::landed_arrivals(lands_in_groups<Config>(params));
   for (int stage = 0; stage < Config::kStages; ++stage) {
-    for (tma::Barrier& barrier : storage.kv_full[stage]) barrier.init(Config::kLandedArrivals);
+    for (tma::Barrier& barrier : storage.kv_full[stage]) barrier.init(landed);
     for (tma::Barrier& barrier : storage.kv_empty[stage]) barrier.init(4);
   }
   tma::Barrier::fence_init();

@@ -11,6 +11,7 @@
 #include "kernels/mla/wgmma_fp8_producer.h"
 #include "kernels/mla/wgmma_kernel.h"
 #include "kernels/mla/wgmma_producer.h"
+#include "kernels/mla/wgmma_row_producer.h"
 #else
 #include "kernels/common/host_pass.h"
 #endif
@@ -36,7 +37,7 @@ __global__ void __launch_bounds__(plan::kMlaWgmmaThreads, 1)
   auto& storage = *reinterpret_cast<MlaWgmmaStorage<Config>*>(smem);
   if (threadIdx.x == 0) {
     prefetch_tensor_maps(launch);
-    init_barriers(storage);
+    init_barriers(storage, launch.params);
   }
   const Flash_mla_params& params = launch.params;
   const MlaWork work(params, Config::kRows, Config::kKeys);
@@ -47,6 +48,8 @@ __global__ void __launch_bounds__(plan::kMlaWgmmaThreads, 1)
     cutlass::arch::warpgroup_reg_dealloc<Config::kProducerRegisters>();
     if constexpr (kFp8) {
       MlaFp8Producer<Config>(params, storage, work, warp).run();
+    } else if (lands_in_groups<Config>(params)) {
+      MlaRowProducer<Config>(params, storage, work, warp).run();
     } else {
       MlaProducer<Config>(launch, storage, work, warp).run();
     }

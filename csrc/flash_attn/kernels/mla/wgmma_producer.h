@@ -1,8 +1,9 @@
-// The loads of the wgmma MLA decode kernel: 16-bit keys, by TMA where boxes fit into pages.
+// The loads of the wgmma MLA decode kernel: 16-bit keys by TMA, in boxes that cross no page.
 #pragma once
 
 #include "kernels/mla/wgmma_config.h"
 #include "kernels/mla/wgmma_launch_params.h"
+#include "kernels/mla/wgmma_row_producer.h"
 #include "kernels/mla/work.h"
 #include "kernels/sm80/warp_ops.h"
 #include "kernels/tma/tile_copy.h"
@@ -10,19 +11,17 @@
 namespace flash {
 namespace mla {
 
-// Two warps have the steps of a stage, so that they wait for its copies to land while the others ask for the next keys.
-//
-// The halves of the latent columns come in the order in which consumers release them: of each step the half of the
-// consumer that has it, with the rotated columns, then the other. A warp copies half of the keys of all atoms of
-// columns; or a lane asks for one box of every second atom. A consumer releases its half, which the other has read
-// before by then, see MlaConsumer.
+// Two warps have the steps of a stage. The halves of the latent columns come in the order in which consumers release
+// them: of each step the half of the consumer that has it, with the rotated columns, then the other. A lane asks for
+// one box of every second atom of columns; where keys are missing, a warp copies half of the others. A consumer
+// releases its half, which the other has read before by then, see MlaConsumer.
 template <class Config>
 struct MlaProducer {
   using Element = typename Config::Element;
   static constexpr int kStageWarps = Config::kProducerWarps / Config::kStages;
   static constexpr int kWarpKeys = Config::kKeys / kStageWarps;  // keys that a warp copies
-  static constexpr int kRowsAtATime = 32 / kCopyLanes, kWarpAtoms = Config::kHalfAtoms / kStageWarps;
-  static_assert(kWarpKeys == 32 && kStageWarps == 2 && kRowsAtATime == 4, "a lane looks up one key of either warp");
+  static constexpr int kWarpAtoms = Config::kHalfAtoms / kStageWarps;
+  static_assert(kWarpKeys == 32 && kStageWarps == 2, "a lane looks up one key of either warp");
 
   // A key's row of the pages.
   struct Row {
@@ -56,7 +55,7 @@ struct MlaProducer {
     for (int i = 0; i < kStageWarps; ++i) {
       const int key = step * Config::kKeys + i * 32 + lane;
       const PageRow at = page_row(params.paged, table, key, step < work.to && key >= work.begin && key < work.end);
-      rows[i] = at.valid ? Row{at.page, at.row} : Row{0, 0};
+      rows[i] = {at.page, at.row};
       exists[i] = __ballot_sync(0xffffffffu, at.valid);
     }
     const auto of_key = [this](int first, int second) {
@@ -67,9 +66,7 @@ struct MlaProducer {
     box = {of_key(rows[0].page, rows[1].page), of_key(rows[0].row, rows[1].row)};
   }
 
-  __device__ __forceinline__ bool fits_boxes() const {
-    return params.box_rows > 0 && (exists[0] & exists[1]) == 0xffffffffu;
-  }
+  __device__ __forceinline__ bool fits_boxes() const { return (exists[0] & exists[1]) == 0xffffffffu; }
 
   __device__ __forceinline__ void load_box(const CUtensorMap& map, int atom, int first_col) const {
     tma::load_tile<1, Config::kAtomCols, Config::kKeys>(
@@ -95,33 +92,16 @@ struct MlaProducer {
     if (half == stage && part == 0 && box_turn == 0) load_box(launch.rope_map, Config::kRopeAtom, 0);
   }
 
-  // Keys that do not exist become 0: NaN there would pass a probability of 0.
-  template <int kAtoms>
-  __device__ __forceinline__ void copy_atoms(int first_atom, const void* pages, const MatrixStrides& strides,
-                                             int first_col) const {
-    const int vector = lane % kCopyLanes;
-    const uint32_t bits = part == 0 ? exists[0] : exists[1];
-    const int page = part == 0 ? rows[0].page : rows[1].page, row = part == 0 ? rows[0].row : rows[1].row;
-    const int64_t row_at = page * strides.batch + row * strides.row;
-    const Element* const columns = static_cast<const Element*>(pages) + first_col + vector * tma::kVectorCols;
-#pragma unroll
-    for (int i = 0; i < kWarpKeys / kRowsAtATime; ++i) {
-      const int key = i * kRowsAtATime + lane / kCopyLanes;
-      const Element* const from = columns + __shfl_sync(0xffffffffu, row_at, key);
-      // The swizzle repeats after eight rows.
-      Element* const to = vector_in_atom<Config>(storage.kv[stage], first_atom, key % (2 * kRowsAtATime), vector) +
-                          (part * kWarpKeys + i / 2 * 2 * kRowsAtATime) * Config::kAtomCols;
-#pragma unroll
-      for (int atom = 0; atom < kAtoms; ++atom) {
-        sm80::copy16_async(to + atom * Config::kAtomElements, from + atom * Config::kAtomCols, bits >> key & 1);
-      }
-    }
-  }
-
   __device__ __forceinline__ void copy_keys(int half) const {
-    copy_atoms<Config::kHalfAtoms>(half * Config::kHalfAtoms, params.latent_ptr, params.latent_strides,
-                                   half * Config::kHalf);
-    if (half == stage) copy_atoms<1>(Config::kRopeAtom, params.rope_ptr, params.rope_strides, 0);
+    MlaRowCopies<Config, kWarpKeys> copies(params, storage, part);
+    const Row row = part == 0 ? rows[0] : rows[1];
+    copies.set_key(row.page, row.row, (part == 0 ? exists[0] : exists[1]) >> lane & 1);
+    const auto latent = copies.latent_vectors(half);
+#pragma unroll
+    for (int i = 0; i < Config::kHalfAtoms; ++i) {
+      copies.copy_atom(latent, stage, half * Config::kHalfAtoms + i, i * Config::kAtomCols);
+    }
+    if (half == stage) copies.copy_atom(copies.rope_vectors(), stage, Config::kRopeAtom, 0);
     sm80::commit_copies();
   }
 
@@ -150,8 +130,8 @@ struct MlaProducer {
           copy_keys(half);
         }
       }
-      find_keys(work.from + i + Config::kStages);
       if (!in_boxes) finish_copies();
+      find_keys(work.from + i + Config::kStages);
     }
   }
 };

@@ -79,6 +79,7 @@ struct MlaProducts {
     for (int i = 0; i < Config::kAtoms; ++i) {
       const int atom = Config::scored_atom(kFirst, i), place = Config::held_place(kFirst, atom);
       if (!has_landed) landed.wait(atom);
+      landed.fence(atom);
       if (i + 1 < Config::kAtoms) has_landed = landed.test(Config::scored_atom(kFirst, i + 1));
       warpgroup_arrive();  // ptxas would add it after a loop
 #pragma unroll

@@ -77,6 +77,11 @@ struct MlaWork {
     return params.paged.block_table + request * params.paged.block_table_stride;
   }
 
+  // The block_table entry for key `key` of step `step`, not checked; -1 for a key outside of the work.
+  __device__ __forceinline__ int find_page(const Flash_mla_params& params, int key, int step) const {
+    return page_row(params.paged, table(params), key, step < to && key >= begin && key < end).page;
+  }
+
   // Whether the block_table lacks one of the pages `thread`, thread + threads, ... that the request needs.
   __device__ __forceinline__ bool lacks_pages(const Flash_mla_params& params, int thread, int threads) const {
     if (params.segments_q != nullptr) return false;

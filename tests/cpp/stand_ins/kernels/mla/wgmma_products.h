@@ -55,6 +55,7 @@ struct MlaProducts : emulation::Wgmma {
     for (int i = 0; i < Config::kAtoms; ++i) {
       const int atom = Config::scored_atom(kFirst, i), place = Config::held_place(kFirst, atom);
       landed.wait(atom);
+      landed.fence(atom);
       issue([=] {
         if (place >= 0) add_held(keys, place, atom);
         if (place < 0) add_scores(q, keys, atom);
