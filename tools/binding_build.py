@@ -36,7 +36,7 @@ def compile_command(torch: TargetTorch, source_dir: Path, cuda_includes: list[Pa
     return [
         *host_compiler(),
         f"-std={cxx_standard(torch)}",
-        "-Os",
+        "-O2",
         "-fPIC",
         "-fvisibility=hidden",
         *(f"-D{name}={value}" if value else f"-D{name}" for name, value in defines.items()),

@@ -92,9 +92,10 @@ def test_all_rows_of_the_pages(device):
 @pytest.mark.parametrize("num_splits", (1, 0))
 @pytest.mark.parametrize("page_size", (1, 16))
 def test_a_page_that_does_not_exist(device, page_size, num_splits):
-    """CUDA treats a request that needs one as inactive; the CPU raises an error."""
+    """CUDA treats a request that needs one as inactive, NaN in its other pages or not; the CPU raises an error."""
     case = KvCase((2000, 900), page_size=page_size, capacity=2048, layout="latent", **{**LATENT, "nheads": 20})
     problem = make_problem(case, device)
+    problem.v_cache[problem.table[0, :3].long()] = float("nan")
     problem.table[0, 70] = 1 << 20
     if device == "cpu":
         with pytest.raises(RuntimeError, match="^block_table: "):

@@ -23,8 +23,8 @@ constexpr int kMlaHeadDim = 64;  // by which kernels are selected and built
 // keys have arrived; launch and latency of the combine; a row's partial results, written and read.
 constexpr int kMlaStartKeys = 128, kMlaCombineKeys = 128, kMlaLeastKeys = 128, kMaxMlaSplits = 128;
 constexpr int kMlaPartialBytes = 2 * 512 * 4, kMlaKeyBytes = 1152;
-// 64 rows: wgmma is faster by 1.2 to 2.6 x. 16 rows whose keys are copied one by one: mma.sync by 5 to 11 % (H200).
-constexpr int kMlaWgmmaLeastRows = 17, kMlaBoxLeastRows = 16;
+// wgmma is 1.2 to 2.6 times as fast with 64 rows, 1.17 times with 16 over pages of one row (H200).
+constexpr int kMlaWgmmaLeastRows = 16;
 
 struct MlaProblem {
   int64_t batch, tokens, heads;  // tokens: of each request; of a packed batch in all
@@ -57,8 +57,7 @@ inline MlaPlan mla_kernel(const Device& device, const MlaProblem& problem, int64
   const int64_t deciding = problem.batch_invariant ? problem.heads : rows;
   const bool has_boxes = problem.fits_page_maps && !problem.has_fp8_rows;
   const int box_rows = has_boxes ? page_box_rows(problem.page_size, kMlaWgmmaKeys) : 0;
-  const int least_rows = box_rows > 0 && !problem.batch_invariant ? kMlaBoxLeastRows : kMlaWgmmaLeastRows;
-  const bool prefers_wgmma = !is_forced("mma_sync") && (is_forced("wgmma") || deciding >= least_rows);
+  const bool prefers_wgmma = !is_forced("mma_sync") && (is_forced("wgmma") || deciding >= kMlaWgmmaLeastRows);
   if (has_wgmma && (prefers_wgmma || problem.has_fp8_rows)) {
     plan.family = Family::kWgmma;
     plan.box_rows = box_rows;

@@ -252,7 +252,7 @@ struct MlaTile {
 #pragma unroll
     for (int col = 0; col < Config::kColTiles; ++col) {
       const float* const o = &acc_o[i / 2][col][i % 2 * 2];
-      const float low = o[0] * end.scale, high = o[1] * end.scale;
+      const float low = end.scaled(o[0]), high = end.scaled(o[1]);
       if (end.partial != nullptr) {
         *reinterpret_cast<float2*>(end.partial + first_col + col * 8) = {low, high};
       } else {

@@ -301,7 +301,7 @@ struct MlaConsumer {
 #pragma unroll
     for (int eight = 0; eight < kEightsOfHalf; ++eight) {
       float &low = products.out(eight, i, 0), &high = products.out(eight, i, 1);
-      low *= end.scale, high *= end.scale;
+      low = end.scaled(low), high = end.scaled(high);
       if (end.partial == nullptr) continue;
       *reinterpret_cast<float2*>(end.partial + kIndex * Config::kHalf + eight * 8 + lane % 4 * 2) = {low, high};
     }

@@ -110,7 +110,8 @@ struct MlaWork {
 // The end of a row: the factor of its output, and where this goes. Writes the LSE.
 template <class Element>
 struct MlaRowEnd {
-  float scale;
+  bool has_keys;
+  float scale = 0.0f;
   float* partial = nullptr;  // of split keys
   Element* out = nullptr;    // otherwise
 
@@ -120,7 +121,8 @@ struct MlaRowEnd {
     const int token = params.heads.divide(row), head = row - token * params.h;
     const float sink = is_split || params.sinks_ptr == nullptr ? -INFINITY : params.sinks_ptr[head];
     const RowEnd end(stats, params.softmax_scale_log2, sink);
-    scale = end.has_keys() ? end.o_scale() : 0.0f;
+    has_keys = end.has_keys();
+    if (has_keys) scale = end.o_scale();
     const int at_token = work.first_token + token;
     const int64_t at = (static_cast<int64_t>(work.matrix) * params.h + head) * params.seqlen_q + at_token;
     const int64_t matrices = params.segments_q == nullptr ? params.b : 1, rows = matrices * params.h * params.seqlen_q;
@@ -133,6 +135,9 @@ struct MlaRowEnd {
       out = static_cast<Element*>(params.o_ptr) + work.query_offset(params, params.o_strides, row);
     }
   }
+
+  // 0 without keys: values of an invalid request may be NaN.
+  __device__ __forceinline__ float scaled(float value) const { return has_keys ? value * scale : 0.0f; }
 };
 
 }  // namespace mla
