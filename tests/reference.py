@@ -228,7 +228,7 @@ def assert_accurate(ours, expected, plain, name="out", factor=2.0, slack=1e-5):
 
 
 def assert_gradient_accurate(ours, expected, plain, name, rounded=None):
-    """rounded: another measure of the error allowed, in place of plain where it is farther from expected."""
+    """rounded: the gradient with a rounding that the kernels have too; allows its error where plain's is smaller."""
     if rounded is not None and (rounded - expected).abs().max() > (plain - expected).abs().max():
         plain = rounded.to(plain.dtype)
     assert_accurate(ours, expected, plain, name, factor=3.0, slack=1e-4)

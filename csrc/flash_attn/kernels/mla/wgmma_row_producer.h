@@ -67,10 +67,11 @@ struct MlaRowCopies {
   }
 };
 
-// All warps copy a quarter of the keys of each half of the latent columns, in the order in which consumers release
-// them: of each step the half of the consumer that has it, with the rotated columns, then the other. No warp waits for
-// copies: the hardware arrives for each lane as they land, once for a group of atoms. Pages are looked up a step ahead,
-// and addresses are ready before a half is released.
+// Each warp copies a quarter of the keys of each half of the latent columns, in the order in which consumers release
+// the halves: in each step first the half of the consumer that has the step, with the rotated columns, then the other
+// half. No warp waits for its copies. When a lane's copies of a group of atoms have landed, the hardware arrives at the
+// group's barrier. Each warp looks up the pages of the next step early, and computes addresses before it waits for a
+// half to be released.
 template <class Config>
 struct MlaRowProducer {
   static constexpr int kKeys = Config::kKeys / Config::kProducerWarps;
