@@ -19,6 +19,8 @@ from reference import (
     assert_gradient_accurate,
     attention,
     attention_varlen,
+    dlse_of_rounding,
+    farther,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -266,15 +268,13 @@ def reference_gradients(problem: Problem, dout, keep=None, dlse=None, saved_out=
     leaves, result = differentiable(problem, torch.float64, keep, **overrides)
     exact, out, lse = differentiate(leaves, result, dout, dlse), result.out.detach(), result.lse.detach()
     saved_out = out.to(problem.q.dtype) if saved_out is None else saved_out
-    off = ((out - saved_out.double()) * dout.double()).sum(-1).transpose(-1, -2)
+    off = dlse_of_rounding(out, saved_out, dout)
     saved = differentiate(leaves, result, dout, off if dlse is None else off + dlse.double())
     del leaves, result  # the graph, before there is another
     of_dtype = (
         exact if out.dtype == problem.q.dtype else gradients(problem, dout, problem.q.dtype, keep, dlse, **overrides)
     )
-    plain = [
-        torch.where((b - e).abs() > (a.double() - e).abs(), b.to(a.dtype), a) for e, a, b in zip(exact, of_dtype, saved)
-    ]
+    plain = [farther(*three) for three in zip(exact, of_dtype, saved)]
     return exact, plain, (out, lse)
 
 
