@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 import statistics
 import subprocess
 import time
@@ -257,7 +258,8 @@ def warm_up(timer, call, budget):
 
 
 def interleave(timer, calls, budget):
-    """Times `calls` ({name: (context factory, function)}) in rounds A B A B …, the order rotated every round.
+    """Times `calls` ({name: (context factory, function)}) in rounds, each in an order of its own: at the power limit a
+    kernel is slower after one that drew more power, so none may follow the same one in every round.
 
     Slow implementations sit some rounds out, evenly spread. The context (choice of an SDPA backend) is entered outside
     the timed region. Returns ({name: [ms, …]}, mean SM clock in MHz or None).
@@ -273,8 +275,7 @@ def interleave(timer, calls, budget):
     records = {name: [] for name in names}
     timer.start_region()
     for index in range(rounds):
-        shift = index % len(names)
-        for name in names[shift:] + names[:shift]:
+        for name in random.Random(index).sample(names, len(names)):
             if index * counts[name] // rounds == (index + 1) * counts[name] // rounds:
                 continue
             context, call = calls[name]
