@@ -179,7 +179,7 @@ class AttentionMask:
             rows = ranges.PackedRows(ranges.sequence_bounds("cu_seqlens", cu_seqlens), size)
         if rows is not None:
             tin = tin.where(rows.inside, 0)
-        if tin.device.type == "cpu" and not torch.compiler.is_compiling():
+        if tin.device.type == "cpu" and type(tin) is Tensor and not torch.compiler.is_compiling():  # not a fake
             falls = tin[..., 1:] < tin[..., :-1]
             if rows is not None:
                 falls = falls & (rows.segment[1:] == rows.segment[:-1])

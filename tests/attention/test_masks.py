@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 from torch.utils import _pytree
 
 from flash_attn import flash_attn_func, flash_attn_varlen_func
@@ -79,6 +80,11 @@ def test_prefix_tree(device, causal):
     packed = AttentionMask.prefix_tree(torch.cat([tin, tin[:4]]), torch.cat([tout, tout[:4]]), causal, cu_seqlens=cu)
     assert_mask(packed.sequence(0, 8, 0, 8), expected)
     assert_mask(packed.sequence(8, 12, 8, 12), expected[:4, :4])
+
+
+def test_tree_of_fake_tensors():
+    with FakeTensorMode():
+        assert AttentionMask.prefix_tree(torch.arange(4), torch.arange(4) + 1).to_dense().shape == (1, 1, 4, 4)
 
 
 def test_packed_tree_with_padding(device):
