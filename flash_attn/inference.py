@@ -225,8 +225,9 @@ def attend_over_cache(
     arguments.check_optional_tensors(
         _OPTIONAL_TENSORS, (k, v, rotary_cos, rotary_sin, cache_batch_idx, cache_leftpad, block_table, out)
     )
-    if alibi_slopes is not None:
-        arguments.check_constant("alibi_slopes", alibi_slopes)
+    if not (alibi_slopes is rotary_cos is rotary_sin is None):
+        for name, x in (("alibi_slopes", alibi_slopes), ("rotary_cos", rotary_cos), ("rotary_sin", rotary_sin)):
+            arguments.check_constant(name, x)
     if mask_keys is not None:
         mask_keys = arguments.integer("mask_keys", mask_keys, least=0)
         if mask_bits is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flash_attn.ops import conditions
+from flash_attn.ops import conditions, context
 
 from .attention_mask import AttentionMask
 from .checks import dtype_name, require
@@ -67,7 +67,13 @@ def mask_bits(bits: Tensor, keys: int | None, seqlen_q: int) -> tuple[Tensor, in
         return pack_bits(bits), columns
     if bits.dtype == torch.uint8:
         bits = torch.nn.functional.pad(bits, (0, -bits.shape[-1] % 4)).contiguous()
-        bits = bits.view(torch.int32) if bits.shape[-1] else bits.int()  # rows of no bytes have no distance of words
+        if context.is_tracing():  # which cannot record a view of another dtype
+            words = torch.unflatten(bits, -1, (bits.shape[-1] // 4, 4)).int()
+            bits = (words << torch.arange(0, 32, 8, device=bits.device)).sum(-1).to(torch.int32)
+        else:
+            bits = (
+                bits.view(torch.int32) if bits.shape[-1] else bits.int()
+            )  # rows of no bytes have no distance of words
     return bits.contiguous(), seqlen_q if keys is None else keys
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree
 
 from . import blocks, ranges
-from .checks import INTEGERS, check_length, check_tensor, require
+from .checks import INTEGERS, check_length, check_tensor, dtype_name, require
 from .conjunction import conjunction
 from .factors import INT_MAX, WHOLE, MaskFactors, pack_bits
 
@@ -130,16 +130,16 @@ class AttentionMask:
         The ranges of a query are united; one that needs more than two is an error. So tensors on a GPU are waited for.
         """
         device = q_ranges.device if device is None and isinstance(q_ranges, Tensor) else device
-        q_ranges, k_ranges, types = (
-            torch.as_tensor(x, dtype=torch.int64, device="cpu") for x in (q_ranges, k_ranges, attn_type_map)
-        )
-        n = len(types)
+        given = {"q_ranges": q_ranges, "k_ranges": k_ranges, "attn_type_map": attn_type_map}
+        q_ranges, k_ranges, types = (_on_host(name, x) for name, x in given.items())
+        n = types.numel()
         for name, x in (("q_ranges", q_ranges), ("k_ranges", k_ranges)):
-            require(x.numel() == 2 * n, name, f"shape [{n}, 2]", list(x.shape))
+            require(list(x.shape) == [n, 2] or x.numel() == n == 0, name, f"shape [{n}, 2]", list(x.shape))
         require(bool(((types >= 0) & (types <= 3)).all()), "attn_type_map", "values from 0 to 3", types.tolist())
         q_ranges, k_ranges = (x.view(n, 2).clamp(0, INT_MAX) for x in (q_ranges, k_ranges))
         ends = [int(x[:, 1].max()) if n else 0 for x in (q_ranges, k_ranges)]
-        seqlen_q, seqlen_k = (end if given is None else given for end, given in zip(ends, (seqlen_q, seqlen_k)))
+        seqlen_q = ends[0] if seqlen_q is None else check_length("seqlen_q", seqlen_q)
+        seqlen_k = ends[1] if seqlen_k is None else check_length("seqlen_k", seqlen_k)
         require(seqlen_q >= ends[0], "seqlen_q", f"at least the largest end of q_ranges, {ends[0]}", seqlen_q)
         factor = ranges.merged_slices(*ranges.slice_rows(q_ranges, k_ranges, types), seqlen_q)
         return AttentionMask(MaskFactors(query_ranges=factor[None, None].to(device)), seqlen_q, seqlen_k)
@@ -166,7 +166,8 @@ class AttentionMask:
         queries q with tin[k] <= tin[q] < tout[k], and with `causal` (then complete) by none before it.
 
         tin, tout: integers (s,) or (b_m, s): when the traversal enters and leaves the node of the token. tin must not
-        decrease along a sequence; on a GPU that is not checked. Packed where cu_seqlens (b + 1,) is given: (total,).
+        decrease along a sequence; on a GPU that is not checked. Packed where cu_seqlens (b + 1,) is given: (total,),
+        values beyond 32 bits count as the nearest ones.
         """
         axes = ("s", "b_m, s") if cu_seqlens is None else ("total",)
         for name, x in (("tin", tin), ("tout", tout)):
@@ -178,7 +179,7 @@ class AttentionMask:
             rows = ranges.PackedRows(ranges.sequence_bounds("cu_seqlens", cu_seqlens), size)
         if rows is not None:
             tin = tin.where(rows.inside, 0)
-        if tin.device.type == "cpu" and not torch.compiler.is_compiling():
+        if tin.device.type == "cpu" and type(tin) is Tensor and not torch.compiler.is_compiling():  # not a fake
             falls = tin[..., 1:] < tin[..., :-1]
             if rows is not None:
                 falls = falls & (rows.segment[1:] == rows.segment[:-1])
@@ -212,6 +213,7 @@ class AttentionMask:
         t = startend_row_indices
         check_tensor("startend_row_indices", t, INTEGERS, ("b_m, h_m, sk, n", "h_m, total_k, n"))
         sizes, packed = ((1, 2) if causal else (2, 4)), t.dim() == 3
+        seqlen_q = None if seqlen_q is None else check_length("seqlen_q", seqlen_q)
         expected = f"{sizes[0]} or {sizes[1]} values for each key with causal={bool(causal)}"
         require(t.shape[-1] in sizes, "startend_row_indices", expected, f"shape {list(t.shape)}")
         bounds = list(t.unbind(-1))
@@ -426,6 +428,14 @@ def _with_heads(x: Tensor, packed: bool) -> Tensor:
     return (x[None, None], x[:, None], x)[x.dim() - 2].contiguous()
 
 
+def _on_host(name: str, x: object) -> Tensor:
+    """Integers as int64 on the CPU; an empty list has no dtype."""
+    values = torch.as_tensor(x, device="cpu")
+    integral = values.dtype in (torch.bool, *INTEGERS) or values.numel() == 0
+    require(integral, name, "an integer dtype", dtype_name(values.dtype))
+    return values.long()
+
+
 def _packed_diagonal(
     names: str, cu_seqlens: Tensor, cu_seqlens_other: Tensor | None, total: int
 ) -> tuple[Tensor, ranges.PackedRows]:
@@ -443,8 +453,8 @@ def _packed_diagonal(
 
 
 def _num_blocks(block_size: Sequence[int], seqlen_q: int, seqlen_k: int) -> tuple[int, int]:
-    pair = len(block_size) == 2 and min(block_size) > 0
-    require(pair, "block_size", "two positive ints (queries, keys)", tuple(block_size))
+    pair = isinstance(block_size, (tuple, list)) and [isinstance(x, int) and x > 0 for x in block_size] == [True, True]
+    require(pair, "block_size", "two positive ints (queries, keys)", block_size)
     block_q, block_k = block_size
     return -(-check_length("seqlen_q", seqlen_q) // block_q), -(-check_length("seqlen_k", seqlen_k) // block_k)
 

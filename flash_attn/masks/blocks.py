@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from .checks import dtype_name, require
 from .factors import WORD_BITS, pack_bits, strips
 
 PARTIAL = 1
@@ -38,8 +39,14 @@ def function_bits(
     evaluate = _over_axes(mask_mod)
     for rows in strips(sq if words.numel() else 0, batch * heads * sk):
         seen = evaluate(b, h, torch.arange(rows.start, rows.stop, device=device), cols)
-        words[:, :, rows] = pack_bits(seen)
+        words[:, :, rows] = _as_bits(seen)
     return words
+
+
+def _as_bits(seen: Tensor) -> Tensor:
+    """The result of a mask_mod as bits."""
+    require(seen.dtype == torch.bool, "mask_mod", "a bool tensor from it", dtype_name(seen.dtype))
+    return pack_bits(seen)
 
 
 def _over_axes(mask_mod: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -67,5 +74,5 @@ def partial_block_bits(
         # rows and keys beyond the end are evaluated as the last one: a mask_mod may read a table at them
         rows = (q[:, None] * block_q + torch.arange(block_q, device=q.device)).clamp(max=sq - 1)
         cols = (k[:, None] * block_k + torch.arange(block_k, device=q.device)).clamp(max=sk - 1)
-        words[b, h, q, :, k] = pack_bits(mask_mod(b, h, rows, cols))
+        words[b, h, q, :, k] = _as_bits(mask_mod(b, h, rows, cols))
     return words.view(batch, heads, nq * block_q, nk * words_k)[:, :, :sq, : -(-sk // WORD_BITS)].contiguous()

@@ -7,6 +7,8 @@ from typing import Optional
 import torch
 from torch import Tensor
 
+from flash_attn.ops import arguments
+
 from .factors import WORD_BITS, MaskFactors
 
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -35,10 +37,7 @@ def check_tensor(name: str, x: object, dtypes: tuple[torch.dtype, ...], axes: tu
 
 def check_length(name: str, value: object) -> int:
     """A length that the caller has to give."""
-    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
-        raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
-    require(value >= 0, name, "a value >= 0", value)
-    return value  # type: ignore[return-value]  # a SymInt is one to its users
+    return arguments.integer(name, value, least=0)
 
 
 def check_factors(mask: MaskFactors, batch: int, heads: int, sq: int, sk: int, device: torch.device) -> None:

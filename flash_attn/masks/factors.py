@@ -146,7 +146,8 @@ def pack_bits(seen: Tensor) -> Tensor:
     """Bool (..., n) as int32 words (..., ceil(n / 32)), the first element in the lowest bit."""
     missing = -seen.shape[-1] % WORD_BITS
     padded = torch.nn.functional.pad(seen, (0, missing)) if missing else seen
-    if padded.numel() and not (torch.compiler.is_compiling() or context.transformed()):
+    # torch.jit.trace cannot record a view of another dtype.
+    if padded.numel() and not (torch.compiler.is_compiling() or context.is_tracing() or context.transformed()):
         # Eight bytes of 0 or 1 are an int64, whose product has their bits in its highest byte. Memory of others may be
         # unaligned, and its bools any bytes.
         ones = padded.reshape(-1).view(torch.uint8).ne(0)

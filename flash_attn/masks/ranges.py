@@ -94,7 +94,7 @@ def tree_queries(tin: Tensor, tout: Tensor, rows: PackedRows | None) -> tuple[Te
         sorted_tin = tin.contiguous()
         return torch.searchsorted(sorted_tin, sorted_tin), torch.searchsorted(sorted_tin, tout.contiguous())
     # one ascending list for all sequences: each has its own 2^32 numbers
-    offset = rows.segment << 32
+    tin, tout, offset = as_int32(tin), as_int32(tout), rows.segment << 32
     sorted_tin = tin + offset
     begin, end = torch.searchsorted(sorted_tin, sorted_tin), torch.searchsorted(sorted_tin, tout + offset)
     return begin - rows.begin, end - rows.begin

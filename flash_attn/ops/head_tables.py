@@ -115,7 +115,7 @@ def pool_of_heads(cache: Tensor) -> tuple[Tensor, int, int]:
     page, head = (page if pages > 1 else 0), (head if heads > 1 else 0)
     unit = _common_divisor(page, head) or max(cache.stride(0), 1)
     steps = page // unit, head // unit
-    count = (pages - 1) * steps[0] + (heads - 1) * steps[1] + 1 if cache.numel() else 0
+    count = (pages - 1) * steps[0] + (heads - 1) * steps[1] + 1 if pages else 0
     return cache.as_strided((count, size, 1, dim), (unit, row, unit, col)), *steps
 
 

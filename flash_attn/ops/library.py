@@ -127,6 +127,7 @@ def kvcache_attention(args: KvCacheArgs) -> tuple[Tensor, Tensor]:
 def update_kvcache_plan(args: KvCachePlanArgs) -> None:
     """`calls.kvcache_plan` in place."""
     context.reject_batched("KvCachePlan", args._fields, args)
+    context.check_writable(("plan",), (args.plan,))
     if context.survey(("cache_seqlens",), (args.cache_seqlens,))[0]:
         _kvcache_plan_op(*args)
     else:

@@ -284,6 +284,7 @@ TABLE = (
     ("cache", "softmax_scale softcap", LEARNED_NUMBER, RuntimeError, NOT_CONSTANT),
     ("loss", "logit_scale", LEARNED_NUMBER, RuntimeError, NOT_CONSTANT),
     (f"{ATTENTION}, cache", "alibi_slopes", LEARNED_SLOPES, RuntimeError, NOT_CONSTANT),
+    ("cache", "rotary_cos rotary_sin", LEARNED_SLOPES, RuntimeError, NOT_CONSTANT),
     ("rotary, rotary qkv, rotary kv", "cos sin", [trainable], RuntimeError, NOT_CONSTANT),
     # flags
     (ATTENTION, "return_attn_probs return_max_logit", NO_FLAGS, TypeError, NOT_A_FLAG),

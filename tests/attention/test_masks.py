@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 from torch.utils import _pytree
 
 from flash_attn import flash_attn_func, flash_attn_varlen_func
@@ -75,10 +76,15 @@ def test_prefix_tree(device, causal):
     sees = lambda i, j: node[j] in ancestors(node[i]) and (j <= i or not causal)  # noqa: E731
     expected = brute_force(device, 8, 8, sees=sees)
     assert_mask(AttentionMask.prefix_tree(tin, tout, causal), expected)
-    cu = ints(0, 8, 8, 12, device=device)
+    cu, tout = ints(0, 8, 8, 12, device=device), tout.long().where(tout < 5, 2**63 - 1)  # without an end
     packed = AttentionMask.prefix_tree(torch.cat([tin, tin[:4]]), torch.cat([tout, tout[:4]]), causal, cu_seqlens=cu)
     assert_mask(packed.sequence(0, 8, 0, 8), expected)
     assert_mask(packed.sequence(8, 12, 8, 12), expected[:4, :4])
+
+
+def test_tree_of_fake_tensors():
+    with FakeTensorMode():
+        assert AttentionMask.prefix_tree(torch.arange(4), torch.arange(4) + 1).to_dense().shape == (1, 1, 4, 4)
 
 
 def test_packed_tree_with_padding(device):
@@ -309,7 +315,7 @@ REJECTED = {
         ints(1), ints(1), ints(1)
     ),
     "mask: expected dtype bool, got float32": lambda: AttentionMask.from_tensor(torch.ones(3, 3)),
-    "seqlen_q: expected an int, got NoneType": lambda: AttentionMask.from_tensor(torch.ones(2, 1, 1, 1).bool()),
+    "seqlen_q: expected an int, got None": lambda: AttentionMask.from_tensor(torch.ones(2, 1, 1, 1).bool()),
     "tin: expected depth-first order (values that do not decrease), got smaller ones later": lambda: (
         AttentionMask.prefix_tree(ints(0, 2, 1), ints(3, 3, 3))
     ),
@@ -317,6 +323,16 @@ REJECTED = {
         AttentionMask.from_startend_row_indices(torch.zeros(1, 1, 3, 1, dtype=torch.int32), False)
     ),
     "attn_type_map: expected values from 0 to 3, got [4]": lambda: AttentionMask.from_ranges([(0, 1)], [(0, 1)], [4]),
+    "q_ranges: expected shape [3, 2], got [2, 3]": lambda: AttentionMask.from_ranges(
+        torch.ones(2, 3).int(), torch.ones(3, 2).int(), [0, 0, 0]
+    ),
+    "k_ranges: expected an integer dtype, got float32": lambda: AttentionMask.from_ranges([(0, 1)], [(0.5, 1.5)], [0]),
+    "block_size: expected two positive ints (queries, keys), got (2.0, 2)": lambda: AttentionMask.from_block_lists(
+        torch.ones(1, 1, 2).int(), torch.ones(1, 1, 2, 1).int(), block_size=(2.0, 2), seqlen_q=4, seqlen_k=4
+    ),
+    "mask_mod: expected a bool tensor from it, got int64": lambda: AttentionMask.from_function(
+        lambda b, h, i, j: i - j, None, None, 3, 3
+    ),
     "idx: expected shape [1, 1, 2, 'most'], got [1, 1, 3, 1]": lambda: AttentionMask.from_block_lists(
         torch.ones(1, 1, 2).int(), torch.ones(1, 1, 3, 1).int(), block_size=(2, 2), seqlen_q=4, seqlen_k=4
     ),

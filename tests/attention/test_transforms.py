@@ -85,11 +85,21 @@ def traced_calls(device):
     packed = [(randn(device, batch, rows, 3, HEADS, HEAD_DIM),) for batch, rows in ((2, 5), (3, 9))]
     lengths = [cache_arguments(3, 9), cache_arguments(11, 0)]
     parts = [(heads(device, n, 2, 4).float(), torch.randn(n, 2, 4, HEADS, device=device)) for n in (3, 2)]
+    masked = [(heads(device, 2, n), torch.rand(2, 1, n, n, device=device) < 0.7) for n in (5, 40)]
+    drafted = [
+        (heads(device, n, 5), torch.rand(n, 5, 5, device=device) < 0.7) for n in (2, 3)
+    ]  # mask_keys is a constant
     logits = [(randn(device, n, 40), torch.randint(40, (n,), device=device)) for n in (6, 3)]
     return {
         "dense": (lambda q: flash_attn_func(q, q, q, causal=True), *dense),
         "dense with lse": (lambda q: flash_attn_func(q, q, q, return_attn_probs=True)[:2], *dense),
         "packed": (flash_attn_qkvpacked_func, *packed),
+        "mask": (lambda q, mask: flash_attn_func(q, q, q, mask=mask), *masked),
+        "mask_bits": (lambda q, bits: flash_attn_with_kvcache(q, q, q, mask_bits=bits), *drafted),
+        "mask_bits of bytes": (
+            lambda q, bits: flash_attn_with_kvcache(q, q, q, mask_bits=bits[..., :1].to(torch.uint8) * 29),
+            *drafted,
+        ),
         "varlen": (lambda q, cu: flash_attn_varlen_func(q, q, q, cu, cu, 5, 5), *varlen),
         "varlen, tensor lengths": (
             lambda q, cu: flash_attn_varlen_func(q, q, q, cu, cu, cu.diff().max(), cu.diff().max()),

@@ -166,3 +166,15 @@ def test_name_and_documentation():
     assert "KvCachePlan" in flash_attn.__all__
     for name in ("seqlen_q", "nheads", "seqlen_cache", "seqlen_new", "cache_leftpad", "num_splits", "batch_invariant"):
         assert f"{name}:" in KvCachePlan.__doc__ or f"{name}," in KvCachePlan.__doc__
+
+
+def test_a_plan_of_inference_mode(device):
+    """Calls read it anywhere; only that mode may write it."""
+    lengths = torch.tensor([3, 4], dtype=torch.int32, device=device)
+    with torch.inference_mode():
+        plan = KvCachePlan(lengths, 1, 4, 2, 64, 16)
+        plan.update(lengths)
+    with pytest.raises(
+        RuntimeError, match="^plan: expected a tensor that may be written in place, got one made in inf"
+    ):
+        plan.update(lengths)
