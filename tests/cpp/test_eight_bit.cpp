@@ -314,7 +314,8 @@ void check_swizzle() {
     for (int slice = 0; slice < kVectors; ++slice) {
       std::set<int> banks;
       for (int lane = first; lane < first + 8; ++lane) {
-        const int place = lane * kVectors + Swizzle::next(Swizzle::key(lane), slice);
+        const uint32_t first_vector = 16 * (lane * kVectors + Swizzle::key(lane));
+        const int place = Swizzle::next_address(first_vector, slice) / 16;
         check::that(content[place] == lane * kVectors + slice, "a vector of K", kHeadDim, lane, slice);
         banks.insert(place % 8);
       }
@@ -324,7 +325,7 @@ void check_swizzle() {
       std::set<int> banks;
       for (int lane = first; lane < first + 8; ++lane) {
         const int row = lane % 16, swizzled = lane / 16 ^ Swizzle::key(row);
-        const int place = row * kVectors + Swizzle::next(swizzled, vector);
+        const int place = Swizzle::next_address(16 * (row * kVectors + swizzled), vector) / 16;
         check::that(content[place] == row * kVectors + vector + lane / 16, "a vector of V", kHeadDim, lane, vector);
         banks.insert(place % 8);
       }

@@ -25,6 +25,13 @@ struct ExactSoftmax {
   // keeps large scores exact. The warp vote only skips multiplications by one.
   template <class Scores, class Out>
   __device__ __forceinline__ void update(Scores& scores, Out& out, float scale) {
+    update(scores, out, scale, false, [](float (&)[kRows]) {});
+  }
+
+  // The same. If `also` holds in some lane, out is multiplied by other_factors(factors) too, called by the whole warp.
+  template <class Scores, class Out, class OtherFactors>
+  __device__ __forceinline__ void update(Scores& scores, Out& out, float scale, bool also,
+                                         const OtherFactors& other_factors) {
     using namespace cute;
     static_assert(decltype(size<0>(scores))::value == kRows, "one running maximum per row");
     float new_max[kRows];
@@ -37,14 +44,19 @@ struct ExactSoftmax {
       new_max[mi] = fmaxf(row_max[mi], quad_max(new_max[mi]));
       any_new_max |= new_max[mi] > row_max[mi];
     }
-    if (__any_sync(0xffffffffu, any_new_max)) {
+    if (__any_sync(0xffffffffu, any_new_max || also)) {
+      float factors[kRows];
 #pragma unroll
       for (int mi = 0; mi < kRows; ++mi) {
-        const float correction = new_max[mi] == -INFINITY ? 1.0f : exp2f((row_max[mi] - new_max[mi]) * scale);
+        factors[mi] = new_max[mi] == -INFINITY ? 1.0f : exp2f((row_max[mi] - new_max[mi]) * scale);
         row_max[mi] = new_max[mi];
-        row_sum[mi] *= correction;
+        row_sum[mi] *= factors[mi];
+      }
+      other_factors(factors);
 #pragma unroll
-        for (int ni = 0; ni < size<1>(out); ++ni) out(mi, ni) *= correction;
+      for (int mi = 0; mi < kRows; ++mi) {
+#pragma unroll
+        for (int ni = 0; ni < size<1>(out); ++ni) out(mi, ni) *= factors[mi];
       }
     }
 #pragma unroll

@@ -9,18 +9,6 @@
 namespace flash {
 namespace decode {
 
-// A key whose descales a lane copies into a stage.
-struct CopiedDescales {
-  int64_t batch;  // page, or sequence of the cache
-  int64_t row;
-  int head;
-  bool valid;
-
-  __device__ __forceinline__ void copy_async(const KvDescale& descale, float* to) const {
-    if (descale.by_row) sm80::copy4_async(to, descale.of_row(batch, row, head), valid);
-  }
-};
-
 // The descale of a request and K/V head; 1 if the call has no descales per request or head.
 __device__ __forceinline__ float head_descale(const KvDescale& descale, int request, int head) {
   return descale.ptr == nullptr || descale.by_row || descale.col != 0 ? 1.0f : *descale.of_head(request, head);
@@ -42,10 +30,18 @@ struct BlockScales {
     for (int mi = 0; mi < kRows; ++mi) scale[mi] = kSmallest;
   }
 
+  // Whether the largest of the warp's descales, all of which the rows see, raises a scale; NaN may seem to.
+  __device__ __forceinline__ bool is_below(float descale) const {
+    const float largest = __uint_as_float(__reduce_max_sync(0xffffffffu, __float_as_uint(fabsf(descale))));
+    bool result = false;
+#pragma unroll
+    for (int mi = 0; mi < kRows; ++mi) result |= scale[mi] < power_of(largest);
+    return result;
+  }
+
   // The row has met descales up to `largest`. Returns the factor for the O accumulated so far.
   __device__ __forceinline__ float raise(int mi, float largest) {
-    const uint32_t bits = min(__float_as_uint(largest) & 0x7f800000u, kLargestBits);
-    const float raised = fmaxf(scale[mi], __uint_as_float(bits));
+    const float raised = fmaxf(scale[mi], power_of(largest));
     const float factor = scale[mi] * reciprocal(raised);
     scale[mi] = raised;
     return factor;
@@ -55,6 +51,10 @@ struct BlockScales {
   __device__ __forceinline__ float factor(int mi) const { return scale[mi] * (1.0f / kGain); }
 
  private:
+  __device__ __forceinline__ static float power_of(float largest) {
+    return __uint_as_float(min(__float_as_uint(largest) & 0x7f800000u, kLargestBits));
+  }
+
   // 1 / scale, for a normal power of two.
   __device__ __forceinline__ static float reciprocal(float scale) {
     return __uint_as_float(0x7f000000u - __float_as_uint(scale));

@@ -100,13 +100,18 @@ struct KvMainloop {
     }
     auto out = row_col_view(acc_o);  // ((2, MMA_M), (2, MMA_D))
     if constexpr (Config::kEightBit) {
-      if (params.v_descale.by_row) raise_block_scales(scores, out, is_masked);
-    }
-    softmax.update(scores, out, params.softmax_scale_log2);
-    if constexpr (Config::kEightBit) {
-      if (params.v_descale.by_row) scale_probabilities(scores, is_masked);
+      const bool by_row = params.v_descale.by_row;
+      bool may_raise = by_row && is_masked;
+      if (Config::kHeadDim < 256 || (by_row && !is_masked)) {  // a branch takes time, its absence registers
+        may_raise |= by_row & block_scales.is_below(ring.v_descales()[lane()]);
+      }
+      softmax.update(scores, out, params.softmax_scale_log2, may_raise, [&](float (&factors)[kRows]) {
+        if (by_row) raise_block_scales(scores, factors, is_masked);
+      });
+      if (by_row) scale_probabilities(scores, is_masked);
       multiply_quantized_v(acc_s);
     } else {
+      softmax.update(scores, out, params.softmax_scale_log2);
       multiply_p_v(acc_s);
     }
     has_invalid_page |= ring.step_has_invalid_page();
@@ -140,53 +145,50 @@ struct KvMainloop {
     }
   }
 
-  // Descales of keys that a row does not see must not matter: another call may not have these keys.
-  template <class Scores, class Out>
-  __device__ __forceinline__ void raise_block_scales(const Scores& scores, Out& out, bool is_masked) {
-    float factor[kRows], of_all = 0.0f;
-    const float* const descales = ring.k_descales() + Config::kStep;
+  // Descales of keys that a row does not see must not matter: another call may not have these keys. The block scales'
+  // factors for O are multiplied to `factors`.
+  template <class Scores>
+  __device__ __forceinline__ void raise_block_scales(const Scores& scores, float (&factors)[kRows], bool is_masked) {
+    float of_all = 0.0f, of_row[kRows] = {};
 #pragma unroll
     for (int pair = 0; pair < Config::kStep / 8; ++pair) {
-      const float2 descale = descale_pair(descales, pair);
+      const float2 descale = descale_pair(ring.v_descales(), pair);
       of_all = fmaxf(of_all, fmaxf(fabsf(descale.x), fabsf(descale.y)));
-    }
-    bool any_raised = false;
 #pragma unroll
-    for (int mi = 0; mi < kRows; ++mi) {
-      float largest = of_all;
-      if (is_masked) {
-        largest = 0.0f;
-#pragma unroll
-        for (int pair = 0; pair < Config::kStep / 8; ++pair) {
-          const float2 descale = descale_pair(descales, pair);
-          if (scores(mi, 2 * pair) > -INFINITY) largest = fmaxf(largest, fabsf(descale.x));
-          if (scores(mi, 2 * pair + 1) > -INFINITY) largest = fmaxf(largest, fabsf(descale.y));
-        }
+      for (int mi = 0; mi < kRows; ++mi) {
+        if (scores(mi, 2 * pair) > -INFINITY) of_row[mi] = fmaxf(of_row[mi], fabsf(descale.x));
+        if (scores(mi, 2 * pair + 1) > -INFINITY) of_row[mi] = fmaxf(of_row[mi], fabsf(descale.y));
       }
-      factor[mi] = block_scales.raise(mi, quad_max(largest));
-      any_raised |= factor[mi] != 1.0f;
     }
-    if (!__any_sync(0xffffffffu, any_raised)) return;
+    of_all = quad_max(of_all);
 #pragma unroll
     for (int mi = 0; mi < kRows; ++mi) {
-#pragma unroll
-      for (int ni = 0; ni < cute::size<1>(out); ++ni) out(mi, ni) *= factor[mi];
+      factors[mi] *= block_scales.raise(mi, is_masked ? quad_max(of_row[mi]) : of_all);
     }
   }
 
   // A key that a row does not see may have a descale far above the row's block scale, or NaN: its probability stays 0.
   template <class Scores>
   __device__ __forceinline__ void scale_probabilities(Scores& scores, bool is_masked) const {
+    float2 descale[Config::kStep / 8];
 #pragma unroll
-    for (int mi = 0; mi < kRows; ++mi) {
-      const float inverse = block_scales.inverse(mi);
+    for (int pair = 0; pair < Config::kStep / 8; ++pair) descale[pair] = descale_pair(ring.v_descales(), pair);
+    const auto scale = [&](auto masks) {
 #pragma unroll
-      for (int pair = 0; pair < Config::kStep / 8; ++pair) {
-        const float2 descale = descale_pair(ring.k_descales() + Config::kStep, pair);
-        const float2 factor{descale.x * inverse, descale.y * inverse};
-        if (!is_masked || scores(mi, 2 * pair) != 0.0f) scores(mi, 2 * pair) *= factor.x;
-        if (!is_masked || scores(mi, 2 * pair + 1) != 0.0f) scores(mi, 2 * pair + 1) *= factor.y;
+      for (int mi = 0; mi < kRows; ++mi) {
+        const float inverse = block_scales.inverse(mi);
+#pragma unroll
+        for (int pair = 0; pair < Config::kStep / 8; ++pair) {
+          const float x = scores(mi, 2 * pair), y = scores(mi, 2 * pair + 1);
+          scores(mi, 2 * pair) = masks && x == 0.0f ? x : x * (descale[pair].x * inverse);
+          scores(mi, 2 * pair + 1) = masks && y == 0.0f ? y : y * (descale[pair].y * inverse);
+        }
       }
+    };
+    if (is_masked) {
+      scale(cute::true_type{});
+    } else {
+      scale(cute::false_type{});
     }
   }
 
@@ -247,16 +249,17 @@ struct KvMainloop {
   __device__ __forceinline__ void multiply_quantized_k(Acc& acc_s) const {
     const int q_row = ring.row_warp() * 16 * Config::kRowTiles + lane() % 16;
     const int q_vector = lane() / 16 ^ Swizzle::key(lane() % 16);
-    const Element* const q = q_rows + q_row * Config::kHeadDim;
-    const typename Config::Stored* const k = ring.k_stage() + lane() * Config::kHeadDim;
+    const uint32_t q = shared_address(q_rows + q_row * Config::kHeadDim + q_vector * 8);
+    const uint32_t k =
+        shared_address(ring.k_stage() + lane() * Config::kHeadDim + KvSwizzle::key(lane()) * Config::kVectorCols);
 #pragma unroll
     for (int slice = 0; slice < kSlices; ++slice) {
       uint32_t a[Config::kRowTiles][4], words[4];
 #pragma unroll
       for (int mi = 0; mi < Config::kRowTiles; ++mi) {
-        load_matrices(a[mi], q + mi * 16 * Config::kHeadDim + Swizzle::next(q_vector, 2 * slice) * 8);
+        load_matrices(a[mi], Swizzle::next_address(q, 2 * slice) + mi * 16 * Config::kHeadDim * 2);
       }
-      load_matrices(words, k + KvSwizzle::next(KvSwizzle::key(lane()), slice) * Config::kVectorCols);
+      load_matrices(words, KvSwizzle::next_address(k, slice));
 #pragma unroll
       for (int ni = 0; ni < 4; ++ni) {
         uint32_t b0, b1;
@@ -272,7 +275,7 @@ struct KvMainloop {
   __device__ __forceinline__ void multiply_quantized_v(const Acc& acc_s) {
     const int v_row = lane() % 16;
     const int v_vector = lane() / 16 ^ KvSwizzle::key(v_row);
-    const typename Config::Stored* const v = ring.v_stage() + v_row * Config::kHeadDim;
+    const uint32_t v = shared_address(ring.v_stage() + v_row * Config::kHeadDim + v_vector * Config::kVectorCols);
 #pragma unroll
     for (int slice = 0; slice < Config::kStep / 16; ++slice) {
       uint32_t a[Config::kRowTiles][4];
@@ -281,8 +284,7 @@ struct KvMainloop {
 #pragma unroll
       for (int vector = 0; vector < kSlices; vector += 2) {
         uint32_t words[4];
-        load_matrices_transposed(
-            words, v + slice * 16 * Config::kHeadDim + KvSwizzle::next(v_vector, vector) * Config::kVectorCols);
+        load_matrices_transposed(words, KvSwizzle::next_address(v, vector) + slice * 16 * Config::kHeadDim);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           uint32_t even[2], odd[2];  // of keys 0 to 7, and 8 to 15

@@ -9,6 +9,7 @@
 #include "kernels/decode/warp_group.h"
 #include "kernels/decode/work_iterator.h"
 #include "kernels/sm80/warp_ops.h"
+#include "plan/decode_plan.h"
 
 namespace flash {
 namespace decode {
@@ -19,6 +20,8 @@ struct KvRing {
   using Stored = typename Config::Stored;
   using Swizzle = typename Config::KvSwizzle;
   static constexpr int kLanesPerRow = Config::kLanesPerRow;
+  static constexpr int kUsualStages = plan::kv_residency(Config::kTile, 228 * 1024, 227 * 1024).stages;  // sm_90
+  static constexpr bool kHasFullSteps = Config::kPlain && Config::kEightBit && Config::kHeadDim < 256;   // else spills
 
   const Flash_kvcache_params& params;
   const GroupStep<Config> group_step;
@@ -35,15 +38,18 @@ struct KvRing {
   int use_stage = 0;                  // the stage of the current step
   const Stored* k_head = nullptr;     // row 0 of the sequence's K/V head that this thread copies, or of its page 0
   const Stored* v_head = nullptr;
+  const float* k_descale_head = nullptr;  // kHasFullSteps: of the rows from k_head on
+  const float* v_descale_head = nullptr;
   int page = 0;  // page of this lane's row (lane % kStep) of the next step; kPlain: see first_page_block
   int page_row = 0;
-  int first_page_block = 0;        // kPlain: of this n_block on, a lane holds each page of a step
+  int full_block_end = 0;    // kHasFullSteps: the steps before it are whole, without pages or new rows
+  int first_page_block = 0;  // kPlain: of this n_block on, a lane holds each page of a step; no pages: a later one
   uint32_t invalid_page_bits = 0;  // bit i: the step loaded i steps ago has keys in invalid pages
   bool append_done = false;        // the append kernel has finished
 
   __device__ __forceinline__ KvRing(const Flash_kvcache_params& params_, const CtaWork& cta_work, char* smem)
       : params(params_),
-        group_step{params_},
+        group_step(params_),
         q_rows(reinterpret_cast<Element*>(smem)),
         stages(reinterpret_cast<Stored*>(smem + Config::kStagesAt) + group() * params_.stages * Config::kStageElements),
         parts(reinterpret_cast<WorkPart*>(smem + Config::kPartsAt) + group() * plan::kKvParts),
@@ -67,18 +73,19 @@ struct KvRing {
   __device__ __forceinline__ const Stored* k_stage() const { return stages + use_stage * Config::kStageElements; }
   __device__ __forceinline__ const Stored* v_stage() const { return k_stage() + Config::kValuesAt; }
 
-  // Descales of the step's keys, where they are by row; those of V are kStep further.
+  // Descales of the step's keys, where they are by row.
   __device__ __forceinline__ const float* k_descales() const {
     return reinterpret_cast<const float*>(k_stage() + Config::kDescalesAt);
   }
+  __device__ __forceinline__ const float* v_descales() const { return k_descales() + Config::kStep; }
 
   __device__ __forceinline__ Stored* first_stage() const {
-    return stages - group() * params.stages * Config::kStageElements;
+    return stages - group() * group_step.stages * Config::kStageElements;
   }
 
   // 16 rows of fp32 results fit into the stage that is filled next, which is free between two steps.
   __device__ __forceinline__ float* free_stage(int of_group) const {
-    Stored* const first = first_stage() + of_group * params.stages * Config::kStageElements;
+    Stored* const first = first_stage() + of_group * group_step.stages * Config::kStageElements;
     return reinterpret_cast<float*>(first + fill_stage * Config::kStageElements);
   }
 
@@ -86,7 +93,7 @@ struct KvRing {
   // the first step, so that loads and iteration are instantiated once (instruction cache).
   __device__ __forceinline__ bool advance() {
     do {
-      if (free_stages <= params.stages) load_next();
+      if (parts_loaded > 0) load_next();
       find_next_step();
     } while (--free_stages > 0);
     return pending_steps > 0;
@@ -103,19 +110,25 @@ struct KvRing {
 
   // Waits until the oldest step in flight has landed, for all warps of the group.
   __device__ __forceinline__ void wait() {
-    wait_for_copies_but(params.stages - 1);
+    if (group_step.stages == kUsualStages) {
+      wait_for_copies_but(kUsualStages - 1);
+    } else {
+      wait_for_copies_but(group_step.stages - 1);
+    }
     group_step.sync_copies();
   }
 
   // Every warp of the group is done with the step.
   __device__ __forceinline__ void release() {
     group_step.sync_copies();
-    use_stage = use_stage + 1 == params.stages ? 0 : use_stage + 1;
+    use_stage = use_stage + 1 == group_step.stages ? 0 : use_stage + 1;
     --pending_steps;
     free_stages = 1;
   }
 
-  __device__ __forceinline__ bool step_has_invalid_page() const { return invalid_page_bits >> (params.stages - 1) & 1; }
+  __device__ __forceinline__ bool step_has_invalid_page() const {
+    return invalid_page_bits >> (group_step.stages - 1) & 1;
+  }
 
   __device__ __forceinline__ void finish() {
     if (params.seqlen_new > 0 && !append_done) wait_for_previous_kernel();
@@ -128,29 +141,33 @@ struct KvRing {
 
   __device__ __forceinline__ void load_next() {
     invalid_page_bits <<= 1;
-    if (work.done()) {
+    if (kHasFullSteps && block < full_block_end) {
+      load_full_step();
+      ++block;
+      ++pending_steps;
+    } else if (work.done()) {
       allow_next_kernel();  // early enough for it to start, late enough not to take issue slots from the loop
     } else {
       load_step();
       // After the first keys, whose latency covers the address arithmetic of the queries.
-      if (Config::kPlain && parts_computed == 0 && free_stages == params.stages)
+      if (Config::kPlain && parts_computed == 0 && free_stages == group_step.stages)
         KvQuery<Config>{params, work.part, q_rows}.copy_async();
       ++block;
       ++pending_steps;
     }
     commit_copies();
-    fill_stage = fill_stage + 1 == params.stages ? 0 : fill_stage + 1;
+    fill_stage = fill_stage + 1 == group_step.stages ? 0 : fill_stage + 1;
   }
 
   __device__ __forceinline__ void find_next_step() {
-    if (work.done()) return;
-    if (block == block_end) {
+    if (block == block_end) {  // always, once the work is done
+      if (work.done()) return;
       work.next();
       if (work.done()) return;
       enter_tile();
     }
     if constexpr (Config::kPlain) {
-      if (is_paged() && block - first_page_block >= Config::kPageSteps) look_up_pages();
+      if (block - first_page_block >= Config::kPageSteps) look_up_pages();  // there are pages
     } else {
       find_page();
     }
@@ -175,7 +192,8 @@ struct KvRing {
     ++parts_loaded;
     block = part.block_begin();
     block_end = part.block_end();
-    first_page_block = block - Config::kPageSteps;
+    first_page_block = is_paged() ? block - Config::kPageSteps : block_end;
+    full_block_end = block;  // load_step() loads the first one
     const int64_t row = is_paged() ? 0 : part.request.first_row;
     const int64_t batch = is_paged() ? 0 : part.request.cache_row;
     const int head = first_head(part) + group_step.copy_head();
@@ -183,6 +201,10 @@ struct KvRing {
              head * params.k_strides.head;
     v_head = static_cast<const Stored*>(params.v_ptr) + batch * params.v_strides.batch + row * params.v_strides.row +
              head * params.v_strides.head;
+    if constexpr (kHasFullSteps) {
+      k_descale_head = descales_of_head(params.k_descale);
+      v_descale_head = descales_of_head(params.v_descale);
+    }
   }
 
   __device__ __forceinline__ int key_begin() const { return first_key(block); }
@@ -215,11 +237,27 @@ struct KvRing {
     Stored* const v_to = k_to + Config::kValuesAt;
     if constexpr (Config::kPlain && Config::kStepPages > 1) {
       load_step_of_pages(first, keys, k_to, v_to);
+      if (kHasFullSteps && !is_paged() && keys > 0) {
+        const KvRequest& request = part.request;
+        const bool waits = params.seqlen_new > 0 && !append_done;
+        const int end = waits ? min(request.seqlen_k, request.cached - request.first_row) : request.seqlen_k;
+        full_block_end = min((end - group_step.first_key() + block_n() - Config::kStep) / block_n(), block_end);
+      }
     } else if constexpr (Config::kPlain) {
       load_strided_step(first, keys, k_to, v_to);
     } else {
       load_general_step(first, keys, k_to, v_to);
     }
+  }
+
+  // The most frequent step, which neither tests keys nor looks for pages.
+  __device__ __forceinline__ void load_full_step() {
+    Stored* const k_to = stages + fill_stage * Config::kStageElements;
+    const int64_t key = key_begin();
+    copy_rows<false>(k_head + key * params.k_strides.row, params.k_strides.row, 0, Config::kStep, k_to);
+    copy_rows<false>(v_head + key * params.v_strides.row, params.v_strides.row, 0, Config::kStep,
+                     k_to + Config::kValuesAt);
+    load_descales(0, static_cast<int>(key) + lane(), true, k_to);
   }
 
   // Number of keys, from the step's first one, before the first visible key of the request: they are zero-filled.
@@ -260,57 +298,72 @@ struct KvRing {
     }
   }
 
-  // Consecutive rows in each of the step's pages, or no pages. A lane finds one key.
+  // Consecutive rows in each of the step's pages, or no pages.
   __device__ __forceinline__ void load_step_of_pages(int first_key, int keys, Stored* k_to, Stored* v_to) {
     constexpr int kPages = Config::kStepPages, kPageRows = Config::kStep / kPages;
-    static_assert(Config::kGroupWarps == 1, "a warp loads all rows of a step");
-    const int key = key_begin() + lane();
-    int at = 0, at_row = key;
-    unsigned in_pool = 0xffffffffu;  // by key of the step
+    static_assert(Config::kGroupWarps == 1 && kPages <= 2, "as written here");
+    unsigned pages[kPages], rows[kPages];  // of the page's first key of the step
+    unsigned in_pool = 0xffffffffu;        // by key of the step
+#pragma unroll
+    for (int i = 0; i < kPages; ++i) {
+      pages[i] = 0;
+      rows[i] = key_begin() + i * kPageRows;
+    }
     if (is_paged()) {
-      at = __shfl_sync(0xffffffffu, page, (block - first_page_block) * kPages + lane() / kPageRows);
-      at_row -= params.paged.page_size.divide(key) * params.paged.page_size.divisor;
-      const bool own = static_cast<unsigned>(at) < static_cast<unsigned>(params.paged.num_pages);
-      in_pool = __ballot_sync(0xffffffffu, own);
-      if (!own) at = 0;
-      if (in_pool != 0xffffffffu) {
-        const bool invalid = !own && lane() < keys && key >= first_required_key();
-        invalid_page_bits |= __any_sync(0xffffffffu, invalid) ? 1 : 0;
+#pragma unroll
+      for (int i = 0; i < kPages; ++i) {
+        pages[i] = __shfl_sync(0xffffffffu, page, (block - first_page_block) * kPages + i);
+        rows[i] -= params.paged.page_size.divide(rows[i]) * params.paged.page_size.divisor;
+        if (pages[i] >= static_cast<unsigned>(params.paged.num_pages)) {
+          const int last = min((i + 1) * kPageRows, keys) - 1;
+          invalid_page_bits |= i * kPageRows <= last && key_begin() + last >= first_required_key() ? 1 : 0;
+          in_pool &= ~(((1u << (kPageRows - 1)) * 2 - 1) << i * kPageRows);
+          pages[i] = 0;
+        }
       }
     }
     const auto load = [&](const Stored* head, const MatrixStrides& strides, Stored* to) {
       const Stored* from[kPages];
 #pragma unroll
       for (int i = 0; i < kPages; ++i) {
-        const int64_t batch = __shfl_sync(0xffffffffu, at, i * kPageRows);
-        const int64_t row = __shfl_sync(0xffffffffu, at_row, i * kPageRows) + group_step.copy_row();
-        from[i] = head + batch * strides.batch + row * strides.row;
+        from[i] = head + int64_t{pages[i]} * strides.batch + int64_t{rows[i] + group_step.copy_row()} * strides.row;
       }
       const int64_t iteration_stride = Config::kRowsPerIteration * strides.row;
-      const auto rows = [&](int row, int i) {
+      const auto row_at = [&](int row, int i) {
         constexpr int kIterations = Config::kRowIterations / kPages;
         return Row{from[i / kIterations] + i % kIterations * iteration_stride,
                    row >= first_key && row < keys && (in_pool >> row & 1)};
       };
       if (keys >= Config::kStep && first_key <= 0 && in_pool == 0xffffffffu) {
-        copy<false>(rows, to);
+        copy<false>(row_at, to);
       } else {
-        copy<true>(rows, to);
+        copy<true>(row_at, to);
       }
     };
     load(k_head, params.k_strides, k_to);
     load(v_head, params.v_strides, v_to);
-    load_descales(at, at_row, lane() >= first_key && lane() < keys && (in_pool >> lane() & 1), k_to);
+    const int own_page = lane() / kPageRows;
+    load_descales(kPages == 1 || own_page == 0 ? pages[0] : pages[kPages - 1],
+                  (kPages == 1 || own_page == 0 ? rows[0] : rows[kPages - 1]) + lane() % kPageRows,
+                  lane() >= first_key && lane() < keys && (in_pool >> lane() & 1), k_to);
+  }
+
+  // Those of row 0 of the sequence, or of its page 0.
+  __device__ __forceinline__ const float* descales_of_head(const KvDescale& descale) const {
+    const KvRequest& request = work.part.request;
+    return descale.of_row(is_paged() ? 0 : request.cache_row, is_paged() ? 0 : request.first_row, head(work.part));
   }
 
   // The descales of this lane's key, if they are by row. row: of page `at`, or a key if there are no pages.
-  __device__ __forceinline__ void load_descales(int at, int row, bool valid, Stored* stage) const {
-    const KvRequest& request = work.part.request;
-    const CopiedDescales copied{is_paged() ? at : request.cache_row, is_paged() ? row : request.first_row + row,
-                                head(work.part), valid};
+  __device__ __forceinline__ void load_descales(unsigned at, unsigned row, bool valid, Stored* stage) const {
     float* const to = reinterpret_cast<float*>(stage + Config::kDescalesAt) + lane();
-    if (row_warp() == 0) copied.copy_async(params.k_descale, to);
-    if (row_warp() == Config::kRowWarps - 1) copied.copy_async(params.v_descale, to + Config::kStep);
+    const auto load = [&](const KvDescale& descale, const float* head, float* to) {
+      if (!descale.by_row) return;
+      if constexpr (!kHasFullSteps) head = descales_of_head(descale);
+      copy4_async(to, head + int64_t{at} * descale.batch + int64_t{row} * descale.row, valid);
+    };
+    if (row_warp() == 0) load(params.k_descale, k_descale_head, to);
+    if (row_warp() == Config::kRowWarps - 1) load(params.v_descale, v_descale_head, to + Config::kStep);
   }
 
   __device__ __forceinline__ void load_general_step(int first, int keys, Stored* k_to, Stored* v_to) {

@@ -1,6 +1,8 @@
 // Where the 16-byte vectors of Q, K and V lie in shared memory. Plain C++17.
 #pragma once
 
+#include <cstdint>
+
 #include "core/host_device.h"
 
 namespace flash {
@@ -20,6 +22,11 @@ struct VectorSwizzle {
   // Swizzled number of vector `vector + distance`, given that of `vector`; vector and distance have no bits in common.
   FLASH_HOST_DEVICE static constexpr int next(int swizzled, int distance) {
     return (swizzled ^ (distance & kMask)) + (distance & ~kMask);
+  }
+
+  // The same for the address of a vector, in bytes, where rows are aligned to their swizzled vectors.
+  FLASH_HOST_DEVICE static constexpr uint32_t next_address(uint32_t address, int distance) {
+    return (address ^ (distance & kMask) * 16) + (distance & ~kMask) * 16;
   }
 };
 

@@ -21,16 +21,20 @@ __device__ __forceinline__ void sync_group() {
 
 // The step of this thread's warp group, and the thread's copies. If a tile has a pair of K/V heads, two warp groups
 // have the same keys, one of each head, and copy both steps together: a copy then reads neighbouring rows of both
-// heads, twice as many consecutive bytes. Computed where it is used, so that it takes no registers elsewhere.
+// heads, twice as many consecutive bytes.
 template <class Config>
 struct GroupStep {
   static_assert(!Config::kMayPairHeads || (Config::kGroups == 4 && Config::kRowsPerIteration % 2 == 0),
                 "as written here");
 
-  const Flash_kvcache_params& params;
+  const int stages;  // of a ring
+  const int kept_pair_bit;
+
+  __device__ __forceinline__ explicit GroupStep(const Flash_kvcache_params& params)
+      : stages(params.stages), kept_pair_bit(params.tile_heads - 1) {}
 
   // 1: the tile has two heads.
-  __device__ __forceinline__ int pair_bit() const { return Config::kMayPairHeads ? params.tile_heads - 1 : 0; }
+  __device__ __forceinline__ int pair_bit() const { return Config::kMayPairHeads ? kept_pair_bit : 0; }
   __device__ __forceinline__ static int group() { return threadIdx.x / Config::kGroupThreads; }
   __device__ __forceinline__ int head() const { return group() & pair_bit(); }  // of the tile
   // The group's first key, counted within the n_block.
@@ -44,7 +48,7 @@ struct GroupStep {
 
   // Offset from this group's stage to that of the group whose rows this thread copies.
   __device__ __forceinline__ int copy_offset() const {
-    return (copy_head() - head()) * params.stages * Config::kStageElements;
+    return (copy_head() - head()) * stages * Config::kStageElements;
   }
 
   // Synchronises all threads that copy into the group's stages.
