@@ -174,9 +174,9 @@ struct FwdConfig {
                                                            cute::GMMA::Major::K, cute::GMMA::Major::MN>())>::Mma;
 };
 
-// Two thread blocks of a cluster with m_blocks of one head (plan::pairs_thread_blocks()): each loads half of the columns
-// of K and V into both. No block needs a mask, so there is no code for one. P V runs during the exponentials: two
-// consumers are too few to keep the tensor cores busy otherwise.
+// Two thread blocks of a cluster with m_blocks of one head (plan::pairs_thread_blocks()): each loads half of the
+// columns of K and V into both. No block needs a mask, so there is no code for one. P V runs during the exponentials:
+// two consumers are too few to keep the tensor cores busy otherwise.
 template <class Base>
 struct PairedConfig : Base {
   static constexpr int kCluster = 2;

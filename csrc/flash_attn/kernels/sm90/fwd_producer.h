@@ -252,10 +252,10 @@ struct FwdProducer {
                                               int row, int head) const {
     const int atom = blockIdx.x % Config::kCluster;
     full.arrive_and_expect(Config::kCluster * Config::kBlockN * Config::kAtomCols * static_cast<int>(sizeof(Element)));
-    cute::SM90_TMA_LOAD_MULTICAST_5D::copy(
-        &map, &full.state, (1 << Config::kCluster) - 1, static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_LAST),
-        smem + atom * Config::kBlockN * Config::kAtomCols, atom * Config::kAtomCols, row + rows.shift, head, rows.outer,
-        rows.origin);
+    cute::SM90_TMA_LOAD_MULTICAST_5D::copy(&map, &full.state, (1 << Config::kCluster) - 1,
+                                           static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_LAST),
+                                           smem + atom * Config::kBlockN * Config::kAtomCols, atom * Config::kAtomCols,
+                                           row + rows.shift, head, rows.outer, rows.origin);
   }
 
   // After the last load: shared memory must outlive the other thread block's arrivals.
@@ -280,7 +280,8 @@ struct FwdProducer {
     constexpr int kElements = Config::kBlockN * kAtoms * Config::kAtomCols;
     if constexpr (Config::kCluster > 1) {
       empty[state.stage].wait(state.phase ^ 1);
-      if (issues) load_paired(map, full[state.stage], smem + state.stage * kElements, rows, n_block * Config::kBlockN, head);
+      if (issues)
+        load_paired(map, full[state.stage], smem + state.stage * kElements, rows, n_block * Config::kBlockN, head);
       state.advance();
       return;
     }

@@ -99,8 +99,8 @@ struct FwdStorage : BiasRing<Config::kTile.bias_stages * Config::kWarpGroups, 64
   uint4 col_bits[Config::kPackedDropout ? Config::kKvStages : 1][4][Config::kPackedDropout ? kColBitVectors : 1];
 
   // full: 1 arrival plus the tile's bytes; from pages, one arrival of each copying lane; o_full: one of each warp.
-  // empty: one arrival of each warp that read the stage, in both thread blocks of a pair; q_empty: of the epilogue warp where there is one; tile_empty,
-  // and k_empty with column bits: of each lane.
+  // empty: one arrival of each warp that read the stage, in both thread blocks of a pair; q_empty: of the epilogue warp
+  // where there is one; tile_empty, and k_empty with column bits: of each lane.
   Barrier k_full[Config::kKvStages], k_empty[Config::kKvStages];
   Barrier v_full[Config::kKvStages], v_empty[Config::kKvStages];
   Barrier pre_clear_full;  // V that the load warp clears in part has landed
