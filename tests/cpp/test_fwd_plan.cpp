@@ -260,6 +260,7 @@ void check_clusters() {
     const FwdPlan plan = plan_of(dense(1, 512, heads, 128), kH100);
     if (!plan.in_clusters) continue;  // KV splits
     check::that(plan.order.band_tiles.divisor == 4 && plan.grid % 2 == 0, "tiles of a head side by side", heads);
+    check::that(plan.pdl, "launch_dependent() alone makes clusters", heads);
   }
 }
 
