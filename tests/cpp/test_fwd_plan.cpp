@@ -227,11 +227,6 @@ void check_whole_waves() {
   check::that(variant(dense(5, 896, 8, 128)) == V::kShort && variant(dense(16, 512, 8, 128)) == V::kShort,
               "an odd number of tiles in a head, more than two waves");
   check::that(variant(dense(1, 1024, 20, 128)) == V::kPlain, "two waves or one");
-  check::that(variant(dense(1, 1024, 20, 64)) == V::kPlain && plan_of(dense(1, 1024, 20, 64), kH100).grid == 120,
-              "two tiles of 128 rows on some multiprocessors, or one of 192 on each");
-  check::that(variant(dense(1, 1024, 23, 64)) == V::kShort && variant(dense(4, 1024, 8, 64)) == V::kShort &&
-                  variant(dense(1, 1024, 20, 64, kCausal)) == V::kShort,
-              "two waves of 192 rows, or unequal tiles");
   check::that(variant(dense(1, 1024, 20, 128, kCausal)) == V::kStatic, "but the long tiles of one end late");
   const FwdProblem nearly_equal = changed(dense(1, 768, 30, 128, kCausal), [](FwdProblem& p) { p.seqlen_k = 16384; });
   check::that(variant(nearly_equal) == V::kShort, "none of them ends early");

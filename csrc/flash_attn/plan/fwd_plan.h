@@ -176,12 +176,13 @@ constexpr bool takes_short_tile(const FwdProblem& problem, const Device& device,
   return problem.blocks(block_m) <= device.multiprocessors || (problem.masked_right() && problem.rows() <= kShortRows);
 }
 
-// The same for the wgmma family. Never if equal short tiles are two waves and plain ones one: a second consumer group
-// computes both on one multiprocessor at a time, which takes longer than one tile of 192 rows.
+// The same for the wgmma family. Never if equal short tiles without a second consumer group are two waves and plain
+// ones one.
 constexpr bool sm90_takes_short_tile(const FwdProblem& problem, const Device& device, const Sm90FwdTile& plain,
                                      const Sm90FwdTile& short_tile) {
   if (problem.batch_invariant) return false;
-  if (!problem.masked_right() && problem.blocks(plain.block_m) <= device.multiprocessors &&
+  const bool equal_tiles = !problem.masked_right() && short_tile.consumer_groups == 1;
+  if (equal_tiles && problem.blocks(plain.block_m) <= device.multiprocessors &&
       problem.blocks(short_tile.block_m) > device.multiprocessors) {
     return false;
   }
