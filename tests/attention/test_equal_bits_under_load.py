@@ -185,6 +185,7 @@ def training(seqlen, head_dim, deterministic, lengths=(), **options):
 
 WORKLOADS = {
     "one_wave": lambda: dense(300, 300, 128, causal=True),
+    "pairs": lambda: dense(1024, 1024, 128, batch=4, heads=8),
     "whole_waves": lambda: dense(1000, 1000, 128, batch=4, heads=6, causal=True),
     "many_tiles": lambda: dense(1500, 1500, 128, batch=4, heads=8),
     "splits": lambda: dense(64, 6000, 64, batch=1),

@@ -116,6 +116,22 @@ def test_whole_waves(hopper, shape):
     assert torch.equal(out.flatten(0, 1), packed)
 
 
+@pytest.mark.parametrize("shape", ((3, 250, 64), (2, 500, 704), (4, 1000, 192), (4, 1000, 1024)), ids=str)
+def test_pairs_of_thread_blocks(hopper, monkeypatch, shape):
+    """One wave and two, fewer and more blocks of keys than stages; packed calls have the same bits."""
+    batch, rows, keys = shape
+    problem = make_problem(Case(batch, rows, keys, 8, 2, 128, DTYPE), hopper)
+    tensors = (problem.q, problem.k, problem.v)
+    monkeypatch.setenv("FLASH_ATTN_FAMILY", "wgmma:1" if rows < 1000 else "")
+    if torch.cuda.get_device_properties(hopper).multi_processor_count == 132:
+        assert flash_attn.explain(*tensors)["forward"]["cluster"] == 2
+    out, lse, _ = run(problem)
+    check_forward(problem, out, lse)
+    ends = [torch.arange(batch + 1, device=hopper, dtype=torch.int32) * n for n in (rows, keys)]
+    packed = flash_attn_varlen_func(*(x.flatten(0, 1) for x in tensors), *ends, rows, keys)
+    assert torch.equal(out.flatten(0, 1), packed)
+
+
 @pytest.mark.parametrize("family", FORCED)
 @pytest.mark.parametrize("head_dim", kernel_tables.WGMMA)
 def test_calls_wait_for_what_they_read(hopper, run_family, head_dim, family):

@@ -222,7 +222,10 @@ void check_whole_waves() {
   using V = FwdVariant;
   check::that(variant(dense(1, 1408, 36, 128)) == V::kStatic, "three waves of smaller tiles");
   check::that(variant(dense(4, 2048, 8, 128)) == V::kPlain, "four waves or three");
-  check::that(variant(dense(4, 1024, 8, 128)) == V::kShort, "short, equal tiles");
+  check::that(variant(dense(4, 1024, 8, 128)) == V::kStatic && variant(packed(4, 1024, 8, 128)) == V::kOneWave,
+              "short, equal tiles, in pairs of thread blocks");
+  check::that(variant(dense(5, 896, 8, 128)) == V::kShort && variant(dense(16, 512, 8, 128)) == V::kShort,
+              "an odd number of tiles in a head, more than two waves");
   check::that(variant(dense(1, 1024, 20, 128)) == V::kPlain, "two waves or one");
   check::that(variant(dense(1, 1024, 20, 128, kCausal)) == V::kStatic, "but the long tiles of one end late");
   const FwdProblem nearly_equal = changed(dense(1, 768, 30, 128, kCausal), [](FwdProblem& p) { p.seqlen_k = 16384; });
@@ -233,6 +236,27 @@ void check_whole_waves() {
   check::that(variant(packed(1, 2048, 16, 128)) == V::kOneWave, "packed");
   check::that(variant(changed(dense(1, 2048, 16, 128), [](FwdProblem& p) { p.batch_invariant = true; })) == V::kPlain,
               "batch-invariant");
+}
+
+// Two thread blocks load K and V for each other where they share a head and mask nothing.
+void check_clusters() {
+  const auto in_clusters = [](const FwdProblem& problem) { return plan_of(problem, kH100).in_clusters; };
+  const FwdProblem problem = dense(4, 512, 8, 128);
+  check::that(plan_of(problem, kH100).variant == FwdVariant::kDirect && in_clusters(problem), "one wave");
+  check::that(in_clusters(dense(4, 1024, 8, 128)) && plan_of(dense(4, 1024, 8, 128), kH100).grid == 132, "two waves");
+  const Device odd{90, 131, 233472, 232448};
+  check::that(plan_of(dense(1, 2048, 16, 128), odd).grid == 130, "an odd number of multiprocessors");
+  check::that(in_clusters(changed(problem, [](FwdProblem& p) { p.seqlen_k = 448; })), "fewer keys");
+  check::that(!in_clusters(changed(problem, [](FwdProblem& p) { p.seqlen_k = 500; })), "the last block is not whole");
+  check::that(!in_clusters(changed(problem, [](FwdProblem& p) { p.seqlen_q = 640; })), "an odd number of m_blocks");
+  check::that(!in_clusters(dense(4, 512, 8, 128, kCausal)) && !in_clusters(dense(4, 512, 8, 64)), "masks, head dim 64");
+  check::that(!in_clusters(packed(4, 512, 8, 128)) && !in_clusters(dense(4, 4096, 8, 128)), "with a scheduler");
+  for (int64_t heads : {1, 3, 32, 33}) {
+    const FwdPlan plan = plan_of(dense(1, 512, heads, 128), kH100);
+    if (!plan.in_clusters) continue;  // KV splits
+    check::that(plan.order.band_tiles.divisor == 4 && plan.grid % 2 == 0, "tiles of a head side by side", heads);
+    check::that(plan.pdl, "launch_dependent() alone makes clusters", heads);
+  }
 }
 
 // Rows from both ends of a head where every row sees keys from the first one on, and some do not see the last.
@@ -556,6 +580,7 @@ int main() {
   check_row_max();
   check_other_families();
   check_whole_waves();
+  check_clusters();
   check_pairs();
   check_tile_order();
   check_rules();

@@ -119,6 +119,7 @@ SMALL_CASES = tuple(
 FORWARD_CASES = (
     *(("wgmma:1", Case(1, 130, 200, 2, 1, d, "float16", head_dim_v=d_v)) for d, d_v in HEAD_DIMS if d > 32),
     *(("wgmma:1", Case(1, 450, 500, 2, 1, d, "bfloat16", causal=True)) for d in (64, 128)),
+    ("wgmma:1", Case(1, 200, 448, 2, 1, 128, "bfloat16")),
     *(("wgmma:3", Case(1, 65, 300, 2, 1, d, "bfloat16", head_dim_v=d_v)) for d, d_v in HEAD_DIMS if d > 32),
     ("wgmma:3", Case(3, 65, 300, 2, 1, 64, "float16", causal=True, kind="packed", page_size=5)),
     ("wgmma:8", Case(2, 200, 73, 2, 1, 128, "bfloat16", causal=True, window=(30, -1), kind="padded")),

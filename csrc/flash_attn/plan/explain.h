@@ -40,6 +40,7 @@ inline void explain_launch(const FwdPlan& plan, Explanation& result) {
   result["num_tail_tiles"] = int64_t{plan.num_tail_tiles};
   result["sort_varlen_tiles"] = plan.sort_varlen_tiles;
   result["pairs_rows"] = plan.pairs_rows;
+  result["cluster"] = int64_t{plan.in_clusters ? 2 : 1};
   result["dynamic_scheduler"] = plan.is_dynamic;
   result["pdl"] = plan.pdl;
   result["row_max"] = std::string(plan.row_max_falls ? "of each block" : plan.exact_row_max ? "exact" : "lagging");

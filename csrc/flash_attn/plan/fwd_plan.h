@@ -101,6 +101,7 @@ struct FwdPlan {
   int num_tail_tiles = 0;  // of each head, handed out last
   bool sort_varlen_tiles = false;
   bool pairs_rows = false;     // thread blocks take rows from both ends of a head (paired_strip())
+  bool in_clusters = false;    // of two thread blocks, which load K and V for each other
   int unmasked_blocks = 1;     // max_unmasked_blocks()
   bool is_dynamic = false;     // work tiles are handed out by a semaphore
   bool pdl = false;            // programmatic dependent launch
@@ -158,6 +159,15 @@ constexpr bool pairs_rows(const FwdProblem& problem) {
   return mask.may_mask_right() && !mask.may_mask_left() && mask.key_end(0) > 0;
 }
 
+// Whether two thread blocks of kDirect or kStatic, with m_blocks of one head, form a cluster and load K and V for each
+// other: at head dim 128, without a mask and with whole blocks of keys.
+constexpr bool pairs_thread_blocks(const FwdProblem& problem, int head_dim, FwdVariant variant) {
+  if (!may_pair_thread_blocks(head_dim, variant) || problem.window.may_mask()) return false;
+  const Sm90FwdTile tile = sm90_fwd_tile(head_dim, variant);
+  const int64_t m_blocks = (problem.rows() + tile.block_m - 1) / tile.block_m;
+  return m_blocks % 2 == 0 && problem.keys() > 0 && problem.keys() % tile.block_n == 0;
+}
+
 // Whether the mma.sync family takes its short tiles, which have half the rows: if whole m_blocks leave multiprocessors
 // idle, or a mask on the right wastes half of the diagonal blocks of short sequences. `block_m`: rows of whole
 // m_blocks.
@@ -183,6 +193,7 @@ constexpr bool sm90_takes_short_tile(const FwdProblem& problem, const Device& de
 constexpr int64_t kStaticKeyCost = 12100, kPlainKeyCost = 14450;  // 128 rows of kStatic, 192 of kPlain
 constexpr int kStaticWaves = 4;                                   // at most, of equal tiles
 constexpr int kStaticMaskedWaves = 2;  // of others, which two waves in opposite orders even out
+constexpr int kPairedWaves = 2;        // at most, where kShort is the alternative
 
 // Whether a call of a few waves takes the tiles of one wave (kStatic, kOneWave) instead of the larger ones of kPlain or
 // kMasked: if its whole waves, the idle multiprocessors of the last one included, take less time.
@@ -197,6 +208,15 @@ constexpr bool sm90_takes_whole_waves(const FwdProblem& problem, const Device& d
   const SeenKeys keys = seen_keys(problem);
   const int64_t all_large = large * keys.mean, longest_large = keys.most > all_large ? keys.most : all_large;
   return small * keys.mean * kStaticKeyCost < longest_large * kPlainKeyCost;
+}
+
+// Whether equal short tiles run in pairs of thread blocks instead (kStatic). Packed calls decide as dense ones do.
+constexpr bool takes_pairs_for_short(const FwdProblem& problem, const Device& device, int head_dim) {
+  if (problem.is_paged || problem.has_key_ranges || !pairs_thread_blocks(problem, head_dim, FwdVariant::kStatic)) {
+    return false;
+  }
+  const int64_t tiles = problem.blocks(sm90_fwd_tile(head_dim, FwdVariant::kStatic).block_m);
+  return tiles <= kPairedWaves * device.multiprocessors && sm90_takes_whole_waves(problem, device, head_dim);
 }
 
 inline bool takes_short_variant(const FwdProblem& problem, const Device& device, int head_dim) {
@@ -226,7 +246,9 @@ inline FwdVariant sm90_variant(const FwdProblem& problem, const Device& device, 
   }
   const bool takes_short =
       sm90_has_variant(head_dim, FwdVariant::kShort) && takes_short_variant(problem, device, head_dim);
-  if (takes_short && !problem.masked_right()) return FwdVariant::kShort;
+  if (takes_short && !problem.masked_right() && !takes_pairs_for_short(problem, device, head_dim)) {
+    return FwdVariant::kShort;
+  }
   if (sm90_has_variant(head_dim, FwdVariant::kStatic) && sm90_takes_whole_waves(problem, device, head_dim)) {
     return has_host_lengths(problem) ? FwdVariant::kStatic : FwdVariant::kOneWave;  // with the same bits
   }
@@ -250,7 +272,7 @@ inline void set_tile_order(FwdPlan& plan, const FwdProblem& problem, const Devic
   if (row_tiles == 0) return;
   const int64_t tiles_of_head = row_tiles / all_heads;
   plan.unmasked_blocks = max_unmasked_blocks(problem.window, plan.block_m, plan.block_n);
-  if (has_static_tiles(plan.variant)) {  // the longest tiles of all heads first
+  if (has_static_tiles(plan.variant) && !plan.in_clusters) {  // the longest tiles of all heads first
     plan.band_heads = static_cast<int>(all_heads);
     plan.order = WorkTileOrder(plan.band_heads, static_cast<int>(tiles_of_head), plan.band_heads, 0);
     return;
@@ -258,7 +280,8 @@ inline void set_tile_order(FwdPlan& plan, const FwdProblem& problem, const Devic
   // The query heads of one K/V head read the same K and V.
   const int64_t row_bytes = dtype_bytes(problem.dtype) * (problem.head_dim + problem.head_dim_v);
   const int64_t head_bytes = row_bytes * problem.keys_of_head() / problem.group();
-  const bool in_bands = problem.has_variable_trip_count() || sm90_dynamic_scheduler_for_equal_tiles(plan.head_dim);
+  const bool in_bands =
+      !plan.in_clusters && (problem.has_variable_trip_count() || sm90_dynamic_scheduler_for_equal_tiles(plan.head_dim));
   const int consumer_groups = device.multiprocessors * plan.consumer_groups;
   plan.band_heads = in_bands ? band_heads(all_heads, tiles_of_head, head_bytes, consumer_groups) : 1;
   const bool is_persistent = !is_wide(plan.head_dim);
@@ -302,7 +325,9 @@ inline FwdPlan plan_fwd_wgmma(const FwdProblem& problem, const Device& device, c
   plan.smem_bytes = sm90_fwd_smem_bytes(tile, plan.variant, problem.dtype);
   set_work_tiles(plan, problem);
   if (plan.num_work_tiles > kMaxWorkTiles) return plan;  // too many
-  plan.grid = plan.num_work_tiles < device.multiprocessors ? plan.num_work_tiles : device.multiprocessors;
+  plan.in_clusters = pairs_thread_blocks(problem, head_dim, plan.variant);
+  const int64_t resident = device.multiprocessors - (plan.in_clusters ? device.multiprocessors % 2 : 0);
+  plan.grid = plan.num_work_tiles < resident ? plan.num_work_tiles : resident;
   set_tile_order(plan, problem, device);
   plan.pairs_rows = plan.variant == FwdVariant::kDirect && pairs_rows(problem);
   const bool is_one_wave = plan.variant == FwdVariant::kOneWave || has_static_tiles(plan.variant);

@@ -302,6 +302,11 @@ constexpr bool sm90_has_variant(int head_dim, FwdVariant variant) {
   return variant != FwdVariant::kMasked || sm90_splits_masked(head_dim);
 }
 
+// Whether two thread blocks of this kernel may load K and V for each other (pairs_thread_blocks()).
+constexpr bool may_pair_thread_blocks(int head_dim, FwdVariant variant) {
+  return has_static_tiles(variant) && sm90_has_variant(head_dim, FwdVariant::kStatic);
+}
+
 // One warpgroup for each 64 rows of each consumer group, and a producer warpgroup; without a scheduler a load warp.
 constexpr int sm90_fwd_threads(const Sm90FwdTile& tile, FwdVariant variant) {
   return 128 * tile.consumer_groups * (tile.block_m / 64) + (has_static_tiles(variant) ? 32 : 128);

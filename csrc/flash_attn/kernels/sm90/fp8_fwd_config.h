@@ -64,6 +64,7 @@ struct Fp8FwdConfig {
   static constexpr bool kHasPages = false, kHasScoreMod = false, kNoMask = false, kHasStoreWarp = false;
   static constexpr bool kAlignUnmasked = false, kPackedDropout = false, kSplitKv = false;
   static constexpr bool kFetchNextTileLate = true;
+  static constexpr int kCluster = 1;
   // Descending, so that an attention sink at the first keys meets a settled row max; in ascending order it would take
   // up the few bits of P.
   static constexpr bool kDescending = true;

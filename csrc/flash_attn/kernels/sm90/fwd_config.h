@@ -72,6 +72,7 @@ struct FwdConfig {
   // KV blocks in ascending order, unmasked ones first.
   static constexpr bool kDescending = false;
   static constexpr int kRawVStages = 0, kTransposeWarps = 0;
+  static constexpr int kCluster = 1;  // thread blocks that load K and V for each other
   static constexpr bool kScaledTiles = false;
   static constexpr bool kListed = plan::visits_by_list(kVariant);  // blocks in the order of a list
   static constexpr bool kBiased = kVariant == FwdVariant::kBiased;
@@ -171,6 +172,16 @@ struct FwdConfig {
       typename Checked<kStoredCols,
                        decltype(cute::GMMA::rs_op_selector<Element, Element, float, Shape<kStoredCols>,
                                                            cute::GMMA::Major::K, cute::GMMA::Major::MN>())>::Mma;
+};
+
+// Two thread blocks of a cluster with m_blocks of one head (plan::pairs_thread_blocks()): each loads half of the
+// columns of K and V into both. No block needs a mask, so there is no code for one. P V runs during the exponentials:
+// two consumers are too few to keep the tensor cores busy otherwise.
+template <class Base>
+struct PairedConfig : Base {
+  static constexpr int kCluster = 2;
+  static constexpr bool kExpAfterPvWait = false;
+  static_assert(Base::kAtoms == kCluster && Base::kAtomsV == kCluster, "a swizzle atom for each");
 };
 
 }  // namespace sm90

@@ -15,9 +15,16 @@
 namespace flash {
 namespace sm90 {
 
-// The last m_blocks of all heads come first, as a mask on the right makes them the longest.
+// The last m_blocks of all heads come first, as a mask on the right makes them the longest; head after head in pairs of
+// thread blocks.
 template <class Config>
 __device__ __forceinline__ WorkTile direct_tile(const FwdLaunch& launch, int index) {
+  if constexpr (Config::kCluster > 1) {
+    const FastDiv& m_blocks = launch.order.band_tiles;
+    const int head = m_blocks.divide(index), batch = launch.heads_of_batch.divide(head);
+    return equal_work_tile(launch.params, Config::kBlockM, batch, head - batch * launch.heads_of_batch.divisor,
+                           index - head * m_blocks.divisor);
+  }
   const FastDiv& heads = launch.order.heads;
   const int from_last = heads.divide(index), head = index - from_last * heads.divisor;
   const int batch = launch.heads_of_batch.divide(head);
@@ -42,7 +49,7 @@ template <class Config>
 __device__ __forceinline__ DirectRows direct_rows(const FwdLaunch& launch, int group) {
   static_assert(Config::kWarpGroups == 2, "paired_strip()");
   WorkTile tile = direct_tile<Config>(launch, blockIdx.x);
-  if (!launch.pairs_rows) return {tile, tile.row_begin + 64 * group};
+  if (Config::kCluster > 1 || !launch.pairs_rows) return {tile, tile.row_begin + 64 * group};
   const int m_blocks = (tile.seqlen_q + Config::kBlockM - 1) / Config::kBlockM;
   const int first = 64 * plan::paired_strip(m_blocks, tile.row_begin / Config::kBlockM, group);
   tile.row_begin = first / Config::kBlockM * Config::kBlockM;
@@ -87,18 +94,28 @@ struct DirectLoader : FwdProducer<Config> {
 
   // V one block after K, as the consumers want them.
   __device__ __forceinline__ void load(const LoadWork& work) {
-    const TmaRows q_rows(false, work.tile.batch, 0, work.tile.seqlen_q);
-    this->load_k(work, 0);
-#pragma unroll
-    for (int group = 0; group < Config::kWarpGroups; ++group) {
-      this->load_q(direct_rows<Config>(launch, group).tile(group), q_rows, group);
+    if constexpr (Config::kCluster == 1) this->load_k(work, 0);
+    load_q(work.tile);
+    if constexpr (Config::kCluster > 1) {
+      begin_together<Config>();  // Q needs no mbarrier of the other thread block
+      this->load_k(work, 0);
     }
     const int count = work.order.count();
+#pragma unroll 1
     for (int i = 1; i < count; ++i) {
       this->load_k(work, i);
       this->load_v(work, i - 1);
     }
     this->load_v(work, count - 1);
+    this->wait_for_other_thread_block();
+  }
+
+  __device__ __forceinline__ void load_q(const WorkTile& tile) const {
+    const TmaRows rows(false, tile.batch, 0, tile.seqlen_q);
+#pragma unroll
+    for (int group = 0; group < Config::kWarpGroups; ++group) {
+      Base::load_q(direct_rows<Config>(launch, group).tile(group), rows, group);
+    }
   }
 };
 
@@ -116,7 +133,7 @@ struct DirectConsumer {
     const DirectRows rows = direct_rows<Config>(launch, mainloop.group);
     const KvBlockOrder order = kv_block_order<Config>(launch, rows.m_block);
     const WorkTile tile = rows.tile(mainloop.group);
-    if (launch.pairs_rows) {
+    if (Config::kCluster == 1 && launch.pairs_rows) {
       const KvBlockOrder loaded = kv_block_order<Config>(launch, last_direct_rows<Config>(launch).m_block);
       loaded_beyond = loaded.count() - order.count();
     }
@@ -170,6 +187,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     DirectLoader<Config>(launch, storage).run();
     return;
   }
+  if constexpr (Config::kCluster > 1) arrive_at_begin<Config>();
   DirectConsumer<Config> consumer(launch, storage, warp_group);
   const FwdWork<Config> work = consumer.work();
   begin_together<Config>();

@@ -22,6 +22,8 @@ using plan::FwdVariant;
 #ifndef __CUDA_ARCH__  // kernels/common/host_pass.h
 template <Dtype kDtype, int kHeadDim, FwdVariant kVariant, int kHeadDimV>
 struct FwdConfig;
+template <class Base>
+struct PairedConfig;
 template <class Config>
 __global__ void flash_fwd_kernel(const __grid_constant__ FwdLaunch launch) {}
 template <class Config>
@@ -83,19 +85,30 @@ inline FwdLaunch fwd_launch(const Flash_fwd_split_params& params, const plan::Fw
   return launch;
 }
 
-inline cudaError_t launch_kernel(void (*kernel)(FwdLaunch), const FwdLaunch& launch, const plan::FwdPlan& plan,
-                                 cudaStream_t stream, std::atomic<uint64_t>& configured_devices) {
+template <void (*kernel)(FwdLaunch)>
+cudaError_t launch_kernel(const FwdLaunch& launch, const plan::FwdPlan& plan, cudaStream_t stream) {
+  static std::atomic<uint64_t> configured_devices{0};
   const int device = launch.params.device;
   if (plan.pdl) {
     return flash::launch_dependent(kernel, plan.grid, plan.threads, plan.smem_bytes, launch, device, stream,
-                                   configured_devices);
+                                   configured_devices, plan.in_clusters ? 2 : 1);
   }
   return flash::launch(kernel, plan.grid, plan.threads, plan.smem_bytes, launch, device, stream, configured_devices);
 }
 
+template <class Config, FwdVariant kVariant>
+cudaError_t launch_variant(const FwdLaunch& launch, const plan::FwdPlan& plan, cudaStream_t stream) {
+  if constexpr (kVariant == FwdVariant::kDirect) {
+    return launch_kernel<flash_fwd_direct_kernel<Config>>(launch, plan, stream);
+  } else if constexpr (kVariant == FwdVariant::kStatic) {
+    return launch_kernel<flash_fwd_static_kernel<Config>>(launch, plan, stream);
+  } else {
+    return launch_kernel<flash_fwd_kernel<Config>>(launch, plan, stream);
+  }
+}
+
 template <Dtype kDtype, int kHeadDim, FwdVariant kVariant, int kHeadDimV = kHeadDim>
 cudaError_t run_flash_fwd(const Flash_fwd_split_params& params, const plan::FwdPlan& plan, cudaStream_t stream) {
-  static std::atomic<uint64_t> configured_devices{0};
   constexpr plan::FwdPolicy kPolicy = plan::sm90_fwd_policy(kHeadDim, kHeadDimV, kVariant);
   FwdLaunch launch = fwd_launch(params, plan);
   cudaError_t status = make_tensor_maps(launch, plan, kPolicy.has(plan::fwd_feature::kHasStoreWarp) ? 64 : 16);
@@ -104,15 +117,10 @@ cudaError_t run_flash_fwd(const Flash_fwd_split_params& params, const plan::FwdP
   }
   if (status != cudaSuccess) return status;
   using Config = FwdConfig<kDtype, kHeadDim, kVariant, kHeadDimV>;
-  void (*kernel)(FwdLaunch);
-  if constexpr (kVariant == FwdVariant::kDirect) {
-    kernel = flash_fwd_direct_kernel<Config>;
-  } else if constexpr (kVariant == FwdVariant::kStatic) {
-    kernel = flash_fwd_static_kernel<Config>;
-  } else {
-    kernel = flash_fwd_kernel<Config>;
+  if constexpr (plan::may_pair_thread_blocks(kHeadDim, kVariant)) {
+    if (plan.in_clusters) return launch_variant<PairedConfig<Config>, kVariant>(launch, plan, stream);
   }
-  return launch_kernel(kernel, launch, plan, stream, configured_devices);
+  return launch_variant<Config, kVariant>(launch, plan, stream);
 }
 
 // No plan names a variant without a kernel.

@@ -139,7 +139,11 @@ struct FwdMainloop {
   // This warp has read the stage. kEveryLane: each lane arrives, for racecheck, if lanes read what one warp overwrites.
   template <bool kEveryLane = false, class State>
   __device__ __forceinline__ static void release(Barrier* empty, State& state) {
-    if (kEveryLane || threadIdx.x % 32 == 0) empty[state.stage].arrive();
+    if constexpr (Config::kCluster > 1) {
+      if (threadIdx.x % 32 < Config::kCluster) empty[state.stage].arrive_at(threadIdx.x % 32);
+    } else {
+      if (kEveryLane || threadIdx.x % 32 == 0) empty[state.stage].arrive();
+    }
     state.advance();
   }
   __device__ __forceinline__ void release_k() { release<Config::kPackedDropout>(storage.k_empty, k_state); }

@@ -247,6 +247,28 @@ struct FwdProducer {
     }
   }
 
+  // One swizzle atom of a block, into both thread blocks of a pair. The other one loads the other atom.
+  __device__ __forceinline__ void load_paired(const CUtensorMap& map, Barrier& full, Element* smem, const TmaRows& rows,
+                                              int row, int head) const {
+    const int atom = blockIdx.x % Config::kCluster;
+    full.arrive_and_expect(Config::kCluster * Config::kBlockN * Config::kAtomCols * static_cast<int>(sizeof(Element)));
+    cute::SM90_TMA_LOAD_MULTICAST_5D::copy(&map, &full.state, (1 << Config::kCluster) - 1,
+                                           static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_LAST),
+                                           smem + atom * Config::kBlockN * Config::kAtomCols, atom * Config::kAtomCols,
+                                           row + rows.shift, head, rows.outer, rows.origin);
+  }
+
+  // After the last load: shared memory must outlive the other thread block's arrivals.
+  __device__ __forceinline__ void wait_for_other_thread_block() {
+    if constexpr (Config::kCluster > 1) {
+#pragma unroll 1
+      for (int i = 0; i < Config::kKvStages; ++i, k_state.advance(), v_state.advance()) {
+        storage.k_empty[k_state.stage].wait(k_state.phase ^ 1);
+        storage.v_empty[v_state.stage].wait(v_state.phase ^ 1);
+      }
+    }
+  }
+
   // Rows of a block of V to clear: a number of first rows, or the rows of keys that no query sees.
   using ClearedRows = std::conditional_t<Config::kListed, MarkedRows, int>;
 
@@ -256,6 +278,13 @@ struct FwdProducer {
                                           State& state, int n_block, const TmaRows& rows, int head,
                                           ClearedRows cleared = {}) {
     constexpr int kElements = Config::kBlockN * kAtoms * Config::kAtomCols;
+    if constexpr (Config::kCluster > 1) {
+      empty[state.stage].wait(state.phase ^ 1);
+      if (issues)
+        load_paired(map, full[state.stage], smem + state.stage * kElements, rows, n_block * Config::kBlockN, head);
+      state.advance();
+      return;
+    }
     constexpr bool kEveryLane = kClears && Config::kRawVStages > 0;  // of raw V arrives (RawVRing)
     bool clears;
     if constexpr (Config::kListed) {

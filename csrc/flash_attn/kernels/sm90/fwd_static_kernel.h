@@ -24,7 +24,7 @@ struct StaticTiles {
     for (; at.index < launch.tiles; at.advance()) {
       const WorkTile tile = direct_tile<Config>(launch, at.index);
       const KvBlockOrder order = kv_block_order<Config>(launch, tile);
-      if (order.count() > 0) {
+      if (Config::kCluster > 1 || order.count() > 0) {
         at.advance();
         return {tile, order};
       }
@@ -54,7 +54,7 @@ struct ConsumerTiles : StaticTiles<Config> {
 
   __device__ __forceinline__ void find(int group) {
     found = this->template next<false>();
-    if (found.exists()) {
+    if (Config::kCluster > 1 || found.exists()) {
       found.steps = trip_count_of<Config>(found.tile, found.order, this->launch.params.window, group);
     }
   }
@@ -80,10 +80,14 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     __syncwarp();
     arrive_at_begin<Config>();
     wait_for_previous_kernel();
+    if constexpr (Config::kCluster > 1) begin_together<Config>();
     LoaderTiles<Config> tiles(launch);
-    FwdProducer<Config>(launch, storage).run_unpaged(tiles);
+    FwdProducer<Config> producer(launch, storage);
+    producer.run_unpaged(tiles);
+    producer.wait_for_other_thread_block();
     return;
   }
+  if constexpr (Config::kCluster > 1) arrive_at_begin<Config>();
   const ConsumerTiles<Config> tiles(launch, warp_group);
   begin_together<Config>();
   wait_for_previous_kernel();

@@ -25,13 +25,21 @@ constexpr uint32_t kBeginBarrier = 0;
 // aligned barrier of the whole thread block.
 template <class Config>
 __device__ __forceinline__ void begin_together() {
+  if constexpr (Config::kCluster > 1) {
+    asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
+    return;
+  }
   constexpr uint32_t kBarrier = kBeginBarrier + cutlass::arch::NamedBarrier::ReservedNamedBarrierCount;
   asm volatile("barrier.sync %0, %1;" ::"n"(kBarrier), "n"(Config::kThreads) : "memory");
 }
 
-// The same for a warp that does not wait for the others.
+// The same for a warp that does not wait for the others. With kCluster every warp arrives first, and may wait later.
 template <class Config>
 __device__ __forceinline__ void arrive_at_begin() {
+  if constexpr (Config::kCluster > 1) {
+    asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");  // behind fence_init()
+    return;
+  }
   constexpr uint32_t kBarrier = kBeginBarrier + cutlass::arch::NamedBarrier::ReservedNamedBarrierCount;
   asm volatile("barrier.arrive %0, %1;" ::"n"(kBarrier), "n"(Config::kThreads) : "memory");
 }
@@ -91,8 +99,8 @@ struct FwdStorage : BiasRing<Config::kTile.bias_stages * Config::kWarpGroups, 64
   uint4 col_bits[Config::kPackedDropout ? Config::kKvStages : 1][4][Config::kPackedDropout ? kColBitVectors : 1];
 
   // full: 1 arrival plus the tile's bytes; from pages, one arrival of each copying lane; o_full: one of each warp.
-  // empty: one arrival of each warp that read the stage; q_empty: of the epilogue warp where there is one; tile_empty,
-  // and k_empty with column bits: of each lane.
+  // empty: one arrival of each warp that read the stage, in both thread blocks of a pair; q_empty: of the epilogue warp
+  // where there is one; tile_empty, and k_empty with column bits: of each lane.
   Barrier k_full[Config::kKvStages], k_empty[Config::kKvStages];
   Barrier v_full[Config::kKvStages], v_empty[Config::kKvStages];
   Barrier pre_clear_full;  // V that the load warp clears in part has landed
@@ -141,8 +149,8 @@ struct FwdStorage : BiasRing<Config::kTile.bias_stages * Config::kWarpGroups, 64
     for (int stage = 0; stage < Config::kKvStages; ++stage) {
       k_full[stage].init(is_paged ? 32 : 1 + 32 * Config::kPackedDropout);
       v_full[stage].init(is_paged ? 32 : Config::kTransposeWarps > 0 ? Config::kTransposeWarps : 1);
-      k_empty[stage].init((Config::kPackedDropout ? 32 : 1) * Config::kConsumerWarps);
-      v_empty[stage].init(Config::kConsumerWarps);
+      k_empty[stage].init((Config::kPackedDropout ? 32 : 1) * Config::kConsumerWarps * Config::kCluster);
+      v_empty[stage].init(Config::kConsumerWarps * Config::kCluster);
     }
     pre_clear_full.init(1);
 #pragma unroll
@@ -178,6 +186,11 @@ struct FwdWork {
 template <class Config>
 __device__ __forceinline__ auto trip_count_of(const WorkTile& tile, const typename Config::Order& order,
                                               const Window& window, int group) {
+  if constexpr (Config::kCluster > 1) {
+    typename Config::TripCount steps;
+    steps.skipped.begin = steps.count = order.count();
+    return steps;
+  }
   const MaskOf<Config> mask{tile.seqlen_q, tile.seqlen_k, window};
   const int first_row = tile.row_begin + 64 * group, row_end = min(first_row + 64, tile.row_end);
   return Config::trip_count(mask, order, first_row, row_end);

@@ -45,6 +45,7 @@ struct JvpFwdConfig {
   static constexpr bool kHasPages = false, kHasScoreMod = false, kNoMask = false, kHasStoreWarp = false;
   static constexpr bool kAlignUnmasked = false, kPackedDropout = false, kSplitKv = false;
   static constexpr bool kFetchNextTileLate = true;
+  static constexpr int kCluster = 1;
   // One loop for blocks with and without a mask. The first block of a warpgroup has a visible key for some row.
   static constexpr bool kDescending = true;
   static constexpr int kRawVStages = 0, kTransposeWarps = 0;

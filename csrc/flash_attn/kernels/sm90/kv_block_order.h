@@ -23,6 +23,10 @@ __device__ __forceinline__ typename Config::Order kv_block_order(const FwdLaunch
   if constexpr (Config::kListed) {
     return block_list(launch.mask.lists, list_index(params, launch.mask, tile, Config::kBlockM));
   } else {
+    if constexpr (Config::kCluster > 1) {
+      const int blocks = tile.seqlen_k / Config::kBlockN;
+      return KvBlockOrder{BlockRange{0, blocks, 0, blocks}};
+    }
     const MaskOf<Config> visibility = mask_of<Config>(params, tile);
     KvBlockOrder order{block_range(visibility, tile.row_begin, tile.row_end, Config::kBlockN)};
     if constexpr (Config::kSplitKv) order.range = split_range(order.range, split, splits);
@@ -42,6 +46,8 @@ template <class Config>
 __device__ __forceinline__ int block_to_load(const typename Config::Order& order, int step) {
   if constexpr (Config::kListed) {
     return order.at(step).block();
+  } else if constexpr (Config::kCluster > 1) {
+    return step;
   } else if constexpr (Config::kDescending) {
     return order.range.end - 1 - step;
   } else {

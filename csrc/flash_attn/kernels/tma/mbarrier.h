@@ -27,6 +27,19 @@ struct Barrier {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(address()) : "memory");
   }
 
+  // Arrives at the barrier in the same place of thread block `rank` of the cluster. Ordered as arrive() is: with the
+  // scope of the cluster it would wait for all memory operations of the thread.
+  __device__ __forceinline__ void arrive_at(uint32_t rank) {
+    asm volatile(
+        "{\n\t"
+        ".reg .b32 remote;\n\t"
+        "mapa.shared::cluster.u32 remote, %0, %1;\n\t"
+        "mbarrier.arrive.shared::cluster.b64 _, [remote];\n\t"
+        "}" ::"r"(address()),
+        "r"(rank)
+        : "memory");
+  }
+
   // Arrives `count` times.
   __device__ __forceinline__ void arrive(uint32_t count) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(address()), "r"(count) : "memory");
