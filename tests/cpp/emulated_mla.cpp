@@ -221,6 +221,7 @@ void run(const Case& c, int tile_rows, const Launch& launch) {
   }
   params.softmax_scale_log2 = 1.44269504f / std::sqrt(static_cast<float>(kDim));
   const int blocks = (c.packed ? 1 : batch) * params.row_tiles * c.splits;
+  gridDim.x = blocks;
   for (blockIdx.x = 0; blockIdx.x < blocks; ++blockIdx.x) launch(params);
   std::vector<bool> in_sequence(total);
   const auto compare_row = [&](int request, int first, int token, int head, const Expected& expected) {

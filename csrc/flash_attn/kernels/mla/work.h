@@ -23,8 +23,10 @@ struct MlaWork {
 
   // All lanes of a warp together.
   __device__ __forceinline__ MlaWork(const Flash_mla_params& params, int tile_rows, int step_keys) {
-    const int tile = blockIdx.x / params.splits;
-    split = blockIdx.x - tile * params.splits;
+    // Causal queries see the more keys the later they are: the longest tiles first, so that short ones end the grid.
+    const int block = static_cast<int>(params.is_causal ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
+    const int tile = block / params.splits;
+    split = block - tile * params.splits;
     if (params.segments_q != nullptr) {
       set_packed(params, tile, tile_rows);
     } else {
@@ -138,7 +140,7 @@ struct MlaRowEnd {
     const int64_t matrices = params.segments_q == nullptr ? params.b : 1, rows = matrices * params.h * params.seqlen_q;
     if (writes_lse) {
       const float lse = end.lse();
-      const bool is_empty = is_split && lse == INFINITY && !stats.invalid();
+      const bool is_empty = is_split && lse == INFINITY && !stats.invalid();  // ptxas spills for !has_keys
       (is_split ? params.partial_lse + work.split * rows : params.softmax_lse_ptr)[at] = is_empty ? -INFINITY : lse;
     }
     if (is_split) {
