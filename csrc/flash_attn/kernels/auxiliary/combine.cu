@@ -1,6 +1,6 @@
 // Combines normalised partial results over disjoint splits of the keys: a forward's splits, or results of the caller.
 // Bound by reading them once: (splits + 1) rows (d values + LSE). A thread has a 16-byte vector of a row and keeps the
-// loads of eight to sixteen splits in flight.
+// loads of eight splits in flight.
 #include <atomic>
 #include <type_traits>
 
@@ -18,9 +18,6 @@ namespace {
 
 constexpr int kThreads = 128;
 constexpr int kBatch = 8;  // splits that are loaded at a time
-
-// The vectors of a batch of splits, of each thread.
-using Vectors = uint4[kBatch][kThreads];
 
 template <class In>
 constexpr int kVectorCols = kCombineVectorBytes / sizeof(In);
@@ -66,7 +63,7 @@ __device__ float sink_of(const Flash_combine_params& params, const Row& at) {
 // `cols` elements.
 template <class In>
 __device__ void load_vectors(const Flash_combine_params& params, const In* from, int count, int cols,
-                             Vectors& vectors) {
+                             uint4 (&vectors)[kBatch][kThreads]) {
   const int64_t stride = params.partial_strides[0];
   if (params.partial_vectors) {
 #pragma unroll
@@ -99,32 +96,18 @@ __device__ RowValue<kVectorCols<In> / 4> row_value(const uint4& vector) {
   return value;
 }
 
-// A vector of a row, and the row's LSE, from its splits, the next batch of which is in flight. is_invalid:
-// params.inf_is_invalid, and a split has +inf.
+// A vector of a row, and the row's LSE, from its splits. is_invalid: params.inf_is_invalid, and a split has +inf.
 template <class In>
 __device__ Combined<In> combine_splits(const Flash_combine_params& params, const In* partial, const float* lse_partial,
                                        int cols, bool& is_invalid) {
-  extern __shared__ __align__(16) char smem[];
-  Vectors* const vectors = reinterpret_cast<Vectors*>(smem);
+  __shared__ uint4 vectors[kBatch][kThreads];
   const int64_t stride = params.partial_strides[0], lse_stride = params.lse_partial_strides[0];
   Combined<In> combined;
-  float lse[kBatch], next_lse[kBatch];
-  const auto load_batch = [&](int first, Vectors& to) {
-    load_vectors(params, partial + first * stride, params.splits - first, cols, to);
-    cute::cp_async_fence();
+  for (int left = params.splits; left > 0; left -= kBatch) {
+    float lse[kBatch], top = -INFINITY;
+    load_vectors(params, partial, left, cols, vectors);
 #pragma unroll
-    for (int i = 0; i < kBatch; ++i) {
-      next_lse[i] = first + i < params.splits ? lse_partial[(first + i) * lse_stride] : -INFINITY;
-    }
-  };
-  load_batch(0, vectors[0]);
-#pragma unroll 1
-  for (int first = 0; first < params.splits; first += kBatch) {
-    float top = -INFINITY;
-#pragma unroll
-    for (int i = 0; i < kBatch; ++i) lse[i] = next_lse[i];
-    const int buffer = first / kBatch % 2;
-    load_batch(first + kBatch, vectors[1 - buffer]);
+    for (int i = 0; i < kBatch; ++i) lse[i] = i < left ? lse_partial[i * lse_stride] : -INFINITY;
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
       is_invalid |= params.inf_is_invalid && lse[i] == INFINITY;
@@ -132,9 +115,11 @@ __device__ Combined<In> combine_splits(const Flash_combine_params& params, const
       top = fmaxf(top, lse[i]);
     }
     combined.update_max(top);
-    cute::cp_async_wait<1>();
+    cute::cp_async_wait<0>();
 #pragma unroll
-    for (int i = 0; i < kBatch; ++i) combined.add(lse[i], row_value<In>(vectors[buffer][i][threadIdx.x]));
+    for (int i = 0; i < kBatch; ++i) combined.add(lse[i], row_value<In>(vectors[i][threadIdx.x]));
+    partial += kBatch * stride;
+    lse_partial += kBatch * lse_stride;
   }
   return combined;
 }
@@ -187,7 +172,6 @@ __global__ void __launch_bounds__(kThreads) combine_kernel(const __grid_constant
   const int64_t o_offset = at.offset(params.o_strides) + col;
   const int cols = params.d - col;
   wait_for_previous_kernel();
-  allow_next_kernel();  // the attention of the next layer, which waits for this kernel
   if (!exists) return;
   bool is_invalid = false;
   Combined<In> combined = combine_splits(params, partial, lse_partial, cols, is_invalid);
@@ -213,9 +197,8 @@ cudaError_t run(const Flash_combine_params& params, cudaStream_t stream) {
   const Tiling tiling(params.d, kVectorCols<In>);
   const int64_t rows = static_cast<int64_t>(params.outer) * params.middle * params.inner;
   const int64_t blocks = (rows + tiling.rows - 1) / tiling.rows * tiling.col_blocks;
-  const int smem_bytes = static_cast<int>(sizeof(Vectors)) * (params.splits > kBatch ? 2 : 1);
-  return launch_dependent(combine_kernel<In>, blocks, tiling.rows * tiling.row_threads, smem_bytes, params,
-                          params.device, stream, configured_devices);
+  return launch_dependent(combine_kernel<In>, blocks, tiling.rows * tiling.row_threads, 0, params, params.device,
+                          stream, configured_devices);
 }
 
 }  // namespace

@@ -1,7 +1,6 @@
 // MLA decode by mma.sync, sm_80 and newer: a thread block has a tile of rows (tokens x heads) and a split of the keys.
 #pragma once
 
-#include "kernels/common/pdl.h"
 #include "kernels/mla/config.h"
 #include "kernels/mla/work.h"
 #include "kernels/sm80/warp_ops.h"
@@ -229,7 +228,6 @@ struct MlaTile {
       stage = stage == Config::kStages - 1 ? 0 : stage + 1;
     }
     sm80::wait_for_copies_but(0);
-    allow_next_kernel();  // the combine, or the attention of the next layer
     const bool is_complete = !__syncthreads_or(lacks_pages);
     finish(work.is_valid && is_complete);
   }
@@ -271,7 +269,6 @@ struct MlaTile {
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads) mla_decode_kernel(const __grid_constant__ Flash_mla_params params) {
   extern __shared__ __align__(128) char smem[];
-  wait_for_previous_kernel();
   MlaTile<Config>(params, *reinterpret_cast<MlaStorage<Config>*>(smem)).run();
 }
 

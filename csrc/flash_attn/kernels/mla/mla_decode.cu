@@ -15,8 +15,8 @@ cudaError_t launch_tiles(const Flash_mla_params& params, cudaStream_t stream) {
   static std::atomic<uint64_t> configured_devices{0};
   const int64_t matrices = params.segments_q == nullptr ? params.b : 1;
   const int64_t blocks = matrices * params.row_tiles * params.splits;
-  return launch_dependent(mla::mla_decode_kernel<Config>, blocks, Config::kThreads, sizeof(mla::MlaStorage<Config>),
-                          params, params.device, stream, configured_devices);
+  return launch(mla::mla_decode_kernel<Config>, blocks, Config::kThreads, sizeof(mla::MlaStorage<Config>), params,
+                params.device, stream, configured_devices);
 }
 
 template <Dtype kDtype>

@@ -13,7 +13,6 @@
 // columns as soon as it has landed.
 #pragma once
 
-#include "kernels/common/pdl.h"
 #include "kernels/mla/wgmma_config.h"
 #include "kernels/mla/wgmma_products.h"
 #include "kernels/mla/work.h"
@@ -347,8 +346,7 @@ struct MlaConsumer {
 // By each producer thread after its last copy, with whether its keys lack a page.
 template <class Config>
 __device__ __forceinline__ void end_producer(bool lacks_pages) {
-  allow_next_kernel();  // the combine, or the attention of the next layer
-  if (!Config::kFp8) sm80::any_named(Config::kEndBarrier, Config::kEndThreads, lacks_pages);
+  sm80::any_named(Config::kEndBarrier, Config::kEndThreads, lacks_pages);
 }
 
 template <class Config>

@@ -40,7 +40,6 @@ __global__ void __launch_bounds__(plan::kMlaWgmmaThreads, 1)
     init_barriers(storage, launch.params);
   }
   const Flash_mla_params& params = launch.params;
-  wait_for_previous_kernel();
   const MlaWork work(params, Config::kRows, Config::kKeys);
   __syncthreads();
   // Shuffled, so that ptxas sees uniform branches.
@@ -49,7 +48,6 @@ __global__ void __launch_bounds__(plan::kMlaWgmmaThreads, 1)
     cutlass::arch::warpgroup_reg_dealloc<Config::kProducerRegisters>();
     if constexpr (kFp8) {
       MlaFp8Producer<Config>(params, storage, work, warp).run();
-      end_producer<Config>(false);
     } else if (lands_in_groups<Config>(params)) {
       end_producer<Config>(MlaRowProducer<Config>(params, storage, work, warp).run());
     } else {
@@ -89,9 +87,8 @@ cudaError_t run_mla_wgmma(const Flash_mla_params& params, cudaStream_t stream) {
   const cudaError_t status = make_mla_tensor_maps(launched, kDtype);
   if (status != cudaSuccess) return status;
   const int64_t matrices = params.segments_q == nullptr ? params.b : 1;
-  return launch_dependent(mla_decode_wgmma_kernel<kDtype, kFp8>, matrices * params.row_tiles * params.splits,
-                          plan::kMlaWgmmaThreads, plan::kMlaWgmmaSmem, launched, params.device, stream,
-                          configured_devices);
+  return launch(mla_decode_wgmma_kernel<kDtype, kFp8>, matrices * params.row_tiles * params.splits,
+                plan::kMlaWgmmaThreads, plan::kMlaWgmmaSmem, launched, params.device, stream, configured_devices);
 }
 
 }  // namespace mla
