@@ -39,6 +39,7 @@ namespace {
 
 using flash::Dtype;
 using flash::Flash_mla_params;
+using flash::mla::end_producer;
 using flash::mla::MlaConfig;
 using flash::mla::MlaConsumer;
 using flash::mla::MlaFp8Producer;
@@ -60,10 +61,11 @@ struct Case {
   bool causal;
   std::vector<int> leftpad;
   bool sinks, packed = false;
-  int missing = -1;     // the request without its first page
+  int missing = -1;     // the request without a page
   float growth = 0.0f;  // of the keys from one to the next
   int capacity = 128;   // in keys, rounded up to pages
   bool fp8 = false;
+  int missing_key = 0;  // after the first, of the page
 };
 
 struct Queries {
@@ -128,6 +130,7 @@ Expected result_of(const Flash_mla_params& params, const std::vector<bf16>& out,
   double sum = 0.0;
   for (int split = 0; split < params.splits; ++split) {
     const double part = params.partial_lse[split * results + at], weight = std::isinf(part) ? 0.0 : std::exp(part);
+    if (part == INFINITY) return {std::vector<double>(kLatent), INFINITY};
     sum += weight;
     for (int col = 0; col < kLatent; ++col)
       ours.out[col] += weight * params.partial_o[(split * results + row) * kLatent + col];
@@ -185,7 +188,7 @@ void run(const Case& c, int tile_rows, const Launch& launch) {
       const bool used = slot * c.page_size < c.lengths[i] && (slot + 1) * c.page_size > first;
       table[i * slots + slot] = used ? order[i * slots + slot] : slot % 2 ? -1 : 1 << 20;
     }
-    if (i == c.missing) table[i * slots + first / c.page_size] = pages;
+    if (i == c.missing) table[i * slots + (first + c.missing_key) / c.page_size] = pages;
   }
   const int64_t results = static_cast<int64_t>(total) * h, seqlen_q = c.packed ? total : queries[0].count;
   std::vector<bf16> out(results * kLatent, bf16{0x7fff});
@@ -218,6 +221,7 @@ void run(const Case& c, int tile_rows, const Launch& launch) {
   }
   params.softmax_scale_log2 = 1.44269504f / std::sqrt(static_cast<float>(kDim));
   const int blocks = (c.packed ? 1 : batch) * params.row_tiles * c.splits;
+  gridDim.x = blocks;
   for (blockIdx.x = 0; blockIdx.x < blocks; ++blockIdx.x) launch(params);
   std::vector<bool> in_sequence(total);
   const auto compare_row = [&](int request, int first, int token, int head, const Expected& expected) {
@@ -292,8 +296,8 @@ void run_wgmma(Case c, const Timing& timing) {
         if (warp < 4) MlaFp8Producer<Config>(params, storage, work, warp).run();
       } else {
         const bool has_boxes = launch.params.box_rows > 0;
-        if (warp < 4 && has_boxes) MlaProducer<Config>(launch, storage, work, warp).run();
-        if (warp < 4 && !has_boxes) MlaRowProducer<Config>(params, storage, work, warp).run();
+        if (warp < 4 && has_boxes) end_producer<Config>(MlaProducer<Config>(launch, storage, work, warp).run());
+        if (warp < 4 && !has_boxes) end_producer<Config>(MlaRowProducer<Config>(params, storage, work, warp).run());
       }
       if (warp / 4 == 1) MlaConsumer<Config, 0>(params, storage, work).run();
       if (warp / 4 == 2) MlaConsumer<Config, 1>(params, storage, work).run();
@@ -329,6 +333,20 @@ int main() {
   run_wgmma({{150, 320}, {1, 1}, 3, 2, 2, false, {}, false, false, 0}, random);
   run_wgmma({{257, 1, 130}, {2, 0, 1}, 3, 3, 1, true, {}, false, true}, late);
   run_wgmma({{300, 150}, {1, 1}, 3, 64, 1, false, {}, false, false, -1, 0.02f}, mixed);
+  // A page of the first, a middle or the last split, of the first half of a step, and one that the first tile of causal
+  // queries does not see.
+  for (const int key : {63, 150, 319}) {
+    run_wgmma({{320, 300}, {1, 1}, 3, 1, 3, false, {}, false, false, 0, 0.0f, 320, false, key}, late);
+    run_wgmma({{320, 300}, {1, 1}, 3, 16, 3, false, {}, false, false, 0, 0.0f, 320, false, key}, random);
+    run_wgmma<true>({{320, 300}, {1, 1}, 3, 1, 3, false, {}, false, false, 0, 0.0f, 320, true, key}, mixed);
+    run_mma_sync<16, 3>({{320, 300}, {1, 1}, 3, 1, 3, false, {}, false, false, 0, 0.0f, 320, false, key});
+  }
+  for (const int splits : {1, 7}) {
+    run_wgmma({{300, 190}, {70, 70}, 3, 1, splits, true, {5, 64}, false, false, 1, 0.0f, 320, false, 125}, mixed);
+    run_wgmma({{300, 190}, {70, 70}, 3, 16, splits, true, {}, false, false, 1, 0.0f, 320, false, 189}, early);
+    run_wgmma<true>({{300, 190}, {70, 70}, 3, 1, splits, true, {}, false, false, 0, 0.0f, 320, true, 299}, late);
+    run_mma_sync<32, 3>({{100, 90}, {40, 40}, 3, 1, splits, true, {}, false, false, 0, 0.0f, 128, false, 99});
+  }
   check::that(emulation::bank_conflicts == 0, "bank conflicts", emulation::bank_conflicts);
   return check::report();
 }

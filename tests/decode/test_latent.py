@@ -89,14 +89,17 @@ def test_all_rows_of_the_pages(device):
     assert all(torch.equal(a, b) for a, b in zip(run(problem, cache_seqlens=None), run(problem)))
 
 
+@pytest.mark.parametrize("seqlen_q", (1, 70))
+@pytest.mark.parametrize("key", (0, 1100, 1935, 1999))
 @pytest.mark.parametrize("num_splits", (1, 0))
 @pytest.mark.parametrize("page_size", (1, 16))
-def test_a_page_that_does_not_exist(device, page_size, num_splits):
-    """CUDA treats a request that needs one as inactive, NaN in its other pages or not; the CPU raises an error."""
-    case = KvCase((2000, 900), page_size=page_size, capacity=2048, layout="latent", **{**LATENT, "nheads": 20})
-    problem = make_problem(case, device)
-    problem.v_cache[problem.table[0, :3].long()] = float("nan")
-    problem.table[0, 70] = 1 << 20
+def test_a_page_that_does_not_exist(device, page_size, num_splits, key, seqlen_q):
+    """CUDA treats a request that needs one as inactive, NaN in its other pages or not; the CPU raises an error. Only
+    one split reads the page; not all of 70 queries see it."""
+    sizes = {"page_size": page_size, "capacity": 2048, **LATENT, "nheads": 20}
+    problem = make_problem(KvCase((2000, 900), seqlen_q, causal=True, layout="latent", **sizes), device)
+    problem.v_cache[problem.table[0, 1:4].long()] = float("nan")
+    problem.table[0, key // page_size] = 1 << 20
     if device == "cpu":
         with pytest.raises(RuntimeError, match="^block_table: "):
             run(problem)

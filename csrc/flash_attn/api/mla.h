@@ -271,6 +271,7 @@ inline Flash_combine_params set_params_combine(const Flash_mla_params& params, D
   combine.sinks_ptr = params.segments_q == nullptr ? nullptr : params.sinks_ptr;
   combine.segments_q = params.segments_q;
   combine.segments = params.b;
+  combine.inf_is_invalid = true;
   combine.device = params.device;
   return combine;
 }

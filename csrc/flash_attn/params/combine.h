@@ -35,6 +35,7 @@ struct Flash_combine_params {
   const float* __restrict__ sinks_ptr = nullptr;  // (middle), which no partial LSE has in it; null: none
   const int* __restrict__ segments_q = nullptr;   // (segments + 3), as of Varlen: rows of no sequence have no sink
   int segments = 0;
+  bool inf_is_invalid = false;  // +inf, but not -inf, makes the row one without keys and sink
 
   int device = 0;
 };

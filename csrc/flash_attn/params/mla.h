@@ -31,7 +31,7 @@ struct Flash_mla_params {
   const int* __restrict__ key_ranges = nullptr;   // (b, 2) of a packed batch, in place of seqlens_k and leftpad_k
   const float* __restrict__ sinks_ptr = nullptr;  // (h) or null; of split requests the combine adds them
   float* __restrict__ partial_o = nullptr;        // (splits, b, seqlen_q, h, kMlaLatentDim), normalised
-  float* __restrict__ partial_lse = nullptr;      // (splits, b, h, seqlen_q)
+  float* __restrict__ partial_lse = nullptr;      // (splits, b, h, seqlen_q); no key: -inf, an invalid request: +inf
 
   int b = 0, h = 0, seqlen_q = 0;
   int splits = 1;     // of the keys of each request

@@ -96,10 +96,10 @@ __device__ RowValue<kVectorCols<In> / 4> row_value(const uint4& vector) {
   return value;
 }
 
-// A vector of a row, and the row's LSE, from its splits.
+// A vector of a row, and the row's LSE, from its splits. is_invalid: params.inf_is_invalid, and a split has +inf.
 template <class In>
 __device__ Combined<In> combine_splits(const Flash_combine_params& params, const In* partial, const float* lse_partial,
-                                       int cols) {
+                                       int cols, bool& is_invalid) {
   __shared__ uint4 vectors[kBatch][kThreads];
   const int64_t stride = params.partial_strides[0], lse_stride = params.lse_partial_strides[0];
   Combined<In> combined;
@@ -107,9 +107,10 @@ __device__ Combined<In> combine_splits(const Flash_combine_params& params, const
     float lse[kBatch], top = -INFINITY;
     load_vectors(params, partial, left, cols, vectors);
 #pragma unroll
-    for (int i = 0; i < kBatch; ++i) lse[i] = i < left ? lse_partial[i * lse_stride] : INFINITY;
+    for (int i = 0; i < kBatch; ++i) lse[i] = i < left ? lse_partial[i * lse_stride] : -INFINITY;
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
+      is_invalid |= params.inf_is_invalid && lse[i] == INFINITY;
       lse[i] = partial_lse(lse[i]);
       top = fmaxf(top, lse[i]);
     }
@@ -172,8 +173,13 @@ __global__ void __launch_bounds__(kThreads) combine_kernel(const __grid_constant
   const int cols = params.d - col;
   wait_for_previous_kernel();
   if (!exists) return;
-  Combined<In> combined = combine_splits(params, partial, lse_partial, cols);
-  combined.add_sink(sink);
+  bool is_invalid = false;
+  Combined<In> combined = combine_splits(params, partial, lse_partial, cols, is_invalid);
+  if (is_invalid) {
+    combined = Combined<In>();
+  } else {
+    combined.add_sink(sink);
+  }
   if (col == 0) params.lse_ptr[row] = combined.lse();
   combined.normalize();
   switch (params.o_type) {

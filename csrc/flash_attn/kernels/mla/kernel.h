@@ -26,6 +26,7 @@ struct MlaTile {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 
   PageRow pages[kRowsPerThread];  // of the next load
+  bool lacks_pages = false;       // so far
   float acc_o[Config::kRowTiles][Config::kColTiles][4] = {};
   float row_max[kThreadRows];
   float row_sum[kThreadRows];  // of this warp's keys and, until the end, this thread's columns
@@ -87,8 +88,10 @@ struct MlaTile {
 #pragma unroll
       for (int i = 0; i < kRowsPerThread; ++i) {
         const PageRow at = pages[i];
+        const int row_of_step = threadIdx.x / kLoadThreads + i * kLoadRows;
+        lacks_pages |= work.lacks_page(params, step * Config::kKeys + row_of_step, step, at.page);
         const int64_t page = at.valid ? at.page : 0, row = at.valid ? at.row : 0;
-        copy_row(storage.kv[stage], threadIdx.x / kLoadThreads + i * kLoadRows,
+        copy_row(storage.kv[stage], row_of_step,
                  static_cast<const Element*>(params.latent_ptr) + page * params.latent_strides.batch +
                      row * params.latent_strides.row,
                  static_cast<const Element*>(params.rope_ptr) + page * params.rope_strides.batch +
@@ -204,7 +207,8 @@ struct MlaTile {
       load_keys(work.from + i, i);
     }
     find_pages(work.from + Config::kStages - 1);
-    const bool lacks_pages = work.lacks_pages(params, threadIdx.x, Config::kThreads);  // while the first rows arrive
+    lacks_pages |=
+        work.lacks_pages(params, work.seen, 0, threadIdx.x, Config::kThreads);  // while the first rows arrive
     int stage = 0;
 #pragma unroll 1
     for (int step = work.from; step < work.to; ++step) {

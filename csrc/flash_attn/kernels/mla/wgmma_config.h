@@ -22,6 +22,9 @@ struct MlaWgmmaConfig {
   static constexpr int kLatent = kMlaLatentDim, kDim = kMlaLatentDim + kMlaRopeDim;
   static constexpr int kConsumers = 2, kHalf = kLatent / kConsumers;  // kHalf: columns of O of a consumer
   static constexpr int kProducerWarps = 4, kThreads = 32 * kProducerWarps + 128 * kConsumers;
+  // Named barrier at the end, with whether the request is invalid or lacks pages. Pages of FP8 rows are checked by
+  // consumers: no register of the producer is left.
+  static constexpr int kEndBarrier = 4, kEndThreads = kFp8 ? 128 * kConsumers : kThreads;
   static constexpr int kLaunchRegisters = 168;  // 65536 of kThreads, a multiple of 8
   static constexpr int kProducerRegisters = kFp8 ? 88 : 56, kConsumerRegisters = kFp8 ? 208 : 224;
   static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= (1 + kConsumers) * kLaunchRegisters);

@@ -259,13 +259,21 @@ struct MlaConsumer {
     finish_values(kIndex);
   }
 
+  // Whether the request is invalid or lacks pages, but for those that producers check as they read them.
+  __device__ __forceinline__ bool is_invalid() const {
+    const int first = Config::kFp8 ? max(work.begin, work.from * Config::kKeys) : work.seen;
+    const int own_end = Config::kFp8 ? work.to * Config::kKeys : 0;
+    const int thread = threadIdx.x % 128 + kIndex * 128;
+    return work.lacks_pages(params, first, own_end, thread, kConsumerThreads) || !work.is_valid;
+  }
+
   __device__ __forceinline__ void run() {
     load_query();
-    const bool lacks_pages = work.lacks_pages(params, threadIdx.x % 128 + kIndex * 128, kConsumerThreads);
+    const bool invalid = is_invalid();
     products.clear_out();
     sm80::wait_for_copies_but(0);
     tma::fence_buffer();
-    const bool is_valid = !sm80::any_named(kBarrier, kConsumerThreads, lacks_pages) && work.is_valid;
+    sm80::sync_named(kBarrier, kConsumerThreads);
     hold_query();
     const int count = work.to - work.from;
 #pragma unroll 1
@@ -274,17 +282,18 @@ struct MlaConsumer {
       start_other_values();
       finish_values(kOther);
     }
-    finish(is_valid);
+    finish(invalid);
   }
 
-  __device__ __forceinline__ void finish(bool is_valid) {
+  __device__ __forceinline__ void finish(bool invalid) {
 #pragma unroll
     for (int i = 0; i < kThreadRows; ++i) {
       row_sum[i] += __shfl_xor_sync(0xffffffffu, row_sum[i], 1);
       row_sum[i] += __shfl_xor_sync(0xffffffffu, row_sum[i], 2);
       if (lane % 4 == 0) storage.row_sums[kIndex][row_of(i)] = row_sum[i];
     }
-    sm80::any_named(kBarrier, kConsumerThreads, false);  // after it, too, nobody reads keys any more
+    // After it, too, nobody reads keys any more.
+    const bool is_valid = !sm80::any_named(Config::kEndBarrier, Config::kEndThreads, invalid);
     Element* outs[kThreadRows];
 #pragma unroll
     for (int i = 0; i < kThreadRows; ++i) {
@@ -333,6 +342,12 @@ struct MlaConsumer {
     }
   }
 };
+
+// By each producer thread after its last copy, with whether its keys lack a page.
+template <class Config>
+__device__ __forceinline__ void end_producer(bool lacks_pages) {
+  sm80::any_named(Config::kEndBarrier, Config::kEndThreads, lacks_pages);
+}
 
 template <class Config>
 __device__ __forceinline__ void init_barriers(MlaWgmmaStorage<Config>& storage, const Flash_mla_params& params) {

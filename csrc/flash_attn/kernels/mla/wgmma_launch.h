@@ -49,9 +49,9 @@ __global__ void __launch_bounds__(plan::kMlaWgmmaThreads, 1)
     if constexpr (kFp8) {
       MlaFp8Producer<Config>(params, storage, work, warp).run();
     } else if (lands_in_groups<Config>(params)) {
-      MlaRowProducer<Config>(params, storage, work, warp).run();
+      end_producer<Config>(MlaRowProducer<Config>(params, storage, work, warp).run());
     } else {
-      MlaProducer<Config>(launch, storage, work, warp).run();
+      end_producer<Config>(MlaProducer<Config>(launch, storage, work, warp).run());
     }
   } else {
     cutlass::arch::warpgroup_reg_alloc<Config::kConsumerRegisters>();

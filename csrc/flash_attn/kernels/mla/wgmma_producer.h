@@ -37,6 +37,7 @@ struct MlaProducer {
   uint32_t exists[kStageWarps];                    // a bit for each key
   Row rows[kStageWarps];                           // of keys lane and lane + 32
   Row box;                                         // of box_key
+  bool lacks_pages = false;                        // of keys lane and lane + 32 of a step
 
   __device__ __forceinline__ MlaProducer(const MlaWgmmaLaunch& launch_, MlaWgmmaStorage<Config>& storage_,
                                          const MlaWork& work_, int warp)
@@ -57,6 +58,7 @@ struct MlaProducer {
       const PageRow at = page_row(params.paged, table, key, step < work.to && key >= work.begin && key < work.end);
       rows[i] = {at.page, at.row};
       exists[i] = __ballot_sync(0xffffffffu, at.valid);
+      lacks_pages |= work.lacks_page(params, key, step, at.page);
     }
     const auto of_key = [this](int first, int second) {
       const int low = __shfl_sync(0xffffffffu, first, box_key % 32);
@@ -113,7 +115,8 @@ struct MlaProducer {
     arrive_landed(storage, stage, 1 - stage);
   }
 
-  __device__ __forceinline__ void run() {
+  // Returns whether keys of this thread lack a page.
+  __device__ __forceinline__ bool run() {
     const int count = work.to - work.from;
     find_keys(work.from + stage);
 #pragma unroll 1
@@ -133,6 +136,7 @@ struct MlaProducer {
       if (!in_boxes) finish_copies();
       find_keys(work.from + i + Config::kStages);
     }
+    return lacks_pages;
   }
 };
 

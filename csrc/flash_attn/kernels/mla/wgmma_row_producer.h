@@ -111,18 +111,22 @@ struct MlaRowProducer {
     }
   }
 
-  __device__ __forceinline__ void run() {
+  // Returns whether keys of this thread lack a page.
+  __device__ __forceinline__ bool run() {
+    bool lacks_pages = false;
     int page = work.find_page(params, key_of(work.from), work.from);
 #pragma unroll 1
     for (int step = work.from; step < work.to; ++step) {
       const int i = step - work.from, stage = i % Config::kStages;
       const uint32_t free = (i / Config::kStages & 1) ^ 1;
+      lacks_pages |= work.lacks_page(params, key_of(step), step, page);
       set_keys(step, page);
       page = work.find_page(params, key_of(step + 1), step + 1);
       load_half<true>(stage, free);
       load_half<false>(stage, free);
     }
     sm80::wait_for_copies_but(0);  // no thread exits with copies in flight
+    return lacks_pages;
   }
 };
 

@@ -17,20 +17,23 @@ struct MlaWork {
   int matrix = 0, first_token = 0;  // of q, o and the LSE, where the request's tokens are
   int tokens, first_row, rows;      // rows of the request: tokens x heads
   int begin = 0, end = 0;           // keys of the request
+  int seen;                         // keys before this one are visible to some row of the tile
   int from, to;                     // steps of the split
   bool is_valid;
 
   // All lanes of a warp together.
   __device__ __forceinline__ MlaWork(const Flash_mla_params& params, int tile_rows, int step_keys) {
-    const int tile = blockIdx.x / params.splits;
-    split = blockIdx.x - tile * params.splits;
+    // Causal queries see the more keys the later they are: the longest tiles first, so that short ones end the grid.
+    const int block = static_cast<int>(params.is_causal ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
+    const int tile = block / params.splits;
+    split = block - tile * params.splits;
     if (params.segments_q != nullptr) {
       set_packed(params, tile, tile_rows);
     } else {
       set_dense(params, tile, tile_rows);
     }
     const int last_row = min(first_row + tile_rows, rows) - 1;
-    const int seen = is_valid && last_row >= first_row ? max(key_end(params, last_row), begin) : begin;
+    seen = is_valid && last_row >= first_row ? max(key_end(params, last_row), begin) : begin;
     const int first_step = begin / step_keys;
     const int steps = seen == begin ? 0 : (seen + step_keys - 1) / step_keys - first_step;
     const int split_steps = (steps + params.splits - 1) / params.splits;
@@ -82,15 +85,24 @@ struct MlaWork {
     return page_row(params.paged, table(params), key, step < to && key >= begin && key < end).page;
   }
 
-  // Whether the block_table lacks one of the pages `thread`, thread + threads, ... that the request needs.
-  __device__ __forceinline__ bool lacks_pages(const Flash_mla_params& params, int thread, int threads) const {
-    if (params.segments_q != nullptr) return false;
+  // Whether `page`, which find_page() returned, is none that exists although the request needs it.
+  __device__ __forceinline__ bool lacks_page(const Flash_mla_params& params, int key, int step, int page) const {
+    const bool exists = static_cast<unsigned>(page) < static_cast<unsigned>(params.paged.num_pages);
+    return params.segments_q == nullptr && !exists && step < to && key >= begin && key < end;
+  }
+
+  // Whether the block_table lacks one of the pages `thread`, thread + threads, ... of keys from `first` on that this
+  // split answers for: those before `own_end`, and the last split for all that causal queries of other tiles see.
+  __device__ __forceinline__ bool lacks_pages(const Flash_mla_params& params, int first, int own_end, int thread,
+                                              int threads) const {
+    const int checked = split + 1 < params.splits ? min(own_end, end) : end;
+    if (params.segments_q != nullptr || checked <= first) return false;
     const int* const pages = table(params);
     constexpr int kReads = 8;  // in flight; beyond the end the last one again
     unsigned largest = 0;
-    const int last = end > begin ? params.paged.page_size.divide(end - 1) : -1;
+    const int last = params.paged.page_size.divide(checked - 1);
 #pragma unroll 1
-    for (int slot = params.paged.page_size.divide(begin) + thread; slot <= last; slot += kReads * threads) {
+    for (int slot = params.paged.page_size.divide(first) + thread; slot <= last; slot += kReads * threads) {
 #pragma unroll
       for (int i = 0; i < kReads; ++i) {
         largest = max(largest, static_cast<unsigned>(pages[min(slot + i * threads, last)]));
@@ -126,7 +138,11 @@ struct MlaRowEnd {
     const int at_token = work.first_token + token;
     const int64_t at = (static_cast<int64_t>(work.matrix) * params.h + head) * params.seqlen_q + at_token;
     const int64_t matrices = params.segments_q == nullptr ? params.b : 1, rows = matrices * params.h * params.seqlen_q;
-    if (writes_lse) (is_split ? params.partial_lse + work.split * rows : params.softmax_lse_ptr)[at] = end.lse();
+    if (writes_lse) {
+      const float lse = end.lse();
+      const bool is_empty = is_split && lse == INFINITY && !stats.invalid();  // ptxas spills for !has_keys
+      (is_split ? params.partial_lse + work.split * rows : params.softmax_lse_ptr)[at] = is_empty ? -INFINITY : lse;
+    }
     if (is_split) {
       const int64_t slot =
           work.split * rows + (static_cast<int64_t>(work.matrix) * params.seqlen_q + at_token) * params.h;

@@ -36,8 +36,11 @@ inline void sync_named(int id, int threads) {
   const int phase = emulation::arrive_named(id, threads);
   emulation::wait_until([&] { return emulation::named_barriers[id].phase != phase; });
 }
-// Of both consumers.
-inline bool any_named(int, int, bool value) { return emulation::any_of(emulation::kConsumers, value); }
+// Of both consumers, or of all threads.
+inline bool any_named(int, int threads, bool value) {
+  const bool of_all = threads == static_cast<int>(emulation::fibers.size());
+  return emulation::any_of(of_all ? emulation::kBlock : emulation::kConsumers, value);
+}
 inline void commit_copies() { ::commit_copies(); }
 inline void wait_for_copies_but(int newest) {
   newest == 0 ? ::wait_for_copies_but<0>() : newest == 1 ? ::wait_for_copies_but<1>() : ::wait_for_copies_but<2>();
