@@ -45,6 +45,7 @@ struct BwdPlan {
   bool small_tile = false;           // of kSmallBwdTiles
   bool dq_in_smem = false;           // CTAs take whole heads and accumulate dQ in shared memory, not in global
   bool dq_pass = false;              // a separate kernel computes dQ, which is not accumulated
+  bool long_rows = false;            // the tile is sm90_long_bwd_tile()
   bool deterministic = false;
   bool may_store_ds = false;  // the kernel that computes dQ, for gradients of biases as data
   BwdStage stage = BwdStage::kAll;
@@ -184,12 +185,14 @@ inline BwdPlan plan_bwd_wgmma(const BwdProblem& problem, const Device& device) {
   plan.family = Family::kWgmma;
   plan.variant = wgmma_bwd_variant(problem);
   const bool dq_in_smem = prefers_dq_in_smem(problem, device);
-  const Sm90BwdTile tile = dq_in_smem                   ? kSm90SharedDqTile
-                           : problem.has_mask()         ? listed_tile(problem)
-                           : prefers_dq_pass(problem)   ? kSm90TwoPassTile
-                           : prefers_tall_tile(problem) ? kSm90TallBwdTile
-                                                        : sm90_bwd_tile(problem.head_dim, problem.head_dim_v,
-                                                                        plan.variant == BwdVariant::kGeneral);
+  const bool dq_pass = !dq_in_smem && prefers_dq_pass(problem);
+  plan.long_rows = !dq_in_smem && !dq_pass && prefers_long_tile(problem);
+  const Sm90BwdTile tile = dq_in_smem           ? kSm90SharedDqTile
+                           : problem.has_mask() ? listed_tile(problem)
+                           : dq_pass            ? kSm90TwoPassTile
+                           : plan.long_rows     ? sm90_long_bwd_tile(problem.max_head_dim())
+                                                : sm90_bwd_tile(problem.head_dim, problem.head_dim_v,
+                                                                plan.variant == BwdVariant::kGeneral);
   const bool has_random_bits = may_drop(plan.variant, tile);
   plan.head_dim = tile.head_dim;
   plan.head_dim_v = tile.value_dim();
