@@ -198,7 +198,7 @@ void check_tall_tile() {
     return plan_of(changed(problem, change), kH100).block_m;
   };
   const auto same = [](BwdProblem&) {};
-  const int64_t rows = flash::plan::kTallRows;
+  const int64_t rows = flash::plan::kLongRows;
   for (int head_dim : {40, 64}) {
     check::that(block_m(rows, head_dim, same) == 128 && block_m(rows - 1, head_dim, same) == 64, "rows", head_dim);
   }
@@ -230,7 +230,8 @@ void check_one_k_tile() {
   const auto same = [](BwdProblem&) {};
   const int64_t rows = flash::plan::kOneKRows;
   check::that(is_long(rows, same) && !is_long(rows - 1, same), "rows");
-  check::that(is_long(rows, [](BwdProblem& problem) { problem.window = kCausal; }), "causal");
+  const auto causal = [](BwdProblem& problem) { problem.window = kCausal; };
+  check::that(is_long(flash::plan::kLongRows, causal) && !is_long(flash::plan::kLongRows - 1, causal), "causal");
   check::that(is_long(rows, [](BwdProblem& problem) { problem.batch_invariant = true; }), "batch-invariant");
   check::that(is_long(rows, [](BwdProblem& problem) { problem.stage = flash::plan::BwdStage::kAdd; }), "stage");
   check::that(!is_long(rows, [](BwdProblem& problem) { problem.window.left = 1024; }), "window");

@@ -45,9 +45,9 @@ struct BwdPlan {
   bool small_tile = false;           // of kSmallBwdTiles
   bool dq_in_smem = false;           // CTAs take whole heads and accumulate dQ in shared memory, not in global
   bool dq_pass = false;              // a separate kernel computes dQ, which is not accumulated
-  bool long_rows = false;            // the tile is sm90_long_bwd_tile()
   bool deterministic = false;
   bool may_store_ds = false;  // the kernel that computes dQ, for gradients of biases as data
+  bool long_rows = false;     // the tile is sm90_long_bwd_tile()
   BwdStage stage = BwdStage::kAll;
 
   int block_m = 0, block_n = 0;  // rows of a step, keys of a CTA
