@@ -72,7 +72,8 @@ std::vector<Row> table() {
        true},
       {"d 64, dropout, sums", changed(long_64, dropout_sums), kH100, kWgmma, V::kGeneral, 64, 128, 3, 512, 218112, 132,
        true},
-      {"d 96", dense(2, 8192, 16, 96), kH100, kWgmma, V::kPlain, 128, 128, 2, 384, 231424, 132, true},
+      {"d 96", dense(2, 1024, 16, 96), kH100, kWgmma, V::kPlain, 128, 128, 2, 384, 231424, 132, true},
+      {"d 96, many rows", dense(2, 8192, 16, 96), kH100, kWgmma, V::kPlain, 128, 128, 2, 384, 198656, 132, true},
       {"d 128, softcap", changed(long_128, modified), kH100, kWgmma, V::kGeneral, 128, 128, 2, 384, 200704, 132, true},
       {"d 192, V of 128", changed(long_128, wide), kH100, kWgmma, V::kPlain, 192, 128, 2, 384, 198656, 132, true},
       {"d 192, V of 128, sums", changed(changed(long_128, wide), sums), kH100, kWgmma, V::kAccumulate, 192, 128, 2, 384,
@@ -197,7 +198,7 @@ void check_tall_tile() {
     return plan_of(changed(problem, change), kH100).block_m;
   };
   const auto same = [](BwdProblem&) {};
-  const int64_t rows = flash::plan::kTallRows;
+  const int64_t rows = flash::plan::kLongRows;
   for (int head_dim : {40, 64}) {
     check::that(block_m(rows, head_dim, same) == 128 && block_m(rows - 1, head_dim, same) == 64, "rows", head_dim);
   }
@@ -219,6 +220,27 @@ void check_tall_tile() {
   check::that(plan.stages == 2 && plan.threads == 384 && plan.smem_bytes == 232448, "kernel", plan.smem_bytes);
   check::that(plan.dq_tiles == 2 * 32 * 64 && plan.dq_tile_floats == 128 * 64 && plan.dq_smem_bytes == 2 * 128 * 64,
               "tiles of dQ", plan.dq_tiles, plan.dq_tile_floats);
+}
+
+// At head dim 128 one buffer of K where rows are many, whatever else the call is.
+void check_one_k_tile() {
+  const auto is_long = [](int64_t rows, const auto& change) {
+    return plan_of(changed(dense(2, rows, 16, 128), change), kH100).long_rows;
+  };
+  const auto same = [](BwdProblem&) {};
+  const int64_t rows = flash::plan::kOneKRows;
+  check::that(is_long(rows, same) && !is_long(rows - 1, same), "rows");
+  const auto causal = [](BwdProblem& problem) { problem.window = kCausal; };
+  check::that(is_long(flash::plan::kLongRows, causal) && !is_long(flash::plan::kLongRows - 1, causal), "causal");
+  check::that(is_long(rows, [](BwdProblem& problem) { problem.batch_invariant = true; }), "batch-invariant");
+  check::that(is_long(rows, [](BwdProblem& problem) { problem.stage = flash::plan::BwdStage::kAdd; }), "stage");
+  check::that(!is_long(rows, [](BwdProblem& problem) { problem.window.left = 1024; }), "window");
+  check::that(!is_long(rows, [](BwdProblem& problem) { problem.is_varlen = true; }), "packed: the mean");
+  check::that(!is_long(rows, [](BwdProblem& problem) { problem.has_dropout = true; }), "dropout");
+  check::that(!is_long(rows, [](BwdProblem& problem) { problem.accumulates_dkv = true; }), "sums");
+  check::that(!is_long(rows, [](BwdProblem& problem) { problem.head_dim = problem.head_dim_v = 192; }), "wider heads");
+  const BwdPlan one = plan_of(dense(2, rows, 16, 128), kH100), two = plan_of(dense(2, rows - 1, 16, 128), kH100);
+  check::that(two.smem_bytes - one.smem_bytes >= 2 * 128 * 128, "K", one.smem_bytes, two.smem_bytes);
 }
 
 // At head dim 128 a separate pass where sequences are short, in calls whose bits may depend on that.
@@ -429,6 +451,7 @@ int main() {
   check_stages();
   check_dq_pass();
   check_tall_tile();
+  check_one_k_tile();
   check_two_passes();
   check_other_families();
   check_limit();

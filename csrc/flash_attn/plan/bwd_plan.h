@@ -47,6 +47,7 @@ struct BwdPlan {
   bool dq_pass = false;              // a separate kernel computes dQ, which is not accumulated
   bool deterministic = false;
   bool may_store_ds = false;  // the kernel that computes dQ, for gradients of biases as data
+  bool long_rows = false;     // the tile is sm90_long_bwd_tile()
   BwdStage stage = BwdStage::kAll;
 
   int block_m = 0, block_n = 0;  // rows of a step, keys of a CTA
@@ -184,12 +185,14 @@ inline BwdPlan plan_bwd_wgmma(const BwdProblem& problem, const Device& device) {
   plan.family = Family::kWgmma;
   plan.variant = wgmma_bwd_variant(problem);
   const bool dq_in_smem = prefers_dq_in_smem(problem, device);
-  const Sm90BwdTile tile = dq_in_smem                   ? kSm90SharedDqTile
-                           : problem.has_mask()         ? listed_tile(problem)
-                           : prefers_dq_pass(problem)   ? kSm90TwoPassTile
-                           : prefers_tall_tile(problem) ? kSm90TallBwdTile
-                                                        : sm90_bwd_tile(problem.head_dim, problem.head_dim_v,
-                                                                        plan.variant == BwdVariant::kGeneral);
+  const bool dq_pass = !dq_in_smem && prefers_dq_pass(problem);
+  plan.long_rows = !dq_in_smem && !dq_pass && prefers_long_tile(problem);
+  const Sm90BwdTile tile = dq_in_smem           ? kSm90SharedDqTile
+                           : problem.has_mask() ? listed_tile(problem)
+                           : dq_pass            ? kSm90TwoPassTile
+                           : plan.long_rows     ? sm90_long_bwd_tile(problem.max_head_dim())
+                                                : sm90_bwd_tile(problem.head_dim, problem.head_dim_v,
+                                                                plan.variant == BwdVariant::kGeneral);
   const bool has_random_bits = may_drop(plan.variant, tile);
   plan.head_dim = tile.head_dim;
   plan.head_dim_v = tile.value_dim();

@@ -98,15 +98,23 @@ constexpr bool prefers_dq_pass(const BwdProblem& problem) {
   return m_blocks >= kTwoPassMBlocks && keys <= longest;
 }
 
-// kSm90TallBwdTile: with a causal mask and many rows, packed ones by their mean length. H200, of the tile of 64 rows:
-// causal 1024 0.97, 2048 1.005, 4096 1.024, 8192 1.063, 16384 1.052; without a mask 0.95 to 1.0, with a window 0.97.
-constexpr int kTallRows = 4096;
+// sm90_long_bwd_tile(): of many rows, packed ones by their mean length. H200, relative to the other tile.
+// kSm90TallBwdTile: causal 1024 0.97, 2048 1.005, 4096 1.024, 8192 1.063, 16384 1.052; without a mask 0.95 to 1.0, with a
+// window 0.97. kSm90OneKBwdTile: full 2048 1.005, 4096 1.016, 8192 to 32768 1.021 to 1.025, causal 2048 0.993, 16384
+// 1.023: a step is shorter, the way from one work tile to the next is longer.
+constexpr int kLongRows = 4096;
+constexpr int kOneKRows = 2048;
 
-constexpr bool prefers_tall_tile(const BwdProblem& problem) {
-  if (!may_leave_one_pass(problem) || problem.max_head_dim() > kSm90TallBwdTile.head_dim) return false;
-  const bool is_causal = problem.window.may_mask_right() && !problem.window.may_mask_left();
+constexpr bool prefers_long_tile(const BwdProblem& problem) {
   const int64_t sequences = problem.is_varlen && problem.batch > 0 ? problem.batch : 1;
-  return is_causal && problem.seqlen_q / sequences >= kTallRows;
+  const int64_t rows = problem.seqlen_q / sequences;
+  const bool is_causal = problem.window.may_mask_right();
+  if (problem.window.may_mask_left() || problem.max_head_dim() > kSm90OneKBwdTile.head_dim) return false;
+  if (problem.max_head_dim() <= kSm90TallBwdTile.head_dim) {
+    return may_leave_one_pass(problem) && is_causal && rows >= kLongRows;
+  }
+  return problem.is_plain() && !problem.has_mask() && !problem.accumulates_dkv &&
+         rows >= (is_causal ? kLongRows : kOneKRows);
 }
 
 // n_blocks of a head that run at a time: they read the same rows, and in deterministic mode each adds to a tile of dQ

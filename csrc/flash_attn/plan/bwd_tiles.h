@@ -71,6 +71,7 @@ struct Sm90BwdTile {
   int stages;            // of Q and of dO
   int head_dim_v = 0;    // of V and O; 0: head_dim
   bool dq_pass = false;  // has_dq_pass() though dK and dV leave registers for dQ
+  bool one_k = false;    // not has_early_k() though shared memory has room
 
   constexpr int value_dim() const { return head_dim_v > 0 ? head_dim_v : head_dim; }
 };
@@ -119,8 +120,12 @@ constexpr Sm90BwdTile kSm90BwdTiles[kNumSm90BwdTiles] = {
 // Short dense batches of this head dim: a CTA sums dQ of whole heads in shared memory (prefers_dq_in_smem()).
 constexpr Sm90BwdTile kSm90SharedDqTile = {64, 64, 128, 2};
 constexpr int kSharedDqRows = 512;
-// Long sequences of this head dim: half as many steps (prefers_tall_tile()).
+// Long sequences (prefers_long_tile()): at head dim 64 half as many steps, at 128 one buffer of K.
 constexpr Sm90BwdTile kSm90TallBwdTile = {64, 128, 128, 2};
+constexpr Sm90BwdTile kSm90OneKBwdTile = {128, 64, 128, 2, 0, false, true};
+constexpr Sm90BwdTile sm90_long_bwd_tile(int head_dim) {
+  return head_dim <= kSm90TallBwdTile.head_dim ? kSm90TallBwdTile : kSm90OneKBwdTile;
+}
 // Short sequences of this head dim: dQ in a separate kernel (prefers_dq_pass()).
 constexpr Sm90BwdTile kSm90TwoPassTile = {128, 64, 128, 4, 128, true};
 // With dropout or score modifiers, dK and dV of 64 keys in one consumer take too many registers.

@@ -136,7 +136,7 @@ constexpr bool sm90_biased_bwd_may_drop(const Sm90BwdTile& tile) { return tile.h
 
 // Whether shared memory has room for a second K: the next one lands early, and dK is staged where the last one was.
 constexpr bool has_early_k(const Sm90BwdTile& tile, bool may_drop, bool by_list) {
-  return tile.head_dim > 64 && !may_drop && !by_list;
+  return tile.head_dim > 64 && !tile.one_k && !may_drop && !by_list;
 }
 
 // sizeof(sm90::BwdStorage).

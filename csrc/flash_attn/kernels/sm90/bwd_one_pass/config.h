@@ -26,10 +26,11 @@ struct BwdOnePassConfig {
   static constexpr bool kIsGeneral = kVariant_ == BwdVariant::kGeneral;  // P is made after dP
   static constexpr bool kMayAccumulate = kVariant_ != BwdVariant::kPlain && !kListed;
   static constexpr bool kDqInSmem = kDqLocation == DqLocation::kShared;
-  static constexpr bool kIsTall = kDqLocation == DqLocation::kGlobalTall;
   static constexpr plan::Sm90BwdTile kTile = kDqInSmem ? plan::kSm90SharedDqTile
-                                             : kIsTall ? plan::kSm90TallBwdTile
-                                                       : plan::sm90_bwd_tile(kHeadDim_, kHeadDim_);
+                                             : kDqLocation == DqLocation::kGlobalLong
+                                                 ? plan::sm90_long_bwd_tile(kHeadDim_)
+                                                 : plan::sm90_bwd_tile(kHeadDim_, kHeadDim_);
+  static constexpr bool kIsTall = kTile.block_m == plan::kSm90TallBwdTile.block_m;
   static constexpr bool kMayDrop =
       kIsGeneral || (kBiased ? plan::sm90_biased_bwd_may_drop(kTile) : kListed && !kListedPlain);
   // A dedicated warpgroup computes dQ from the dS of both consumers, so that neither consumer waits for the other's dS.

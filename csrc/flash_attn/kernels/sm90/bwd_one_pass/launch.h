@@ -114,7 +114,9 @@ cudaError_t run_flash_bwd(const Flash_bwd_mask_params& params, const plan::BwdPl
   } else {
     if (plan.runs(plan::BwdStage::kAdd)) status = launch_kernel<Config>(flash_bwd_kernel<Config>, launch, plan, stream);
     if (status != cudaSuccess || !plan.runs(plan::BwdStage::kEnd)) return status;
-    using Plain = BwdOnePassConfig<kDtype, kHeadDim, BwdVariant::kPlain, kDqLocation>;
+    constexpr bool kIsTall = kDqLocation == DqLocation::kGlobalLong && kHeadDim == plan::kSm90TallBwdTile.head_dim;
+    constexpr DqLocation kDqTiles = kIsTall ? kDqLocation : DqLocation::kGlobal;
+    using Plain = BwdOnePassConfig<kDtype, kHeadDim, BwdVariant::kPlain, kDqTiles>;
     return run_flash_bwd_convert_dq<Plain>(params, plan, stream);
   }
 }
@@ -126,10 +128,8 @@ cudaError_t run_mha_bwd_one_pass(const Flash_bwd_mask_params& params, const plan
       return run_flash_bwd<kDtype, kHeadDim, BwdVariant::kPlain, DqLocation::kShared>(params, plan, stream);
     }
   }
-  if constexpr (kHeadDim == plan::kSm90TallBwdTile.head_dim) {
-    if (plan.block_m == plan::kSm90TallBwdTile.block_m) {
-      return run_flash_bwd<kDtype, kHeadDim, BwdVariant::kPlain, DqLocation::kGlobalTall>(params, plan, stream);
-    }
+  if (plan.long_rows) {
+    return run_flash_bwd<kDtype, kHeadDim, BwdVariant::kPlain, DqLocation::kGlobalLong>(params, plan, stream);
   }
   const auto run = [&](auto variant) {
     return run_flash_bwd<kDtype, kHeadDim, decltype(variant)::value, DqLocation::kGlobal>(params, plan, stream);
