@@ -187,12 +187,12 @@ inline BwdPlan plan_bwd_wgmma(const BwdProblem& problem, const Device& device) {
   const bool dq_in_smem = prefers_dq_in_smem(problem, device);
   const bool dq_pass = !dq_in_smem && prefers_dq_pass(problem);
   plan.long_rows = !dq_in_smem && !dq_pass && prefers_long_tile(problem);
-  const Sm90BwdTile tile = dq_in_smem           ? kSm90SharedDqTile
-                           : problem.has_mask() ? listed_tile(problem)
-                           : dq_pass            ? kSm90TwoPassTile
-                           : plan.long_rows     ? sm90_long_bwd_tile(problem.max_head_dim())
-                                                : sm90_bwd_tile(problem.head_dim, problem.head_dim_v,
-                                                                plan.variant == BwdVariant::kGeneral);
+  const Sm90BwdTile tile =
+      dq_in_smem           ? kSm90SharedDqTile
+      : problem.has_mask() ? listed_tile(problem)
+      : dq_pass            ? kSm90TwoPassTile
+      : plan.long_rows     ? sm90_long_bwd_tile(problem.max_head_dim())
+                           : sm90_bwd_tile(problem.head_dim, problem.head_dim_v, plan.variant == BwdVariant::kGeneral);
   const bool has_random_bits = may_drop(plan.variant, tile);
   plan.head_dim = tile.head_dim;
   plan.head_dim_v = tile.value_dim();

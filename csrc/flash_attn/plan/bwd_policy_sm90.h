@@ -99,8 +99,8 @@ constexpr bool prefers_dq_pass(const BwdProblem& problem) {
 }
 
 // sm90_long_bwd_tile(): of many rows, packed ones by their mean length. H200, relative to the other tile.
-// kSm90TallBwdTile: causal 1024 0.97, 2048 1.005, 4096 1.024, 8192 1.063, 16384 1.052; without a mask 0.95 to 1.0, with a
-// window 0.97. kSm90OneKBwdTile: full 2048 1.005, 4096 1.016, 8192 to 32768 1.021 to 1.025, causal 2048 0.993, 16384
+// kSm90TallBwdTile: causal 1024 0.97, 2048 1.005, 4096 1.024, 8192 1.063, 16384 1.052; without a mask 0.95 to 1.0, with
+// a window 0.97. kSm90OneKBwdTile: full 2048 1.005, 4096 1.016, 8192 to 32768 1.021 to 1.025, causal 2048 0.993, 16384
 // 1.023: a step is shorter, the way from one work tile to the next is longer.
 constexpr int kLongRows = 4096;
 constexpr int kOneKRows = 2048;

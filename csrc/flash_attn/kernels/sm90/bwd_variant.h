@@ -14,7 +14,8 @@ namespace sm90 {
 enum class BwdVariant { kPlain, kGeneral, kAccumulate, kListed, kBiased, kListedPlain };
 
 // Where dQ is accumulated. kGlobal: in fp32 tiles in global memory, into which every n_block reduces. kGlobalLong: the
-// same with plan::sm90_long_bwd_tile(). kShared: in shared memory, by a thread block that computes all n_blocks of a head.
+// same with plan::sm90_long_bwd_tile(). kShared: in shared memory, by a thread block that computes all n_blocks of a
+// head.
 enum class DqLocation { kGlobal, kGlobalLong, kShared };
 
 }  // namespace sm90
