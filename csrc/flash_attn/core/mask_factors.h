@@ -150,8 +150,7 @@ struct MaskFactors {
     }
     if (bits != nullptr && block != MappedBlock::kWhole) word = bits_word(row, key);
     if (query_ranges != nullptr) {
-      const Intervals keys = keys_of(row);
-      word &= interval_word(keys.begin[0], keys.end[0], key) | interval_word(keys.begin[1], keys.end[1], key);
+      word &= word_of(keys_of(row), key);
     }
     return word;
   }
@@ -163,6 +162,12 @@ struct MaskFactors {
     if (low >= kMaskWordKeys || high <= low) return 0u;
     const uint32_t below_high = high >= kMaskWordKeys ? ~0u : (1u << high) - 1u;
     return below_high & (~0u << low);
+  }
+
+  // Of those in either interval.
+  FLASH_HOST_DEVICE static constexpr uint32_t word_of(const Intervals& intervals, int first) {
+    return interval_word(intervals.begin[0], intervals.end[0], first) |
+           interval_word(intervals.begin[1], intervals.end[1], first);
   }
 
   FLASH_HOST_DEVICE bool sees(int row, int key) const {

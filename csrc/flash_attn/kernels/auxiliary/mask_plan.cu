@@ -4,6 +4,7 @@
 
 #include "core/block_class.h"
 #include "kernels/common/launch.h"
+#include "kernels/common/pdl.h"
 #include "kernels/common/seen_bits.h"
 #include "kernels/common/sequence.h"
 #include "kernels/common/transpose_bits.h"
@@ -66,6 +67,7 @@ __device__ __forceinline__ IntervalBounds warp_bounds(IntervalBounds bounds) {
 __global__ void __launch_bounds__(kThreads) mask_bounds_kernel(const __grid_constant__ MaskPlanParams params) {
   const Flash_fwd_params& call = params.call;
   const SeenBits& seen = params.mask.seen;
+  allow_next_kernel();
   const int lane = threadIdx.x % 32, strips = seen.row_strips + seen.key_strips;
   const int64_t warps = static_cast<int64_t>(gridDim.x) * kWarps,
                 count = static_cast<int64_t>(params.matrices) * strips;
@@ -100,23 +102,32 @@ __device__ Found find_together(const MaskFactors& factors, const Visibility& win
     const int key = at.key_begin + 32 * i + lane;
     if (factors.key_hidden != nullptr && key < at.key_end) hidden[i] = factors.hidden_rows_of(key);
   }
+  Intervals keys[kStripWords];  // of both rows, read before either is looked at
+  if (factors.query_ranges != nullptr) {
+    for (int i = 0; i < kStripWords; ++i) keys[i] = factors.keys_of(min(at.row_begin + 32 * i + lane, at.row_end - 1));
+  }
+  MaskFactors others = factors;
+  others.query_ranges = nullptr;
   Found found;
-  for (int first = at.row_begin; first < at.row_end; first += 32) {
-    const int row = first + lane;
+#pragma unroll
+  for (int half = 0; half < kMaskStrip / 32; ++half) {
+    const int first = at.row_begin + 32 * half, row = first + lane;
+    if (first >= at.row_end) break;
     const bool valid = row < at.row_end;
     uint32_t words[kStripWords] = {};
-    if (valid) words_of_row(factors, window, at, row, words);
+    if (valid) words_of_row(others, window, at, row, words);
     uint32_t some = 0u;
     for (int i = 0; i < kStripWords; ++i) {
+      if (factors.query_ranges != nullptr)
+        words[i] &= MaskFactors::word_of(keys[half], at.key_begin + kMaskWordKeys * i);
       if (factors.key_hidden != nullptr) {
-        words[i] &= ~transpose_bits(MaskFactors::interval_word(hidden[i].begin[0], hidden[i].end[0], first) |
-                                    MaskFactors::interval_word(hidden[i].begin[1], hidden[i].end[1], first));
+        words[i] &= ~transpose_bits(MaskFactors::word_of(hidden[i], first));
       }
       found.any[i] |= __reduce_or_sync(0xffffffffu, words[i]);
       found.all[i] &= __reduce_and_sync(0xffffffffu, valid ? words[i] : ~0u);
       some |= words[i];
     }
-    found.rows[(first - at.row_begin) / 32] = __ballot_sync(0xffffffffu, some != 0u);
+    found.rows[half] = __ballot_sync(0xffffffffu, some != 0u);
   }
   return found;
 }
@@ -155,48 +166,49 @@ struct Classifier {
   }
 
   // marks_tile: also the rows or keys of the work tile, in strips of which all lanes of a warp have the same.
-  __device__ void mark_seen(const Rectangle& at, const Found& found, bool marks_tile = true) const {
+  __device__ void mark_seen(const Rectangle& at, const Found& found, bool marks_tile) const {
     const SeenBits& seen = params.mask.seen;
+    const bool marks_rows = marks_tile || params.of_keys, marks_keys = marks_tile || !params.of_keys;
+    uint32_t* const rows = seen.rows + row_strip(at) * kStripWords;
+    uint32_t* const keys = seen.keys + key_strip(at) * kStripWords;
+    // Bits are only ever added, so an old value saves atomics and loses nothing. All are read before any is looked at.
+    uint32_t old_rows[kStripWords], old_keys[kStripWords];
     for (int i = 0; i < kStripWords; ++i) {
-      if (marks_tile || params.of_keys) add_bits(seen.rows + row_strip(at) * kStripWords + i, found.rows[i]);
-      if (marks_tile || !params.of_keys) add_bits(seen.keys + key_strip(at) * kStripWords + i, found.any[i]);
+      old_rows[i] = marks_rows ? static_cast<const volatile uint32_t*>(rows)[i] : ~0u;
+      old_keys[i] = marks_keys ? static_cast<const volatile uint32_t*>(keys)[i] : ~0u;
     }
-  }
-
-  // Bits are only ever added, so an old value saves atomics and loses nothing.
-  __device__ static void add_bits(uint32_t* word, uint32_t bits) {
-    if ((bits & ~*static_cast<const volatile uint32_t*>(word)) != 0u) atomicOr(word, bits);
+    for (int i = 0; i < kStripWords; ++i) {
+      if ((found.rows[i] & ~old_rows[i]) != 0u) atomicOr(rows + i, found.rows[i]);
+      if ((found.any[i] & ~old_keys[i]) != 0u) atomicOr(keys + i, found.any[i]);
+    }
   }
 
   // By all lanes of a warp, each for its own rectangle. Those whose scores have to be read: by all lanes together, one
   // after the other, or each alone where there are many of them: lanes next to each other read neighbouring words.
   __device__ BlockClass operator()(const Rectangle& at) const {
     constexpr int kMostTogether = 8;
-    BlockClass result = at.empty() ? BlockClass::kHidden : by_bounds(at);
+    const BlockClass bounded = at.empty() ? BlockClass::kHidden : by_bounds(at);
     const int lane = threadIdx.x % 32;
-    const uint32_t whole = __ballot_sync(0xffffffffu, result == BlockClass::kWhole);
-    if (result == BlockClass::kWhole) mark_seen(at, Found::whole(at), lane == __ffs(whole) - 1);
-    const uint32_t partial = __ballot_sync(0xffffffffu, result == BlockClass::kPartial);
+    const uint32_t whole = __ballot_sync(0xffffffffu, bounded == BlockClass::kWhole);
+    const uint32_t partial = __ballot_sync(0xffffffffu, bounded == BlockClass::kPartial);
+    Found found = Found::whole(at);
     if (sequence.factors.key_hidden == nullptr && __popc(partial) > kMostTogether) {
-      if (result != BlockClass::kPartial) return result;
-      const Found found = find_alone(sequence.factors, window, at);
-      mark_seen(at, found);
-      return found.class_of(at);
-    }
-    for (uint32_t left = partial; left != 0u; left &= left - 1) {
-      const int source = __ffs(left) - 1;
-      Rectangle common;
-      common.row_begin = __shfl_sync(0xffffffffu, at.row_begin, source);
-      common.row_end = __shfl_sync(0xffffffffu, at.row_end, source);
-      common.key_begin = __shfl_sync(0xffffffffu, at.key_begin, source);
-      common.key_end = __shfl_sync(0xffffffffu, at.key_end, source);
-      const Found found = find_together(sequence.factors, window, common);
-      if (lane == source) {
-        mark_seen(common, found);
-        result = found.class_of(common);
+      if (bounded == BlockClass::kPartial) found = find_alone(sequence.factors, window, at);
+    } else {
+      for (uint32_t left = partial; left != 0u; left &= left - 1) {
+        const int source = __ffs(left) - 1;
+        Rectangle common;
+        common.row_begin = __shfl_sync(0xffffffffu, at.row_begin, source);
+        common.row_end = __shfl_sync(0xffffffffu, at.row_end, source);
+        common.key_begin = __shfl_sync(0xffffffffu, at.key_begin, source);
+        common.key_end = __shfl_sync(0xffffffffu, at.key_end, source);
+        const Found of_source = find_together(sequence.factors, window, common);
+        if (lane == source) found = of_source;
       }
     }
-    return result;
+    if (bounded == BlockClass::kHidden) return bounded;
+    mark_seen(at, found, bounded != BlockClass::kWhole || lane == __ffs(whole) - 1);
+    return found.class_of(at);
   }
 };
 
@@ -221,8 +233,9 @@ __device__ int block_prefix(int value, int& sum, int* warp_sums) {
 }
 
 // A thread block for each work tile of each mask matrix.
-__global__ void __launch_bounds__(kThreads) mask_lists_kernel(const __grid_constant__ MaskPlanParams params) {
+__global__ void __launch_bounds__(kThreads, 4) mask_lists_kernel(const __grid_constant__ MaskPlanParams params) {
   __shared__ int warp_sums[kWarps];
+  wait_for_previous_kernel();
   const Flash_fwd_params& call = params.call;
   const BlockLists& lists = params.mask.lists;
   const int matrix = blockIdx.x / lists.tiles, tile = blockIdx.x - matrix * lists.tiles;
@@ -264,7 +277,8 @@ cudaError_t run_mask_plan(const MaskPlanParams& params, cudaStream_t stream) {
                                     params, params.call.device, stream, configured_devices);
   if (status != cudaSuccess) return status;
   const int64_t tiles = static_cast<int64_t>(params.matrices) * params.mask.lists.tiles;
-  return launch(mask_lists_kernel, tiles, kThreads, 0, params, params.call.device, stream, configured_devices);
+  return launch_dependent(mask_lists_kernel, tiles, kThreads, 0, params, params.call.device, stream,
+                          configured_devices);
 }
 
 }  // namespace flash

@@ -28,12 +28,6 @@ struct SeenLines {
   }
 };
 
-// The numbers of both intervals from `first` on, as interval_word().
-__device__ __forceinline__ uint32_t word_of(const Intervals& intervals, int first) {
-  return MaskFactors::interval_word(intervals.begin[0], intervals.end[0], first) |
-         MaskFactors::interval_word(intervals.begin[1], intervals.end[1], first);
-}
-
 // What a row sees by the factors of rows and the window. key: a multiple of kMaskWordKeys.
 __device__ __forceinline__ uint32_t word_of_row(const MaskFactors& factors, const Visibility& window, int row,
                                                 int key) {
@@ -57,7 +51,7 @@ __device__ __forceinline__ SeenLines<kKeys / kMaskWordKeys> seen_by_rows(const M
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int hidden_key = min(first + kMaskWordKeys * half + lane, window.seqlen_k - 1);
-      hidden |= (word_of(factors.hidden_rows_of(hidden_key), row) & 0xffffu) << 16 * half;
+      hidden |= (MaskFactors::word_of(factors.hidden_rows_of(hidden_key), row) & 0xffffu) << 16 * half;
     }
     seen.words[i] &= ~transpose_bits(hidden);
   }
@@ -85,7 +79,7 @@ __device__ __forceinline__ void words_of_strip(const MaskFactors& factors, const
   for (int half = 0; half < 2; ++half) {
     words[half] =
         MaskFactors::interval_word(window.key_begin(rows[half]), window.key_end(rows[half]), key) & bits[half];
-    if (factors.query_ranges != nullptr) words[half] &= word_of(keys[half], key);
+    if (factors.query_ranges != nullptr) words[half] &= MaskFactors::word_of(keys[half], key);
     if (block == MappedBlock::kHidden) words[half] = 0u;
   }
 }
@@ -101,7 +95,7 @@ __device__ __forceinline__ SeenLines<2> seen_by_keys(const MaskFactors& factors,
   SeenLines<2> seen{{transpose_bits(by_rows)}};
   if (factors.key_hidden != nullptr) {
     const Intervals hidden = factors.hidden_rows_of(min(key + lane % 16, window.seqlen_k - 1));
-    seen.words[0] &= ~word_of(hidden, row + 32 * (lane / 16));
+    seen.words[0] &= ~MaskFactors::word_of(hidden, row + 32 * (lane / 16));
   }
   return seen;
 }

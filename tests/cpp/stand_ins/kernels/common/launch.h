@@ -17,4 +17,10 @@ cudaError_t launch(void (*kernel)(Params), int64_t blocks, int threads, int, con
   return cudaSuccess;
 }
 
+template <class Params>
+cudaError_t launch_dependent(void (*kernel)(Params), int64_t blocks, int threads, int smem_bytes, const Params& params,
+                             int device, cudaStream_t stream, std::atomic<uint64_t>& configured_devices) {
+  return launch(kernel, blocks, threads, smem_bytes, params, device, stream, configured_devices);
+}
+
 }  // namespace flash
