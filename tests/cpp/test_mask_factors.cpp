@@ -18,6 +18,7 @@ using flash::kMaskStrip;
 using flash::kUnbounded;
 using flash::MaskFactors;
 using flash::MaskMatrices;
+using flash::TileIntervals;
 using flash::Visibility;
 using flash::Window;
 using random_masks::draw;
@@ -90,6 +91,32 @@ void check_interval_words() {
   check::that(MaskFactors::interval_word(-0x7fffffff - 1, 0x7fffffff, 0x7fffff00) == ~0u, "the largest interval");
 }
 
+// What rows see of the keys of a tile, as the backward passes it.
+void check_tile_intervals() {
+  constexpr int kWords = TileIntervals::kMostKeys / 32;
+  for (int i = 0; i < 400; ++i) {
+    const Problem problem(draw(1, 200), draw(1, 400), 1);
+    Visibility window{problem.seqlen_q, problem.seqlen_k, {}};
+    if (i % 2) window.window = {draw(0, 1) ? kUnbounded : draw(0, 200), draw(0, 50)};
+    for (int row = 0; row < problem.seqlen_q; ++row) {
+      const flash::ColBounds bounds = window.bounds(row / 64 * 64);
+      const int begin = bounds.key_begin(row % 64), end = std::min(bounds.key_end(row % 64), problem.seqlen_k);
+      for (int tile = 0; tile < problem.seqlen_k; tile += TileIntervals::kMostKeys) {
+        const auto seen = TileIntervals::of(problem.factors.keys_of(row), begin, end, tile);
+        for (int word = 0; word < kWords; ++word) {
+          uint32_t expected = 0u;
+          for (int bit = 0; bit < 32; ++bit) {
+            const int key = tile + 32 * word + bit;
+            const bool sees = key >= window.key_begin(row) && key < window.key_end(row) && problem.sees(row, key);
+            expected |= sees ? 1u << bit : 0u;
+          }
+          check::that(seen.word(32 * word) == expected, "keys of a tile", row, tile + 32 * word, problem.seqlen_k);
+        }
+      }
+    }
+  }
+}
+
 // Mask heads and batch entries of factors that differ in them, as tensors of running numbers.
 void check_matrices() {
   constexpr int kBatch = 3, kHeads = 12, kRows = 5, kKeys = 7;
@@ -130,6 +157,12 @@ void check_entries() {
   BlockEntry entry = BlockEntry::of_block((1 << BlockEntry::kIndexBits) - 1);
   for (int strip = 0; strip < flash::kMaxTileStrips; ++strip) entry.set(strip, static_cast<BlockClass>(strip % 3));
   check::that(entry.block() == (1 << BlockEntry::kIndexBits) - 1, "block of an entry", entry.block());
+  check::that(!entry.has_whole_strips(3), "strips of an entry");
+  entry = BlockEntry::of_block(1);
+  for (int strip = 0; strip < 2; ++strip) entry.set(strip, BlockClass::kWhole);
+  check::that(entry.has_whole_strips(2) && !entry.has_whole_strips(3), "whole strips of an entry");
+  entry = BlockEntry::of_block((1 << BlockEntry::kIndexBits) - 1);
+  for (int strip = 0; strip < flash::kMaxTileStrips; ++strip) entry.set(strip, static_cast<BlockClass>(strip % 3));
   for (int strip = 0; strip < flash::kMaxTileStrips; ++strip) {
     check::that(entry.strip(strip) == static_cast<BlockClass>(strip % 3), "strip of an entry", strip);
   }
@@ -143,6 +176,7 @@ void check_entries() {
 
 int main() {
   check_interval_words();
+  check_tile_intervals();
   check_matrices();
   check_entries();
   check_random_problems();

@@ -26,6 +26,13 @@ struct BlockEntry {
   FLASH_HOST_DEVICE constexpr BlockClass strip(int strip) const {
     return static_cast<BlockClass>(bits >> (kIndexBits + 2 * strip) & 3u);
   }
+  // Whether the first `strips` strips see all of it.
+  FLASH_HOST_DEVICE constexpr bool has_whole_strips(int strips) const {
+    for (int strip = 0; strip < strips; ++strip) {
+      if (this->strip(strip) != BlockClass::kWhole) return false;
+    }
+    return true;
+  }
   // Then all its rows see something, and all its keys are seen.
   FLASH_HOST_DEVICE constexpr bool has_whole_strip() const {
     constexpr uint32_t kWholeBits = 0xaaaaaaaau << kIndexBits;

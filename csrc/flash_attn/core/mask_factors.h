@@ -176,6 +176,33 @@ struct MaskFactors {
   }
 };
 
+// Up to two intervals of the keys of a tile, counted from its first one, a byte for each end.
+struct TileIntervals {
+  static constexpr int kMostKeys = 128;
+
+  uint32_t bytes;
+
+  // What `keys` and the keys [begin, end) share.
+  FLASH_HOST_DEVICE static constexpr TileIntervals of(const Intervals& keys, int begin, int end, int first) {
+    const auto offset = [first](int key) {
+      return static_cast<uint32_t>((key < first ? first : key > first + kMostKeys ? first + kMostKeys : key) - first);
+    };
+    uint32_t bytes = 0;
+    for (int i = 0; i < 2; ++i) {
+      const uint32_t low = offset(keys.begin[i] > begin ? keys.begin[i] : begin);
+      const uint32_t high = offset(keys.end[i] < end ? keys.end[i] : end);
+      bytes |= (low | high << 8) << 16 * i;
+    }
+    return {bytes};
+  }
+
+  // MaskFactors::word_of() of these keys.
+  FLASH_HOST_DEVICE constexpr uint32_t word(int first) const {
+    const auto end = [this](int i) { return static_cast<int>(bytes >> 8 * i & 0xffu); };
+    return MaskFactors::word_of({{end(0), end(2)}, {end(1), end(3)}}, first);
+  }
+};
+
 // The class of a rectangle of scores of at most kMaskStrip rows and keys, both ends within the sequence, by bounds.
 // kPartial is always a correct answer. With bits, whatever is not known to be hidden is kPartial.
 template <class Mask>

@@ -167,7 +167,8 @@ constexpr int sm90_bwd_smem_bytes(const Sm90BwdTile& tile, bool may_drop, bool d
       .add(sizeof(RandomBits) * tile.stages * (may_drop ? n / 2 : 1), alignof(RandomBits))
       .add(kBarrierBytes * barriers, kBarrierBytes)
       .add(2 * 4, 4)
-      .add(2 * 4 * tile.stages, 4);
+      .add(2 * 4 * tile.stages, 4)
+      .add(4 * (by_list ? tile.stages * m : 1), 4);
   return storage.size(kSwizzleBytes);
 }
 

@@ -1,4 +1,4 @@
-// The statistics warp of the wgmma backward: LSE, softmax_d and the random bits of dropout of each step.
+// The statistics warp of the wgmma backward: LSE, softmax_d, random bits of dropout and listed keys of each step.
 #pragma once
 
 #include "core/bwd_schedule.h"
@@ -30,22 +30,36 @@ __device__ __forceinline__ void store_dropout_bits(const Flash_bwd_params& param
   }
 }
 
-// LSE and softmax_d of a lane's rows in a step by list, 32 apart. No address and no branch depends on a load, so that
-// all of them are on their way at once.
+// LSE and softmax_d of a lane's rows in a step by list, 32 apart, and with `keys_of_tile` which keys of the work tile
+// they see by ranges and window. No address and no branch depends on a load, so that all of them are on their way at
+// once.
 template <int kRows>
 __device__ __forceinline__ void load_listed_rows(const Flash_bwd_params& params, const MaskParams& mask,
                                                  const BwdWorkTile& tile, const QStep& at, const float* lse,
                                                  const float* delta, float (&lse_log2)[kRows],
-                                                 float (&softmax_d)[kRows]) {
+                                                 float (&softmax_d)[kRows], int first_key, bool keys_of_tile,
+                                                 TileIntervals (&tile_keys)[kRows]) {
   const int first = at.m_block * 32 * kRows, lane = threadIdx.x % 32;
   const uint32_t* const seen = seen_rows_of(params, mask, tile, at.head) + first / kMaskWordKeys;
+  const MaskFactors factors = factors_of(params, mask.factors, tile, at.head);
   uint32_t words[kRows];
+  Intervals keys[kRows];
 #pragma unroll
   for (int j = 0; j < kRows; ++j) {
     const int row = min(first + 32 * j + lane, tile.seqlen_q - 1);
     lse_log2[j] = lse[row];
     softmax_d[j] = delta[row];
     words[j] = seen[j];
+    keys[j] = {{0, 0}, {tile.seqlen_k, 0}};
+    if (keys_of_tile && factors.query_ranges != nullptr) keys[j] = factors.keys_of(row);
+  }
+  if (keys_of_tile) {
+    const ColBounds window = Visibility{tile.seqlen_q, tile.seqlen_k, params.window}.bounds(0);
+#pragma unroll
+    for (int j = 0; j < kRows; ++j) {
+      const int row = first + 32 * j + lane, end = min(window.key_end(row), tile.seqlen_k);
+      tile_keys[j] = TileIntervals::of(keys[j], window.key_begin(row), end, first_key);
+    }
   }
 #pragma unroll
   for (int j = 0; j < kRows; ++j) {
@@ -72,8 +86,12 @@ __device__ __forceinline__ void load_statistics(const Launch& launch, Storage& s
     const float* const lse = params.softmax_lse_ptr + lse_offset(params, tile.batch, at.head, tile.q_begin);
     const float* const delta = params.softmax_d_ptr + softmax_d_offset(params, tile.batch, at.head, tile.q_begin);
     float lse_log2[kRows], softmax_d[kRows];
+    TileIntervals tile_keys[kRows];
+    bool is_partial = false;
     if constexpr (Config::kListed) {
-      load_listed_rows(params, launch.mask, tile, at, lse, delta, lse_log2, softmax_d);
+      if constexpr (Config::kPassesSteps) is_partial = !at.entry.has_whole_strips(Config::kBlockN / kMaskStrip);
+      load_listed_rows(params, launch.mask, tile, at, lse, delta, lse_log2, softmax_d, tile.n_block * Config::kBlockN,
+                       is_partial, tile_keys);
     } else {
 #pragma unroll
       for (int j = 0; j < kRows; ++j) {
@@ -91,6 +109,10 @@ __device__ __forceinline__ void load_statistics(const Launch& launch, Storage& s
     }
     if constexpr (Config::kPassesSteps) {
       if (lane == 0) storage.steps[state.stage] = {at.head, at.entry};
+      if (is_partial) {
+#pragma unroll
+        for (int j = 0; j < kRows; ++j) storage.tile_keys[state.stage][32 * j + lane] = tile_keys[j];
+      }
     }
     storage.q_full[state.stage].arrive();
     storage.do_empty[state.stage].wait(state.phase ^ 1);

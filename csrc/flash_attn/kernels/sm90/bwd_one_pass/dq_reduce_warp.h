@@ -38,7 +38,8 @@ struct DqReduceWarp {
 
   __device__ __forceinline__ void reduce(const BwdWorkTile& tile, const QStep& at) const {
     const int64_t dq_tile = dq_tile_index(params, tile, at, Config::kBlockM);
-    const bool is_elected = threadIdx.x % 32 == 0, is_deterministic = params.dq_semaphore_ptr != nullptr;
+    const bool is_elected = threadIdx.x % 32 == 0;
+    const bool is_deterministic = !Config::kListed && params.dq_semaphore_ptr != nullptr;  // then not by lists
     int* const semaphore = params.dq_semaphore_ptr + dq_tile;
     if (is_elected && is_deterministic) {
       const MaskOf<Config> visibility = mask_of<Config>(params, tile);

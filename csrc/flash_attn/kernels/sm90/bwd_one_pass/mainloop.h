@@ -168,8 +168,9 @@ struct BwdMainloop {
   __device__ __forceinline__ Seen seen_at(const Visit& at) const {
     if constexpr (Config::kListed) {
       if (is_whole(at)) return {};
-      return seen_by_keys(factors_of(params, launch.mask.factors, tile, at.head), visibility,
-                          at.m_block * Config::kBlockM, key_begin() + thread / 32 * 16);
+      return seen_by_keys(factors_of(params, launch.mask.factors, tile, at.head), storage.tile_keys[state.stage],
+                          visibility, at.m_block * Config::kBlockM, key_begin() + thread / 32 * 16,
+                          tile.n_block * Config::kBlockN);
     } else {
       return {};
     }

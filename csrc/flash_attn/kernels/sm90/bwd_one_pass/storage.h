@@ -2,6 +2,7 @@
 #pragma once
 
 #include "core/dropout_mask.h"
+#include "core/mask_factors.h"
 #include "kernels/common/sequence.h"
 #include "kernels/sm90/bias_boxes.h"
 #include "kernels/sm90/bwd_launch_params.h"
@@ -63,7 +64,9 @@ struct BwdStorage : BiasRing<Config::kBiasStages, Config::kWarpGroups * Config::
     int head;
     BlockEntry entry;
   };
-  PassedStep steps[Config::kStages];  // kPassesSteps: stages of Q
+  // kPassesSteps: stages of Q. tile_keys: of the rows, in steps that a strip of keys does not see all of.
+  PassedStep steps[Config::kStages];
+  TileIntervals tile_keys[Config::kPassesSteps ? Config::kStages : 1][Config::kPassesSteps ? Config::kBlockM : 1];
 
   // Where dK and dV are staged for their TMA store; with kDqInSmem in the consumer's rows of dS.
   static_assert(!Config::kDqInSmem || Config::kSmemDs == Config::kSmemK,
