@@ -21,7 +21,8 @@ struct KvRing {
   using Swizzle = typename Config::KvSwizzle;
   static constexpr int kLanesPerRow = Config::kLanesPerRow;
   static constexpr int kUsualStages = plan::kv_residency(Config::kTile, 228 * 1024, 227 * 1024).stages;  // sm_90
-  static constexpr bool kHasFullSteps = Config::kPlain && Config::kEightBit && Config::kHeadDim < 256;   // else spills
+  static constexpr bool kHasFullSteps =
+      Config::kPlain && Config::kEightBit && (Config::kHeadDim < 256 || Config::kSwapAb);  // else spills
 
   const Flash_kvcache_params& params;
   const GroupStep<Config> group_step;
@@ -99,6 +100,19 @@ struct KvRing {
     return pending_steps > 0;
   }
 
+  // advance() where one stage is free and the next step is as the one before it: of the same tile, and whole.
+  __device__ __forceinline__ bool advance_full() {
+    if (!kHasFullSteps || block + 1 >= full_block_end) return false;
+    load_full_step();
+    ++block;
+    ++pending_steps;
+    invalid_page_bits <<= 1;
+    commit_copies();
+    fill_stage = fill_stage + 1 == group_step.stages ? 0 : fill_stage + 1;
+    free_stages = 0;
+    return true;
+  }
+
   // Whether the queries of the part begun last arrive with its first step.
   __device__ __forceinline__ bool loads_query() const { return Config::kPlain && parts_computed == 1; }
 
@@ -141,11 +155,7 @@ struct KvRing {
 
   __device__ __forceinline__ void load_next() {
     invalid_page_bits <<= 1;
-    if (kHasFullSteps && block < full_block_end) {
-      load_full_step();
-      ++block;
-      ++pending_steps;
-    } else if (work.done()) {
+    if (work.done()) {
       allow_next_kernel();  // early enough for it to start, late enough not to take issue slots from the loop
     } else {
       load_step();

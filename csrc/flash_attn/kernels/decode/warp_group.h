@@ -53,6 +53,9 @@ struct GroupStep {
 
   // Synchronises all threads that copy into the group's stages.
   __device__ __forceinline__ void sync_copies() const {
+    if constexpr (Config::kMayPairHeads && Config::kEightBit) {  // without branches; it reserves all 16 barriers
+      return sync_named(kFirstGroupBarrier + (group() >> pair_bit()), Config::kGroupThreads << pair_bit());
+    }
     if (pair_bit() == 0) return sync_group<Config>();
     if (threadIdx.x < Config::kThreads / 2) {  // constants: for a number in a register it would reserve all 16 barriers
       sync_named(kFirstGroupBarrier, Config::kThreads / 2);
