@@ -3,6 +3,7 @@
 
 #include "kernels/decode/config.h"
 #include "kernels/sm80/warp_ops.h"
+#include "plan/decode_plan.h"
 
 namespace flash {
 namespace decode {
@@ -49,6 +50,16 @@ struct GroupStep {
   // Offset from this group's stage to that of the group whose rows this thread copies.
   __device__ __forceinline__ int copy_offset() const {
     return (copy_head() - head()) * stages * Config::kStageElements;
+  }
+
+  // Until this thread's copies of the oldest step in flight have landed.
+  __device__ __forceinline__ void wait_for_oldest_copies() const {
+    constexpr int kUsualStages = plan::kv_residency(Config::kTile, 228 * 1024, 227 * 1024).stages;  // sm_90
+    if (stages == kUsualStages) {
+      wait_for_copies_but(kUsualStages - 1);
+    } else {
+      wait_for_copies_but(stages - 1);
+    }
   }
 
   // Synchronises all threads that copy into the group's stages.
