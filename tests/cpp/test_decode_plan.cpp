@@ -145,6 +145,18 @@ void check_variant() {
   problem.options.page_size = 48;
   check::that(!is_plain(problem), "pages that steps straddle");
   check::that(!is_plain(decoding(1024, 64, 64, 64, 1 << 21)), "n_blocks of more than 30 bits");
+  const auto swaps_ab = [](const DecodeProblem& problem) { return flash::plan::plan_decode(problem, kH200).swaps_ab; };
+  check::that(!swaps_ab(plain), "16 bits");
+  problem = plain;
+  problem.kv_dtype = Dtype::kInt8;
+  check::that(swaps_ab(problem), "8 bits, 8 rows at most");
+  problem.seqlen_q = 3;
+  check::that(!swaps_ab(problem), "12 rows");
+  problem = decoding(64, 32, 8, 128, 8192);
+  problem.kv_dtype = Dtype::kInt8;
+  check::that(swaps_ab(problem), "4 rows of each of two heads");
+  problem.options.has_rotary = true;
+  check::that(!swaps_ab(problem), "8 bits, rotary queries");
 }
 
 // A call over a cache of which the decode kernels see `problem`.

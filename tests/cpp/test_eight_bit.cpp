@@ -254,13 +254,14 @@ void check_values(int first_key, int head_dim) {
   for (int key = 0; key < 16; ++key) {
     for (int col = 0; col < head_dim; ++col) v[key][col] = stored_value(first_key + key, col);
   }
-  Warp even, odd;
+  Warp even, odd, swapped;
   for (int lane = 0; lane < 32; ++lane) {
     for (int i = 0; i < 4; ++i) {
       const int row = lane / 4 + i % 2 * 8, key = lane % 4 * 2 + i / 2 * 8;
       const uint32_t pair = half_bits(element(row, key)) | half_bits(element(row, key + 1)) << 16;
       even.a[lane][i] = odd.a[lane][i] = pair;
     }
+    for (int i = 0; i < 2; ++i) swapped.b[lane][i] = even.a[lane][2 * i];
   }
   std::vector<int> met(head_dim, 0);
   for (int vector = 0; vector < head_dim / kVectorCols; ++vector) {
@@ -269,6 +270,17 @@ void check_values(int first_key, int head_dim) {
       for (int row = 0; row < 8; ++row) rows[row] = v[i * 8 + row].data() + vector * kVectorCols;
       for (int lane = 0; lane < 32; ++lane) {
         Format::values(ldmatrix_trans(rows, lane), even.b[lane][i], odd.b[lane][i]);
+      }
+    }
+    for (int lane = 0; lane < 32; ++lane) {
+      for (int i = 0; i < 4; ++i) swapped.a[lane][i] = i % 2 == 0 ? even.b[lane][i / 2] : odd.b[lane][i / 2];
+    }
+    for (int lane = 0; lane < 32; ++lane) {  // kSwapAb
+      for (int i = 0; i < 4; ++i) {
+        const int row = lane % 4 * 2 + i % 2, col = vector * kVectorCols + lane / 4 * 2 + i / 2;
+        double expected = 0;
+        for (int key = 0; key < 16; ++key) expected += element(row, key) * Format::value(v[key][col]);
+        check::that(swapped.acc(lane, i) == expected, "output of O^T", lane, i, swapped.acc(lane, i), expected);
       }
     }
     for (int lane = 0; lane < 32; ++lane) {

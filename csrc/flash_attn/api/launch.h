@@ -79,6 +79,7 @@ inline void set_params_plan(Flash_kvcache_params& params, const plan::DecodePlan
   params.combines = plan.combines;
   params.combines_one_row = plan.combines_one_row;
   params.is_plain = plan.is_plain;
+  params.swaps_ab = plan.swaps_ab;
   params.in_clusters = plan.in_clusters;
 }
 

@@ -56,7 +56,8 @@ struct Flash_kvcache_params : Flash_fwd_params {
   bool o_vectors = false;  // rows of o may be written in 8-byte vectors
   int kv_vector_bytes = 16;  // bytes of the vectors in which k and v may be read: 16, 4 or 2
   bool new_vectors = false;  // new rows and caches may be read and written in 16-byte vectors
-  bool is_plain = false;     // KvVariant::kPlain (kernels/decode/variant.h)
+  bool is_plain = false;     // KvVariant::kPlain (kernels/decode/variant.h),
+  bool swaps_ab = false;     // and kSwapAb
 
   int tile_size = 0;  // index into plan::kKvTiles; the next fields are that tile's
   int tile_rows = 0, block_n = 0, padded_dim = 0;

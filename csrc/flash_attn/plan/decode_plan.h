@@ -57,6 +57,7 @@ struct DecodePlan {
   // ---- the kernel: by the options too ----
   bool by_wgmma;     // the wgmma kernel; else KvVariant::
   bool is_plain;     // kPlain (kernels/decode/variant.h)
+  bool swaps_ab;     // kSwapAb; then is_plain too
   bool masks_bits;   // kMaskBits
   bool in_clusters;  // CTAs are launched as clusters of two (kernels/decode/cluster_pair.h)
 };
@@ -207,6 +208,8 @@ constexpr bool kv_is_plain(const DecodeProblem& problem, const DecodePlan& plan)
 constexpr void plan_variant(const DecodeProblem& problem, const Device& device, DecodePlan& plan) {
   plan.by_wgmma = kv_takes_wgmma(problem, device);
   plan.is_plain = kv_is_plain(problem, plan);
+  const KvTile tile = kv_tile(problem.head_dim, plan.tile_size, problem.kv_dtype);
+  plan.swaps_ab = plan.is_plain && kv_may_swap_ab(tile) && plan.slot_rows <= kKvSwapRows;
   plan.masks_bits = problem.options.has_mask_bits;
   const bool has_clusters = device.capability >= 90;
   plan.in_clusters = plan.in_clusters && plan.combines && has_clusters && kv_may_cluster(plan.is_plain, plan.tile_size);

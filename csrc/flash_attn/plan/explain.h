@@ -78,6 +78,7 @@ inline const char* split_rule_name(SplitRule rule) {
 inline void explain_split(const DecodeProblem& problem, const DecodePlan& plan, Explanation& result) {
   const KvTile tile = kv_tile(problem.head_dim, plan.tile_size, problem.kv_dtype);
   const char* const variant = plan.by_wgmma     ? "wgmma"
+                              : plan.swaps_ab   ? "plain, swapped operands"
                               : plan.is_plain   ? "plain"
                               : plan.masks_bits ? "mask bits"
                                                 : "all features";

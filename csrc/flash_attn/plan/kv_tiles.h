@@ -91,6 +91,10 @@ constexpr int kv_tile_size(int head_dim, int64_t rows, Dtype kv_dtype = Dtype::k
 // The kernels that may be launched as 2-CTA clusters: larger tiles are compute-bound.
 constexpr bool kv_may_cluster(bool is_plain, int size) { return is_plain && size == 0; }
 
+// Tiles that have a kernel for at most kKvSwapRows packed rows (KvVariant::kSwapAb).
+constexpr int kKvSwapRows = 8;
+constexpr bool kv_may_swap_ab(const KvTile& tile) { return tile.kv_bytes == 1 && tile.rows() == 16; }
+
 // Tiles of the packed rows of one sequence and K/V head.
 constexpr int64_t kv_row_tiles(int head_dim, int64_t rows, Dtype kv_dtype = Dtype::kBf16) {
   const int tile_rows = kv_tile(head_dim, kv_tile_size(head_dim, rows, kv_dtype), kv_dtype).rows();

@@ -21,17 +21,26 @@ struct ExactSoftmax {
     }
   }
 
+  template <class Out>
+  __device__ __forceinline__ static void rescale_rows(Out& out, const float (&factors)[kRows]) {
+    using namespace cute;
+#pragma unroll
+    for (int mi = 0; mi < kRows; ++mi) {
+#pragma unroll
+      for (int ni = 0; ni < size<1>(out); ++ni) out(mi, ni) *= factors[mi];
+    }
+  }
+
   // Turns scores (rows, cols) into exp2(scale (score - row_max)) and rescales out (rows, head dim). Subtracting first
   // keeps large scores exact. The warp vote only skips multiplications by one.
   template <class Scores, class Out>
   __device__ __forceinline__ void update(Scores& scores, Out& out, float scale) {
-    update(scores, out, scale, false, [](float (&)[kRows]) {});
+    update(scores, scale, false, [&](float (&factors)[kRows]) { rescale_rows(out, factors); });
   }
 
-  // The same. If `also` holds in some lane, out is multiplied by other_factors(factors) too, called by the whole warp.
-  template <class Scores, class Out, class OtherFactors>
-  __device__ __forceinline__ void update(Scores& scores, Out& out, float scale, bool also,
-                                         const OtherFactors& other_factors) {
+  // The same; rescale_out(factors) is called by the whole warp, also if `also` holds in some lane.
+  template <class Scores, class RescaleOut>
+  __device__ __forceinline__ void update(Scores& scores, float scale, bool also, const RescaleOut& rescale_out) {
     using namespace cute;
     static_assert(decltype(size<0>(scores))::value == kRows, "one running maximum per row");
     float new_max[kRows];
@@ -52,12 +61,7 @@ struct ExactSoftmax {
         row_max[mi] = new_max[mi];
         row_sum[mi] *= factors[mi];
       }
-      other_factors(factors);
-#pragma unroll
-      for (int mi = 0; mi < kRows; ++mi) {
-#pragma unroll
-        for (int ni = 0; ni < size<1>(out); ++ni) out(mi, ni) *= factors[mi];
-      }
+      rescale_out(factors);
     }
 #pragma unroll
     for (int mi = 0; mi < kRows; ++mi) {

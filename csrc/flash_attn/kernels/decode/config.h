@@ -21,7 +21,8 @@ struct KvConfig {
   using Element = ElementOf<kEightBit ? Dtype::kFp16 : kDtype>;    // of the MMAs
   using Stored = std::conditional_t<kEightBit, uint8_t, Element>;  // of K and V
   static constexpr plan::KvTile kTile = plan::kv_tile(kHeadDim_, kSize, kDtype);
-  static constexpr bool kPlain = kVariant == KvVariant::kPlain;
+  static constexpr bool kSwapAb = kVariant == KvVariant::kSwapAb;
+  static constexpr bool kPlain = kVariant == KvVariant::kPlain || kSwapAb;
   static constexpr bool kMaskBits = kVariant == KvVariant::kMaskBits;
   static constexpr bool kMayCluster = plan::kv_may_cluster(kPlain, kSize);
   static constexpr bool kMayPairHeads = plan::kv_may_pair_heads(kTile);
@@ -40,6 +41,7 @@ struct KvConfig {
   static_assert(kHeadDim == kHeadDim_, "HEADDIM_SWITCH and plan/tiles.h list the same head dims");
   static_assert(kStep == 16 || kStep == 32, "a lane looks up the page of one key");
   static_assert(!kEightBit || kStep == 32, "32 keys are one ldmatrix of K, and a lane copies the descales of one key");
+  static_assert(!kSwapAb || plan::kv_may_swap_ab(kTile), "one row tile over 8-bit values");
   static_assert(kColWarps == 1 || !kEightBit, "8-bit values have one warp to a row");
   static_assert(kTile.kv_bytes == sizeof(Stored) && (kTile.has_plain || !kPlain), "plan and kernel agree");
 

@@ -74,10 +74,12 @@ struct KvEpilogue {
     const int lane = threadIdx.x % 32, first_col = ring.col_warp() * Config::kCols;
     float* const to = ring.free_stage(ring.group());
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
+    for (int half = 0; half < (Config::kSwapAb ? 1 : 2); ++half) {
       if (8 * half >= rows) break;
       const int row = lane / 4 + 8 * half;
-      if constexpr (Config::kEightBit) {
+      if constexpr (Config::kSwapAb) {
+        stage_transposed(mainloop, to);
+      } else if constexpr (Config::kEightBit) {
         stage_dequantized(mainloop, mi, half, to);
       } else {
 #pragma unroll
@@ -98,7 +100,7 @@ struct KvEpilogue {
   __device__ __forceinline__ void stage_dequantized(Mainloop& mainloop, int mi, int half, float* to) const {
     const int row = threadIdx.x % 32 / 4 + 8 * half, first_col = eight_bit::o_col(threadIdx.x % 4);
     const KvDescale& descale = params.v_descale;
-    const float factor = descale.by_row ? mainloop.block_scales.factor(2 * mi + half) : mainloop.v_descale;
+    const float factor = value_factor(mainloop, 2 * mi + half);
 #pragma unroll
     for (int vector = 0; vector < kHeadDim / eight_bit::kVectorCols; ++vector) {
       const int col = vector * eight_bit::kVectorCols + first_col;
@@ -107,6 +109,23 @@ struct KvEpilogue {
                    mainloop.acc_o(2 * half + 1, mi, 2 * vector), mainloop.acc_o(2 * half + 1, mi, 2 * vector + 1)});
       if (!Config::kPlain && descale.col != 0) scale_channels(value, col);
       *reinterpret_cast<float4*>(to + smem_offset(row, col)) = value;
+    }
+  }
+
+  __device__ __forceinline__ float value_factor(const Mainloop& mainloop, int mi) const {
+    return params.v_descale.by_row ? mainloop.block_scales.factor(mi) : mainloop.v_descale;
+  }
+
+  // The same for O^T.
+  __device__ __forceinline__ void stage_transposed(Mainloop& mainloop, float* to) const {
+    const int row = threadIdx.x % 4 * 2, col = threadIdx.x % 32 / 4 * 2;
+    const float2 factors = Mainloop::of_out_rows(value_factor(mainloop, 0));
+#pragma unroll
+    for (int vector = 0; vector < kHeadDim / eight_bit::kVectorCols; ++vector) {
+      const auto o = [&](int i) { return mainloop.acc_o(i, 0, vector); };
+      const int at = vector * eight_bit::kVectorCols + col;
+      *reinterpret_cast<float2*>(to + smem_offset(row, at)) = {factors.x * o(0), factors.x * o(2)};
+      *reinterpret_cast<float2*>(to + smem_offset(row + 1, at)) = {factors.y * o(1), factors.y * o(3)};
     }
   }
 

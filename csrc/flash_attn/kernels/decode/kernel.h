@@ -86,14 +86,16 @@ __device__ __forceinline__ bool compute_attn_1rowblock_splitkv(const Flash_kvcac
       end = split_end<Config>(params, part, begin);
       mainloop.begin_split();
     }
-    ring.wait();
-    if (ring.loads_query() && block == begin) {
-      __syncthreads();  // every thread copied some of it
-      if constexpr (Config::kEightBit) KvQuery<Config>{params, part, q_rows}.narrow();
-    }
-    mainloop.step(block);
-    ring.release();
-    if (++block < end) continue;
+    do {
+      ring.wait();
+      if (ring.loads_query() && block == begin) {
+        __syncthreads();  // every thread copied some of it
+        if constexpr (Config::kEightBit) KvQuery<Config>{params, part, q_rows}.narrow();
+      }
+      mainloop.step(block);
+      ring.release();
+    } while (++block < end && ring.advance_full());
+    if (block < end) continue;
     const PartialLocation location = partial_location<Config>(params, ring, part, begin, end);
     KvEpilogue<Config>{params, part, ring, stats}.finish(mainloop, location.kind, location.slot, accumulates);
     accumulates = location.kind == PartialKind::kAccumulate;

@@ -48,6 +48,9 @@ cudaError_t run_flash_fwd_split_variant(Flash_kvcache_params& params, cudaStream
   if (params.mask_bits.given()) {
     return run_flash_fwd_split<kDtype, kHeadDim, kSize, KvVariant::kMaskBits>(params, stream);
   }
+  if constexpr (plan::kv_may_swap_ab(plan::kv_tile(kHeadDim, kSize, kDtype))) {
+    if (params.swaps_ab) return run_flash_fwd_split<kDtype, kHeadDim, kSize, KvVariant::kSwapAb>(params, stream);
+  }
   if constexpr (plan::kv_tile(kHeadDim, kSize, kDtype).has_plain) {
     if (params.is_plain) {
       return run_flash_fwd_split<kDtype, kHeadDim, kSize, KvVariant::kPlain>(params, stream);

@@ -22,7 +22,7 @@ struct KvMainloop {
   using Element = typename Config::Element;
   using Swizzle = typename Config::Swizzle;
   using KvSwizzle = typename Config::KvSwizzle;
-  static constexpr int kRows = 2 * Config::kRowTiles;  // accumulator rows per thread
+  static constexpr int kRows = Config::kSwapAb ? 1 : 2 * Config::kRowTiles;  // rows of S per thread
   static constexpr int kSlices = Config::kHeadDim / 16;
   struct Nothing {};
   template <int kCols>
@@ -33,7 +33,9 @@ struct KvMainloop {
   const KvRing<Config>& ring;
   const Element* const q_rows;  // shared, (kRows of the tile, kHeadDim)
 
-  Accumulator<Config::kCols> acc_o;  // ((2, 2), MMA_M, MMA_D); over 8 bits its columns are those of eight_bit::o_col
+  // ((2, 2), MMA_M, MMA_D); over 8 bits its columns are those of eight_bit::o_col. kSwapAb: of O^T, squares of 16
+  // columns of O; elements (row 2 t + i, column 2 g + j).
+  Accumulator<Config::kSwapAb ? Config::kCols / 2 : Config::kCols> acc_o;
   ExactSoftmax<kRows> softmax;
   bool has_invalid_page = false;  // some key so far is in an invalid page
 
@@ -81,7 +83,7 @@ struct KvMainloop {
     } else {
       multiply_q_k(acc_s);
     }
-    auto scores = row_col_view(acc_s);  // ((2, MMA_M), (2, MMA_N))
+    auto scores = score_view(acc_s);  // ((2, MMA_M), (2, MMA_N))
     if constexpr (Config::kEightBit) scale_scores(scores);
     const int key = ring.first_key(block);
     const PackedCoords coords{params.tile_group,
@@ -98,27 +100,63 @@ struct KvMainloop {
       const int first = key - params.mask_bits.first_key(part.request.seqlen_k);
       seen_keys = is_masked ? apply_mask_bits(scores, params, coords, part.request.index, part.head_tile, first) : ~0u;
     }
-    auto out = row_col_view(acc_o);  // ((2, MMA_M), (2, MMA_D))
     if constexpr (Config::kEightBit) {
       const bool by_row = params.v_descale.by_row;
       bool may_raise = by_row && is_masked;
-      if (Config::kHeadDim < 256 || (by_row && !is_masked)) {  // a branch takes time, its absence registers
+      // A branch takes time, its absence registers.
+      if (Config::kHeadDim < 256 || Config::kSwapAb || (by_row && !is_masked)) {
         may_raise |= by_row & block_scales.is_below(ring.v_descales()[lane()]);
       }
-      softmax.update(scores, out, params.softmax_scale_log2, may_raise, [&](float (&factors)[kRows]) {
-        if (by_row) raise_block_scales(scores, factors, is_masked);
+      std::conditional_t<Config::kSwapAb, uint32_t[kSlices][4], Nothing> first_values;
+      if constexpr (Config::kSwapAb) load_values(first_values, 0);  // fills the latency of the row max
+      softmax.update(scores, params.softmax_scale_log2, may_raise, [&](float (&factors)[kRows]) {
+        if (__any_sync(0xffffffffu, may_raise)) raise_block_scales(scores, factors, is_masked);
+        rescale_out(factors);
       });
       if (by_row) scale_probabilities(scores, is_masked);
-      multiply_quantized_v(acc_s);
+      if constexpr (Config::kSwapAb) {
+        multiply_values_p(acc_s, first_values);
+      } else {
+        multiply_quantized_v(acc_s);
+      }
     } else {
+      auto out = row_col_view(acc_o);  // ((2, MMA_M), (2, MMA_D))
       softmax.update(scores, out, params.softmax_scale_log2);
       multiply_p_v(acc_s);
     }
     has_invalid_page |= ring.step_has_invalid_page();
   }
 
+  // kSwapAb: of rows 2 t and 2 t + 1, which this thread has of O, given that of row g, which it has of S.
+  __device__ __forceinline__ static float2 of_out_rows(float of_score_row) {
+    const int first = lane() % 4 * 8;
+    return {__shfl_sync(0xffffffffu, of_score_row, first), __shfl_sync(0xffffffffu, of_score_row, first + 4)};
+  }
+
  private:
   __device__ __forceinline__ static int lane() { return threadIdx.x % 32; }
+
+  // kSwapAb: of the rows that exist, g of each square.
+  template <class Acc>
+  __device__ __forceinline__ static auto score_view(Acc& acc_s) {
+    using namespace cute;
+    if constexpr (Config::kSwapAb) {
+      return make_tensor(acc_s.data(), make_layout(Layout<_1>{}, get<1>(row_col_layout(acc_s.layout()))));
+    } else {
+      return row_col_view(acc_s);
+    }
+  }
+
+  __device__ __forceinline__ void rescale_out(const float (&factors)[kRows]) {
+    if constexpr (Config::kSwapAb) {
+      const float2 factor = of_out_rows(factors[0]);
+#pragma unroll
+      for (int i = 0; i < cute::size(acc_o); ++i) acc_o(i) *= i % 2 == 0 ? factor.x : factor.y;
+    } else {
+      auto out = row_col_view(acc_o);
+      softmax.rescale_rows(out, factors);
+    }
+  }
 
   template <class Acc>
   __device__ __forceinline__ static float (&square(Acc& acc, int mi, int ni))[4] {
@@ -302,6 +340,36 @@ struct KvMainloop {
         }
       }
     }
+  }
+
+  // kSwapAb: V^T of 16 keys, as operands A of 16 columns each.
+  __device__ __forceinline__ void load_values(uint32_t (&values)[kSlices][4], int slice) const {
+    const int v_row = lane() % 16;
+    const int v_vector = lane() / 16 ^ KvSwizzle::key(v_row);
+    const uint32_t v = shared_address(ring.v_stage() + v_row * Config::kHeadDim + v_vector * Config::kVectorCols);
+#pragma unroll
+    for (int vector = 0; vector < kSlices; vector += 2) {
+      uint32_t words[4];
+      load_matrices_transposed(words, KvSwizzle::next_address(v, vector) + slice * 16 * Config::kHeadDim);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        uint32_t (&a)[4] = values[vector + i / 2];
+        values_to_half<Config::kDtype>(words[i], a[i % 2 * 2], a[i % 2 * 2 + 1]);
+      }
+    }
+  }
+
+  template <class Acc>
+  __device__ __forceinline__ void multiply_values_p(const Acc& acc_s, const uint32_t (&first_values)[kSlices][4]) {
+    uint32_t p[4];
+    pack_probabilities(acc_s, 0, 0, p);
+#pragma unroll
+    for (int i = 0; i < kSlices; ++i) multiply(square(acc_o, 0, i), first_values[i], p[0], p[2], Element{});
+    uint32_t values[kSlices][4];
+    load_values(values, 1);
+    pack_probabilities(acc_s, 0, 1, p);
+#pragma unroll
+    for (int i = 0; i < kSlices; ++i) multiply(square(acc_o, 0, i), values[i], p[0], p[2], Element{});
   }
 
   template <class Acc>

@@ -6,25 +6,27 @@
 #include "kernels/decode/config.h"
 #include "kernels/decode/descales.h"
 #include "kernels/decode/query.h"
+#include "kernels/decode/row_copies.h"
 #include "kernels/decode/warp_group.h"
 #include "kernels/decode/work_iterator.h"
 #include "kernels/sm80/warp_ops.h"
-#include "plan/decode_plan.h"
 
 namespace flash {
 namespace decode {
 
 template <class Config>
-struct KvRing {
+struct KvRing : RowCopies<Config> {
   using Element = typename Config::Element;
   using Stored = typename Config::Stored;
   using Swizzle = typename Config::KvSwizzle;
-  static constexpr int kLanesPerRow = Config::kLanesPerRow;
-  static constexpr int kUsualStages = plan::kv_residency(Config::kTile, 228 * 1024, 227 * 1024).stages;  // sm_90
-  static constexpr bool kHasFullSteps = Config::kPlain && Config::kEightBit && Config::kHeadDim < 256;   // else spills
+  static constexpr bool kHasFullSteps =
+      Config::kPlain && Config::kEightBit && (Config::kHeadDim < 256 || Config::kSwapAb);  // else spills
 
-  const Flash_kvcache_params& params;
-  const GroupStep<Config> group_step;
+  using Base = RowCopies<Config>;
+  using Base::copy, Base::copy_rows, Base::copy_vector, Base::kBounded, Base::kWhole;
+  using Base::group, Base::group_warp, Base::row_warp, Base::lane, Base::params, Base::group_step;
+  using Row = typename Base::Row;
+
   Element* const q_rows;              // shared: Q of the first tile is copied after its first keys (kPlain)
   Stored* const stages;               // of this warp group
   WorkPart* const parts;              // of this warp group: the work parts of the steps in flight
@@ -48,8 +50,7 @@ struct KvRing {
   bool append_done = false;        // the append kernel has finished
 
   __device__ __forceinline__ KvRing(const Flash_kvcache_params& params_, const CtaWork& cta_work, char* smem)
-      : params(params_),
-        group_step(params_),
+      : Base{params_, GroupStep<Config>(params_)},
         q_rows(reinterpret_cast<Element*>(smem)),
         stages(reinterpret_cast<Stored*>(smem + Config::kStagesAt) + group() * params_.stages * Config::kStageElements),
         parts(reinterpret_cast<WorkPart*>(smem + Config::kPartsAt) + group() * plan::kKvParts),
@@ -58,11 +59,6 @@ struct KvRing {
     static_assert(sizeof(WorkPart) * plan::kKvParts * plan::kKvGroups == plan::kKvPartBytes, "plan and kernel agree");
   }
 
-  __device__ __forceinline__ static int group() { return threadIdx.x / Config::kGroupThreads; }
-  __device__ __forceinline__ static int group_warp() { return threadIdx.x / 32 % Config::kGroupWarps; }
-  __device__ __forceinline__ static int row_warp() { return threadIdx.x / 32 % Config::kRowWarps; }
-  __device__ __forceinline__ static int col_warp() { return group_warp() / Config::kRowWarps; }
-  __device__ __forceinline__ static int lane() { return threadIdx.x % 32; }
   // K/V head of this group.
   __device__ __forceinline__ int head(const WorkPart& part) const { return first_head(part) + group_step.head(); }
   __device__ __forceinline__ int block_n() const { return Config::kMayPairHeads ? params.block_n : Config::kBlockN; }
@@ -99,6 +95,19 @@ struct KvRing {
     return pending_steps > 0;
   }
 
+  // advance() where one stage is free and the next step is as the one before it: of the same tile, and whole.
+  __device__ __forceinline__ bool advance_full() {
+    if (!kHasFullSteps || block + 1 >= full_block_end) return false;
+    load_full_step();
+    ++block;
+    ++pending_steps;
+    invalid_page_bits <<= 1;
+    commit_copies();
+    fill_stage = fill_stage + 1 == group_step.stages ? 0 : fill_stage + 1;
+    free_stages = 0;
+    return true;
+  }
+
   // Whether the queries of the part begun last arrive with its first step.
   __device__ __forceinline__ bool loads_query() const { return Config::kPlain && parts_computed == 1; }
 
@@ -110,11 +119,7 @@ struct KvRing {
 
   // Waits until the oldest step in flight has landed, for all warps of the group.
   __device__ __forceinline__ void wait() {
-    if (group_step.stages == kUsualStages) {
-      wait_for_copies_but(kUsualStages - 1);
-    } else {
-      wait_for_copies_but(group_step.stages - 1);
-    }
+    group_step.wait_for_oldest_copies();
     group_step.sync_copies();
   }
 
@@ -141,11 +146,7 @@ struct KvRing {
 
   __device__ __forceinline__ void load_next() {
     invalid_page_bits <<= 1;
-    if (kHasFullSteps && block < full_block_end) {
-      load_full_step();
-      ++block;
-      ++pending_steps;
-    } else if (work.done()) {
+    if (work.done()) {
       allow_next_kernel();  // early enough for it to start, late enough not to take issue slots from the loop
     } else {
       load_step();
@@ -254,9 +255,9 @@ struct KvRing {
   __device__ __forceinline__ void load_full_step() {
     Stored* const k_to = stages + fill_stage * Config::kStageElements;
     const int64_t key = key_begin();
-    copy_rows<false>(k_head + key * params.k_strides.row, params.k_strides.row, 0, Config::kStep, k_to);
-    copy_rows<false>(v_head + key * params.v_strides.row, params.v_strides.row, 0, Config::kStep,
-                     k_to + Config::kValuesAt);
+    copy_rows(kWhole, k_head + key * params.k_strides.row, params.k_strides.row, 0, Config::kStep, k_to);
+    copy_rows(kWhole, v_head + key * params.v_strides.row, params.v_strides.row, 0, Config::kStep,
+              k_to + Config::kValuesAt);
     load_descales(0, static_cast<int>(key) + lane(), true, k_to);
   }
 
@@ -290,11 +291,11 @@ struct KvRing {
     const Stored* const k_from = k_head + batch * params.k_strides.batch + first * params.k_strides.row;
     const Stored* const v_from = v_head + batch * params.v_strides.batch + first * params.v_strides.row;
     if (keys >= Config::kStep && first_key <= 0) {
-      copy_rows<false>(k_from, params.k_strides.row, first_key, keys, k_to);
-      copy_rows<false>(v_from, params.v_strides.row, first_key, keys, v_to);
+      copy_rows(kWhole, k_from, params.k_strides.row, first_key, keys, k_to);
+      copy_rows(kWhole, v_from, params.v_strides.row, first_key, keys, v_to);
     } else {
-      copy_rows<true>(k_from, params.k_strides.row, first_key, keys, k_to);
-      copy_rows<true>(v_from, params.v_strides.row, first_key, keys, v_to);
+      copy_rows(kBounded, k_from, params.k_strides.row, first_key, keys, k_to);
+      copy_rows(kBounded, v_from, params.v_strides.row, first_key, keys, v_to);
     }
   }
 
@@ -335,9 +336,9 @@ struct KvRing {
                    row >= first_key && row < keys && (in_pool >> row & 1)};
       };
       if (keys >= Config::kStep && first_key <= 0 && in_pool == 0xffffffffu) {
-        copy<false>(row_at, to);
+        copy(kWhole, row_at, to);
       } else {
-        copy<true>(row_at, to);
+        copy(kBounded, row_at, to);
       }
     };
     load(k_head, params.k_strides, k_to);
@@ -386,10 +387,10 @@ struct KvRing {
       lane_page = __shfl_sync(0xffffffffu, lane_page, 0);
       const int64_t row = page_row - lane() % Config::kStep, at = max(lane_page, 0);
       const int rows = lane_page >= 0 ? keys : 0;
-      copy_rows<true>(k_head + at * params.k_strides.batch + row * params.k_strides.row, params.k_strides.row, first,
-                      rows, k_to);
-      copy_rows<true>(v_head + at * params.v_strides.batch + row * params.v_strides.row, params.v_strides.row, first,
-                      rows, v_to);
+      copy_rows(kBounded, k_head + at * params.k_strides.batch + row * params.k_strides.row, params.k_strides.row,
+                first, rows, k_to);
+      copy_rows(kBounded, v_head + at * params.v_strides.batch + row * params.v_strides.row, params.v_strides.row,
+                first, rows, v_to);
     } else if (params.kv_vector_bytes == 16) {
       copy_scattered(k_head, params.k_strides, lane_page, first, keys, k_to);
       copy_scattered(v_head, params.v_strides, lane_page, first, keys, v_to);
@@ -412,51 +413,6 @@ struct KvRing {
            (params.paged.page_size.divisor % Config::kStep == 0 && work.part.request.first_row % Config::kStep == 0);
   }
 
-  // rows(row of the step, iteration) -> Row, of k_head or v_head. kBounded: zero-fills invalid rows and columns beyond
-  // the head dim.
-  template <bool kBounded, class Rows>
-  __device__ __forceinline__ void copy(const Rows& rows, Stored* to) const {
-    // Written out twice: with a function call the kernels of 64 packed rows spill.
-    const int lane_row = Config::kMayPairHeads ? group_step.copy_row() : lane() / kLanesPerRow;
-    const int lane_vector = lane() % kLanesPerRow;
-    const int row0 = group_warp() * Config::kWarpRows + lane_row;
-    const int swizzled0 = lane_vector ^ Swizzle::key(lane_row);
-    to += group_step.copy_offset();
-#pragma unroll
-    for (int i = 0; i < Config::kRowIterations; ++i) {
-      // lane_row and the first row of an iteration share no bits of the swizzle key.
-      const int swizzled = swizzled0 ^ Swizzle::key(i * Config::kRowsPerIteration);
-      const int row = row0 + i * Config::kRowsPerIteration;
-      const Row from = rows(row, i);
-#pragma unroll
-      for (int j = 0; j < Config::kColIterations; ++j) {
-        const int col = (lane_vector + j * kLanesPerRow) * Config::kVectorCols;
-        Stored* const vector =
-            to + row * Config::kHeadDim + Swizzle::next(swizzled, j * kLanesPerRow) * Config::kVectorCols;
-        if constexpr (kBounded) {
-          copy16_async(vector, from.data + col, from.valid && (Config::kPlain || col < params.d));
-        } else {
-          copy16_async(vector, from.data + col);
-        }
-      }
-    }
-  }
-
-  struct Row {
-    const Stored* data;
-    bool valid;
-  };
-
-  // Rows [first, keys) of a strided matrix.
-  template <bool kBounded>
-  __device__ __forceinline__ void copy_rows(const Stored* rows, int64_t stride, int first, int keys, Stored* to) const {
-    const int lane_row = Config::kMayPairHeads ? group_step.copy_row() : lane() / kLanesPerRow;
-    const int row0 = group_warp() * Config::kWarpRows + lane_row;
-    const Stored* const from = rows + row0 * stride;
-    const int64_t iteration_stride = Config::kRowsPerIteration * stride;
-    copy<kBounded>([&](int row, int i) { return Row{from + i * iteration_stride, row >= first && row < keys}; }, to);
-  }
-
   // Lane `row` holds the address of a row: `found` is its page.
   __device__ __forceinline__ Row scattered_row(const Stored* head, const MatrixStrides& strides, int lane_page,
                                                int first, int keys, int row) const {
@@ -468,7 +424,7 @@ struct KvRing {
 
   __device__ __forceinline__ void copy_scattered(const Stored* head, const MatrixStrides& strides, int lane_page,
                                                  int first, int keys, Stored* to) const {
-    copy<true>([&](int row, int) { return scattered_row(head, strides, lane_page, first, keys, row); }, to);
+    copy(kBounded, [&](int row, int) { return scattered_row(head, strides, lane_page, first, keys, row); }, to);
   }
 
   // Rows without 16-byte alignment, in copies of 4 bytes or of an element, each group for itself; small code rather
@@ -485,16 +441,6 @@ struct KvRing {
         copy_vector(from.data + vector * Config::kVectorCols, from.valid ? params.d - vector * Config::kVectorCols : 0,
                     to + row * Config::kHeadDim + (vector ^ Swizzle::key(row)) * Config::kVectorCols);
       }
-    }
-  }
-
-  __device__ __forceinline__ void copy_vector(const Stored* from, int count, Stored* to) const {
-    if (params.kv_vector_bytes == 4) {
-#pragma unroll
-      for (int i = 0; i < Config::kVectorCols; i += Config::kVectorCols / 4) copy4_async(to + i, from + i, i < count);
-    } else {
-#pragma unroll
-      for (int i = 0; i < Config::kVectorCols; ++i) to[i] = i < count ? from[i] : Stored(0.0f);
     }
   }
 };

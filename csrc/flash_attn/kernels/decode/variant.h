@@ -8,7 +8,8 @@ namespace decode {
 // with padded head dims, and no equal or fixed splits: decoding rarely needs them, and they are half of the
 // instructions, which are fetched from device memory at first use.
 // kMaskBits is kAll with a mask of the last keys: tests of it would cost the others registers.
-enum class KvVariant { kAll, kPlain, kMaskBits };
+// kSwapAb is kPlain for an 8-bit cache and at most 8 packed rows, which are the MMA's columns: O^T = V^T P^T.
+enum class KvVariant { kAll, kPlain, kMaskBits, kSwapAb };
 
 }  // namespace decode
 }  // namespace flash

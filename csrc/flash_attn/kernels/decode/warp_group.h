@@ -3,6 +3,7 @@
 
 #include "kernels/decode/config.h"
 #include "kernels/sm80/warp_ops.h"
+#include "plan/decode_plan.h"
 
 namespace flash {
 namespace decode {
@@ -51,8 +52,21 @@ struct GroupStep {
     return (copy_head() - head()) * stages * Config::kStageElements;
   }
 
+  // Until this thread's copies of the oldest step in flight have landed.
+  __device__ __forceinline__ void wait_for_oldest_copies() const {
+    constexpr int kUsualStages = plan::kv_residency(Config::kTile, 228 * 1024, 227 * 1024).stages;  // sm_90
+    if (stages == kUsualStages) {
+      wait_for_copies_but(kUsualStages - 1);
+    } else {
+      wait_for_copies_but(stages - 1);
+    }
+  }
+
   // Synchronises all threads that copy into the group's stages.
   __device__ __forceinline__ void sync_copies() const {
+    if constexpr (Config::kMayPairHeads && Config::kEightBit) {  // without branches; it reserves all 16 barriers
+      return sync_named(kFirstGroupBarrier + (group() >> pair_bit()), Config::kGroupThreads << pair_bit());
+    }
     if (pair_bit() == 0) return sync_group<Config>();
     if (threadIdx.x < Config::kThreads / 2) {  // constants: for a number in a register it would reserve all 16 barriers
       sync_named(kFirstGroupBarrier, Config::kThreads / 2);
