@@ -14,6 +14,11 @@ namespace flash {
 namespace {
 
 constexpr int kThreads = 256, kWarps = kThreads / 32;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+constexpr int kListBlocks = 2;  // thread blocks an SM; of more, registers spill
+#else
+constexpr int kListBlocks = 4;
+#endif
 
 // A sequence of the call: where its rows and keys begin in packed tensors and in the strips, and how many there are.
 struct MaskSequence {
@@ -233,7 +238,7 @@ __device__ int block_prefix(int value, int& sum, int* warp_sums) {
 }
 
 // A thread block for each work tile of each mask matrix.
-__global__ void __launch_bounds__(kThreads, 4) mask_lists_kernel(const __grid_constant__ MaskPlanParams params) {
+__global__ void __launch_bounds__(kThreads, kListBlocks) mask_lists_kernel(const __grid_constant__ MaskPlanParams params) {
   __shared__ int warp_sums[kWarps];
   wait_for_previous_kernel();
   const Flash_fwd_params& call = params.call;
