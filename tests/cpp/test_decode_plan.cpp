@@ -150,6 +150,7 @@ void check_variant() {
   problem = plain;
   problem.kv_dtype = Dtype::kInt8;
   check::that(swaps_ab(problem), "8 bits, 8 rows at most");
+  check::that(!flash::plan::plan_decode(problem, kA100).swaps_ab, "8 bits on A100");
   problem.seqlen_q = 3;
   check::that(!swaps_ab(problem), "12 rows");
   problem = decoding(64, 32, 8, 128, 8192);

@@ -209,10 +209,11 @@ constexpr void plan_variant(const DecodeProblem& problem, const Device& device, 
   plan.by_wgmma = kv_takes_wgmma(problem, device);
   plan.is_plain = kv_is_plain(problem, plan);
   const KvTile tile = kv_tile(problem.head_dim, plan.tile_size, problem.kv_dtype);
-  plan.swaps_ab = plan.is_plain && kv_may_swap_ab(tile) && plan.slot_rows <= kKvSwapRows;
+  const bool has_hopper_code = device.capability >= 90;  // clusters; and kSwapAb, which is not measured before
+  plan.swaps_ab = plan.is_plain && has_hopper_code && kv_may_swap_ab(tile) && plan.slot_rows <= kKvSwapRows;
   plan.masks_bits = problem.options.has_mask_bits;
-  const bool has_clusters = device.capability >= 90;
-  plan.in_clusters = plan.in_clusters && plan.combines && has_clusters && kv_may_cluster(plan.is_plain, plan.tile_size);
+  plan.in_clusters =
+      plan.in_clusters && plan.combines && has_hopper_code && kv_may_cluster(plan.is_plain, plan.tile_size);
 }
 
 inline DecodePlan plan_decode(const DecodeProblem& problem, const Device& device) {

@@ -108,6 +108,9 @@ template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
     flash_fwd_split_kernel(const __grid_constant__ Flash_kvcache_params params) {
   using Element = typename Config::Element;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+  if constexpr (Config::kSwapAb) return;  // no plan names it there
+#endif
   extern __shared__ __align__(128) char smem[];
   Element* const q_rows = reinterpret_cast<Element*>(smem);
   RowStats* const stats = reinterpret_cast<RowStats*>(smem + Config::kStatsAt);
