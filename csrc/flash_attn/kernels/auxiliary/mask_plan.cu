@@ -238,7 +238,8 @@ __device__ int block_prefix(int value, int& sum, int* warp_sums) {
 }
 
 // A thread block for each work tile of each mask matrix.
-__global__ void __launch_bounds__(kThreads, kListBlocks) mask_lists_kernel(const __grid_constant__ MaskPlanParams params) {
+__global__ void __launch_bounds__(kThreads, kListBlocks)
+    mask_lists_kernel(const __grid_constant__ MaskPlanParams params) {
   __shared__ int warp_sums[kWarps];
   wait_for_previous_kernel();
   const Flash_fwd_params& call = params.call;
