@@ -258,8 +258,9 @@ def warm_up(timer, call, budget):
 
 
 def interleave(timer, calls, budget):
-    """Times `calls` ({name: (context factory, function)}) in rounds, each in an order of its own: at the power limit a
-    kernel is slower after one that drew more power, so none may follow the same one in every round.
+    """Times `calls` ({name: (context factory, function)}) in rounds of random order.
+
+    At the power limit a kernel is slower after one that drew more power: none may follow the same one in every round.
 
     Slow implementations sit some rounds out, evenly spread. The context (choice of an SDPA backend) is entered outside
     the timed region. Returns ({name: [ms, …]}, mean SM clock in MHz or None).

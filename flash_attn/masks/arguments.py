@@ -70,10 +70,8 @@ def mask_bits(bits: Tensor, keys: int | None, seqlen_q: int) -> tuple[Tensor, in
         if context.is_tracing():  # which cannot record a view of another dtype
             words = torch.unflatten(bits, -1, (bits.shape[-1] // 4, 4)).int()
             bits = (words << torch.arange(0, 32, 8, device=bits.device)).sum(-1).to(torch.int32)
-        else:
-            bits = (
-                bits.view(torch.int32) if bits.shape[-1] else bits.int()
-            )  # rows of no bytes have no distance of words
+        else:  # rows of no bytes have no distance of words
+            bits = bits.view(torch.int32) if bits.shape[-1] else bits.int()
     return bits.contiguous(), seqlen_q if keys is None else keys
 
 

@@ -209,7 +209,7 @@ inline BwdPlan plan_bwd_wgmma(const BwdProblem& problem, const Device& device) {
   }
   plan.may_store_ds =
       problem.has_bias && (plan.variant == BwdVariant::kBiased || (has_dq_pass(tile) && !problem.has_softcap));
-  const int64_t rows = problem.is_varlen && problem.batch > 0 ? problem.seqlen_q / problem.batch : problem.seqlen_q;
+  const int64_t rows = problem.rows();
   if (problem.has_mask()) plan.mask = plan_mask(problem, true, tile.block_n, tile.block_m);
   const bool is_ordered = problem.deterministic && !has_dq_pass(tile);
   plan.running_n_blocks =
@@ -238,7 +238,7 @@ inline BwdPlan plan_bwd_wide(const BwdProblem& problem, const Device& device) {
   plan.smem_bytes = sm90_wide_dkv_smem_bytes(problem.dtype);
   plan.dq_smem_bytes = sm90_wide_dq_smem_bytes(problem.dtype);
   plan.dq_pass = true;
-  const int64_t rows = problem.is_varlen && problem.batch > 0 ? problem.seqlen_q / problem.batch : problem.seqlen_q;
+  const int64_t rows = problem.rows();
   plan.running_n_blocks =
       running_n_blocks(false, problem.window.may_mask_right(), rows / plan.block_m, problem.group(), plan.block_n);
   plan.order = n_block_grid(problem, plan.block_n, device.multiprocessors, plan.running_n_blocks);

@@ -92,8 +92,7 @@ constexpr int kTwoPassMBlocks = 384;
 constexpr bool prefers_dq_pass(const BwdProblem& problem) {
   const int64_t longest = longest_sequence(BwdSchedule::kTwoPass, problem);
   if (!may_leave_one_pass(problem) || longest == 0) return false;
-  const int64_t sequences = problem.is_varlen && problem.batch > 0 ? problem.batch : 1;
-  const int64_t keys = problem.seqlen_k / sequences, rows = problem.seqlen_q / sequences;
+  const int64_t keys = problem.keys(), rows = problem.rows();
   const int64_t m_blocks = problem.batch * problem.heads * ((rows + kSm90DqBlockM - 1) / kSm90DqBlockM);
   return m_blocks >= kTwoPassMBlocks && keys <= longest;
 }
@@ -106,8 +105,7 @@ constexpr int kLongRows = 4096;
 constexpr int kOneKRows = 2048;
 
 constexpr bool prefers_long_tile(const BwdProblem& problem) {
-  const int64_t sequences = problem.is_varlen && problem.batch > 0 ? problem.batch : 1;
-  const int64_t rows = problem.seqlen_q / sequences;
+  const int64_t rows = problem.rows();
   const bool is_causal = problem.window.may_mask_right();
   if (problem.window.may_mask_left() || problem.max_head_dim() > kSm90OneKBwdTile.head_dim) return false;
   if (problem.max_head_dim() <= kSm90TallBwdTile.head_dim) {

@@ -40,6 +40,7 @@ struct Problem {
 
   constexpr int max_head_dim() const { return head_dim > head_dim_v ? head_dim : head_dim_v; }
   constexpr int64_t group() const { return heads_k > 0 ? heads / heads_k : 1; }
+  constexpr int64_t sequences() const { return batch > 0 ? batch : 1; }
   constexpr bool has_score_mod() const { return modifiers != Modifiers::kNone; }
   constexpr bool has_mask() const { return mask_matrices > 0; }
 };
@@ -126,7 +127,6 @@ struct FwdProblem : Problem {
     if (!is_eight_bit(kv_dtype)) return 0;
     return product(is_varlen ? 1 : batch, seqlen_k, heads_k, dtype_bytes(dtype) * (head_dim + head_dim_v));
   }
-  constexpr int64_t sequences() const { return batch > 0 ? batch : 1; }
   constexpr int64_t rows() const { return is_varlen ? (seqlen_q + sequences() - 1) / sequences() : seqlen_q; }
   // Maximum lengths of packed calls and the width of a block table may be loose: they change no bit of a result.
   constexpr int64_t keys() const {
@@ -164,6 +164,9 @@ struct BwdProblem : Problem {
   bool fits_tensor_maps = true;  // strides of all inputs and gradients
 
   constexpr bool is_plain() const { return !has_dropout && !has_score_mod(); }
+  // Of a sequence; packed ones count with their mean length.
+  constexpr int64_t rows() const { return is_varlen ? seqlen_q / sequences() : seqlen_q; }
+  constexpr int64_t keys() const { return is_varlen ? seqlen_k / sequences() : seqlen_k; }
 };
 
 // Head dim that Q, K and V are padded to where kernels know one head dim. Zero columns add nothing to Q K^T, and make

@@ -308,12 +308,17 @@ struct KvMainloop {
     }
   }
 
+  // Of this lane's first vector of 8-bit V, for ldmatrix.trans.
+  __device__ __forceinline__ uint32_t values_address() const {
+    const int v_row = lane() % 16;
+    const int v_vector = lane() / 16 ^ KvSwizzle::key(v_row);
+    return shared_address(ring.v_stage() + v_row * Config::kHeadDim + v_vector * Config::kVectorCols);
+  }
+
   // A 16-byte vector of V makes two squares of O, of its even and of its odd columns.
   template <class Acc>
   __device__ __forceinline__ void multiply_quantized_v(const Acc& acc_s) {
-    const int v_row = lane() % 16;
-    const int v_vector = lane() / 16 ^ KvSwizzle::key(v_row);
-    const uint32_t v = shared_address(ring.v_stage() + v_row * Config::kHeadDim + v_vector * Config::kVectorCols);
+    const uint32_t v = values_address();
 #pragma unroll
     for (int slice = 0; slice < Config::kStep / 16; ++slice) {
       uint32_t a[Config::kRowTiles][4];
@@ -344,9 +349,7 @@ struct KvMainloop {
 
   // kSwapAb: V^T of 16 keys, as operands A of 16 columns each.
   __device__ __forceinline__ void load_values(uint32_t (&values)[kSlices][4], int slice) const {
-    const int v_row = lane() % 16;
-    const int v_vector = lane() / 16 ^ KvSwizzle::key(v_row);
-    const uint32_t v = shared_address(ring.v_stage() + v_row * Config::kHeadDim + v_vector * Config::kVectorCols);
+    const uint32_t v = values_address();
 #pragma unroll
     for (int vector = 0; vector < kSlices; vector += 2) {
       uint32_t words[4];

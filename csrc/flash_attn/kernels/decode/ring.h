@@ -103,7 +103,7 @@ struct KvRing : RowCopies<Config> {
     ++pending_steps;
     invalid_page_bits <<= 1;
     commit_copies();
-    fill_stage = fill_stage + 1 == group_step.stages ? 0 : fill_stage + 1;
+    fill_stage = group_step.next_stage(fill_stage);
     free_stages = 0;
     return true;
   }
@@ -126,7 +126,7 @@ struct KvRing : RowCopies<Config> {
   // Every warp of the group is done with the step.
   __device__ __forceinline__ void release() {
     group_step.sync_copies();
-    use_stage = use_stage + 1 == group_step.stages ? 0 : use_stage + 1;
+    use_stage = group_step.next_stage(use_stage);
     --pending_steps;
     free_stages = 1;
   }
@@ -157,7 +157,7 @@ struct KvRing : RowCopies<Config> {
       ++pending_steps;
     }
     commit_copies();
-    fill_stage = fill_stage + 1 == group_step.stages ? 0 : fill_stage + 1;
+    fill_stage = group_step.next_stage(fill_stage);
   }
 
   __device__ __forceinline__ void find_next_step() {

@@ -52,6 +52,8 @@ struct GroupStep {
     return (copy_head() - head()) * stages * Config::kStageElements;
   }
 
+  __device__ __forceinline__ int next_stage(int stage) const { return stage + 1 == stages ? 0 : stage + 1; }
+
   // Until this thread's copies of the oldest step in flight have landed.
   __device__ __forceinline__ void wait_for_oldest_copies() const {
     constexpr int kUsualStages = plan::kv_residency(Config::kTile, 228 * 1024, 227 * 1024).stages;  // sm_90

@@ -37,7 +37,7 @@ __device__ __forceinline__ void begin_together() {
 template <class Config>
 __device__ __forceinline__ void arrive_at_begin() {
   if constexpr (Config::kCluster > 1) {
-    asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");  // behind fence_init()
+    asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");  // after fence_init()
     return;
   }
   constexpr uint32_t kBarrier = kBeginBarrier + cutlass::arch::NamedBarrier::ReservedNamedBarrierCount;
