@@ -44,6 +44,7 @@ from flash_attn._types import Descale, TensorOrTuple, WindowSize
 from flash_attn.batch_invariance import is_batch_invariant
 from flash_attn.inference import flash_attn_combine, flash_attn_with_kvcache  # noqa: F401
 from flash_attn.masks import AttentionMask
+from flash_attn.masks.documents import packed_documents
 from flash_attn.ops import arguments, calls, context, eager, library, normalize, outputs
 from flash_attn.ops.attention_args import (
     ATTENTION_INPUTS,
@@ -347,12 +348,41 @@ def attend(inputs: tuple[Tensor, ...], sequences: Sequences, *options: Any) -> T
     if _is_compiling():
         return _attention(None, inputs, sequences, *options)
     if sequences is DENSE:
-        return (FlashAttnFunc if len(inputs) == 3 else FlashAttnQKVPackedFunc).apply(*inputs, *options)
+        dense = (FlashAttnQKVPackedFunc, FlashAttnKVPackedFunc, FlashAttnFunc)[len(inputs) - 1]
+        return dense.apply(*inputs, *options)
+    if len(inputs) == 1:
+        return FlashAttnVarlenQKVPackedFunc.apply(*inputs, sequences.cu_seqlens_q, sequences.max_seqlen_q, *options)
+    if len(inputs) == 2:
+        return FlashAttnVarlenKVPackedFunc.apply(*inputs, *sequences[:4], *options)
     *score, is_grad_enabled, sinks, more = options
     more = more._replace(seqused_k=sequences.seqused_k, leftpad_k=sequences.leftpad_k)
     return FlashAttnVarlenFunc.apply(
         *inputs, *sequences[:4], *score, sequences.block_table, is_grad_enabled, sinks, more
     )
+
+
+def _attend_masked(inputs: tuple[Tensor, ...], *options: Any) -> TensorOrTuple:
+    """`attend` of a dense call with a mask. One of documents makes it a packed call where it can."""
+    dropout_p, *_, alibi_slopes, _, returns_lse, _, sinks, more = options
+    cu_seqlens = None
+    if (
+        isinstance(dropout_p, (float, int))
+        and dropout_p == 0
+        and (alibi_slopes is None or (isinstance(alibi_slopes, Tensor) and alibi_slopes.dim() == 1))
+        and all(x is None for x in more.biases())
+        and more.quant is NO_QUANT
+    ):
+        cu_seqlens = packed_documents(more.mask, inputs, has_sinks=sinks is not None)
+    if cu_seqlens is None:
+        return attend(inputs, DENSE, *options)
+    batch, seqlen = shape = inputs[0].shape[:2]
+    rows, sequences = tuple(x.flatten(0, 1) for x in inputs), Sequences(*cu_seqlens, seqlen, seqlen)
+    result = attend(rows, sequences, *options[:-1], replaced(more, mask=None))
+    out, *others = result if isinstance(result, tuple) else (result,)
+    out = out.unflatten(0, shape)
+    if returns_lse:
+        others[0] = others[0].unflatten(1, shape).transpose(0, 1).contiguous()
+    return (out, *others) if others else out
 
 
 def attend_rows_in_use(
@@ -514,7 +544,9 @@ def flash_attn_func(
             quant=quant,
         )
     score = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
-    if _is_compiling():
+    if mask is not None:
+        result = _attend_masked((q, k, v), *score, *more)
+    elif _is_compiling():
         result = _attention(None, (q, k, v), DENSE, *score, *more)
     else:
         result = NotImplemented if more or observation.DEBUG else eager.attention(q, k, v, *score, is_batch_invariant())
@@ -566,7 +598,9 @@ def flash_attn_qkvpacked_func(
         sinks, s_aux, learnable_sink, lse_convention, mask, attn_bias, rel_bias, return_max_logit, batch_invariant
     )
     score = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
-    if _is_compiling():
+    if mask is not None:
+        result = _attend_masked((qkv,), *score, *more)
+    elif _is_compiling():
         result = _attention(None, (qkv,), DENSE, *score, *more)
     else:
         result = FlashAttnQKVPackedFunc.apply(qkv, *score, *more)
@@ -618,7 +652,9 @@ def flash_attn_kvpacked_func(
         sinks, s_aux, learnable_sink, lse_convention, mask, attn_bias, rel_bias, return_max_logit, batch_invariant
     )
     score = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
-    if _is_compiling():
+    if mask is not None:
+        result = _attend_masked((q, kv), *score, *more)
+    elif _is_compiling():
         result = _attention(None, (q, kv), DENSE, *score, *more)
     else:
         result = FlashAttnKVPackedFunc.apply(q, kv, *score, *more)

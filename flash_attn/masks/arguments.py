@@ -34,7 +34,7 @@ def mask_factors(
     if not packed:
         _check_length("seqlen_q", mask.seqlen_q, seqlen_q)
         _check_length("seqlen_k", mask.seqlen_k, seqlen_k)
-    return mask.factors
+    return mask._factors
 
 
 def _check_length(name: str, of_mask: int | None, of_call: int | None) -> None:
@@ -49,7 +49,7 @@ def score_columns(mask: AttentionMask | Tensor | None, attn_bias: Tensor | None)
         return attn_bias.shape[-1] if attn_bias.dim() else None
     if isinstance(mask, Tensor):
         return mask.shape[-1] if mask.dim() else None
-    bits = None if mask is None else mask.factors.bits
+    bits = None if mask is None else mask._factors.bits
     return None if bits is None else bits.shape[-1] * WORD_BITS
 
 

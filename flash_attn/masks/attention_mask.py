@@ -34,14 +34,15 @@ class AttentionMask:
     Leading axes: b_m is 1 or the batch size; h_m divides the number h of query heads, and head i has mask head
     i // (h / h_m). Packed masks are for variable-length functions; positions count from the first row of a sequence.
 
-    factors: the normal form, see MaskFactors. seqlen_q, seqlen_k: int, where they are known (dense masks).
+    seqlen_q, seqlen_k: int, where they are known (dense masks).
     """
 
     def __init__(self, factors: MaskFactors, seqlen_q: int | None = None, seqlen_k: int | None = None) -> None:
         if not isinstance(factors, MaskFactors):
             raise TypeError(f"factors: expected MaskFactors, got {type(factors).__name__}")
         require(len(factors.tensors()) > 0, "factors", "at least one tensor", "none")
-        self.factors, self.seqlen_q, self.seqlen_k = factors, seqlen_q, seqlen_k
+        self._factors, self.seqlen_q, self.seqlen_k = factors, seqlen_q, seqlen_k
+        self._documents: Tensor | None = None  # int32 (b_m, n + 1), whose ranges the factors are
 
     # ---- ranges of keys for each query ----
 
@@ -72,7 +73,9 @@ class AttentionMask:
         check_tensor("cu_seqlens", cu_seqlens, INTEGERS, ("n + 1", "b_m, n + 1"))
         require(cu_seqlens.shape[-1] > 0, "cu_seqlens", "shape [n + 1] or [b_m, n + 1]", list(cu_seqlens.shape))
         bounds = ranges.document_bounds(cu_seqlens, check_length("seqlen", seqlen))
-        return AttentionMask.query_ranges(*bounds)._with_keys(seqlen)
+        mask = AttentionMask.query_ranges(*bounds)._with_keys(seqlen)
+        mask._documents = ranges.as_int32(torch.atleast_2d(cu_seqlens)).clone(memory_format=torch.contiguous_format)
+        return mask
 
     @staticmethod
     def document_ids(ids: Tensor) -> AttentionMask:
@@ -339,6 +342,12 @@ class AttentionMask:
 
     # ---- use ----
 
+    @property
+    def factors(self) -> MaskFactors:
+        """The normal form. Its reader may change its tensors: a mask of documents is one of ranges from then on."""
+        self._documents = None
+        return self._factors
+
     def _with_keys(self, seqlen_k: int | None) -> AttentionMask:
         self.seqlen_k = seqlen_k
         return self
@@ -359,17 +368,17 @@ class AttentionMask:
             mine, theirs = getattr(self, name), getattr(other, name)
             require(None in (mine, theirs) or mine == theirs, "mask", f"one {name} of both masks", f"{mine}, {theirs}")
             lengths[name] = theirs if mine is None else mine
-        return AttentionMask(conjunction(self.factors, other.factors, **lengths), **lengths)
+        return AttentionMask(conjunction(self._factors, other._factors, **lengths), **lengths)
 
     @property
     def is_packed(self) -> bool:
-        return self.factors.is_packed
+        return self._factors.is_packed
 
     @property
     def shape(self) -> tuple[int | None, ...]:
         """The shape of `to_dense()`, None where it is not known: callers tell it from a token mask by it."""
         require(not self.is_packed, "mask", "a dense mask", "a packed one")
-        tensors = self.factors.tensors().values()
+        tensors = self._factors.tensors().values()
         return (
             max(x.shape[0] for x in tensors),
             math.lcm(*(x.shape[1] for x in tensors)),
@@ -383,25 +392,27 @@ class AttentionMask:
 
     @property
     def device(self) -> torch.device:
-        return next(iter(self.factors.tensors().values())).device
+        return next(iter(self._factors.tensors().values())).device
 
     @property
     def state(self) -> tuple[tuple[int, int], ...]:
         """Addresses and versions of the factors: equal only while nothing has changed them. Key of plans."""
-        return tuple((x.data_ptr(), x._version) for x in self.factors.tensors().values())
+        return tuple((x.data_ptr(), x._version) for x in self._factors.tensors().values())
 
     def to(self, device: torch.device | str) -> AttentionMask:
         """The mask on a device; itself where it is there."""
-        tensors = self.factors.tensors()
+        tensors = self._factors.tensors()
         moved = {name: x.to(device) for name, x in tensors.items()}
         if all(moved[name] is x for name, x in tensors.items()):
             return self
-        return AttentionMask(self.factors.with_tensors(moved), self.seqlen_q, self.seqlen_k)
+        mask = AttentionMask(self._factors.with_tensors(moved), self.seqlen_q, self.seqlen_k)
+        mask._documents = None if self._documents is None else self._documents.to(device)
+        return mask
 
     def sequence(self, q0: int, q1: int, k0: int, k1: int) -> AttentionMask:
         """The dense mask (b_m = 1) of one sequence of a packed one: query rows [q0, q1) and key rows [k0, k1)."""
         require(self.is_packed, "mask", "a packed mask", "a dense one")
-        return AttentionMask(self.factors.sequence(q0, q1, k0, k1), q1 - q0, k1 - k0)
+        return AttentionMask(self._factors.sequence(q0, q1, k0, k1), q1 - q0, k1 - k0)
 
     def to_dense(self, seqlen_q: int | None = None, seqlen_k: int | None = None) -> Tensor:
         """Bool (b_m, h_m, seqlen_q, seqlen_k): True where the query sees the key. For tests and small problems."""
@@ -410,14 +421,14 @@ class AttentionMask:
         sk = check_length("seqlen_k", self.seqlen_k if seqlen_k is None else seqlen_k)
         batch, heads, *_ = self.shape
         assert batch is not None and heads is not None
-        seen = self.factors.visible(slice(0, batch), slice(0, heads), slice(0, sq), slice(0, sk), heads)
+        seen = self._factors.visible(slice(0, batch), slice(0, heads), slice(0, sq), slice(0, sk), heads)
         assert seen is not None  # some factor hides
         return seen
 
     def __repr__(self) -> str:
-        parts = [f"{name}={list(x.shape)}" for name, x in self.factors.tensors().items()]
-        if self.factors.block_map is not None:
-            parts.append(f"block_size={self.factors.block_size}")
+        parts = [f"{name}={list(x.shape)}" for name, x in self._factors.tensors().items()]
+        if self._factors.block_map is not None:
+            parts.append(f"block_size={self._factors.block_size}")
         return f"AttentionMask({', '.join(parts)}, device={str(self.device)!r})"
 
 
@@ -463,19 +474,23 @@ def _is_broadcast(x: Tensor, axis: int) -> bool:
     return x.shape[axis] == 1 or (x.stride(axis) == 0 and x.shape[axis] > 1)
 
 
-# names of the factors, block_size, seqlen_q, seqlen_k
+_DOCUMENTS = "documents"  # name of that leaf
+# names of the leaves, block_size, seqlen_q, seqlen_k
 _Context = tuple[tuple[str, ...], tuple[int, int], Optional[int], Optional[int]]
 
 
 def _flatten(mask: AttentionMask) -> tuple[list[Tensor], _Context]:
-    tensors = mask.factors.tensors()
-    return list(tensors.values()), (tuple(tensors), mask.factors.block_size, mask.seqlen_q, mask.seqlen_k)
+    tensors = mask._factors.tensors()
+    if mask._documents is not None:
+        tensors = {**tensors, _DOCUMENTS: mask._documents}
+    return list(tensors.values()), (tuple(tensors), mask._factors.block_size, mask.seqlen_q, mask.seqlen_k)
 
 
 def _unflatten(tensors: Iterable[Tensor], context: _Context) -> AttentionMask:
     names, block_size, seqlen_q, seqlen_k = context
-    mask = object.__new__(AttentionMask)  # torch passes placeholders of tensors too
-    mask.factors = MaskFactors(**dict(zip(names, tensors)), block_size=block_size)
+    mask, leaves = object.__new__(AttentionMask), dict(zip(names, tensors))  # torch passes placeholders of tensors too
+    mask._documents = leaves.pop(_DOCUMENTS, None)
+    mask._factors = MaskFactors(**leaves, block_size=block_size)
     mask.seqlen_q, mask.seqlen_k = seqlen_q, seqlen_k
     return mask
 
