@@ -23,6 +23,7 @@ class Sample:
         self.has_all_queries = self.queries == all_queries
         options = {"causal": case.causal, "window": case.window, "softcap": case.softcap}
         options.update(alibi_slopes=self.of_heads(inputs.alibi_slopes), sinks=self.of_heads(inputs.sinks))
+        options.update(inputs.sample_options(self.queries))
         self.leaves = [self.of_queries(inputs.q), self.of_keys(inputs.k), self.of_keys(inputs.v)]
         self.leaves = [leaf.double().requires_grad_() for leaf in self.leaves]
         with torch.enable_grad():

@@ -16,7 +16,7 @@ sys.path.append(str(ROOT / "tools"))
 
 from machine import commit_of
 
-PEER_PACKAGES = ("triton", "flash_attn_3", "flash-attn-4")
+PEER_PACKAGES = ("triton", "flash_attn_3", "flash-attn-4", "nvidia-cudnn-frontend")
 
 
 def git_state():

@@ -13,7 +13,7 @@ import over_cache
 import package_peers
 import torch
 import torch_peers
-from check import MAX_RELATIVE_ERROR
+from check import MAX_RELATIVE_ERROR, relative_error
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 DEFAULT_PEERS = ("sdpa_flash", "sdpa_cudnn")
@@ -38,6 +38,15 @@ class Inputs:
     cu_seqlens: torch.Tensor | None
     alibi_slopes: torch.Tensor | None
     sinks: torch.Tensor | None
+
+    @property
+    def leaves(self):
+        """What a backward differentiates by."""
+        return self.q, self.k, self.v
+
+    def sample_options(self, queries):
+        """What else the reference is told of the last `queries` rows and the last head."""
+        return {}
 
 
 def make_inputs(row, device, requires_grad=False, seed=0):
@@ -143,7 +152,7 @@ class Implementation:
     package: the module that must be installed; distribution: what must be installed instead, if its modules lie in
     another package's name; compiles: whether every shape costs it seconds of compilation; groups: the groups of rows
     that it joins without being named; problem(row, inputs): the (row, inputs) that it computes, is checked by and whose
-    FLOPs count; max_error: of its result, relative to float64.
+    FLOPs count; error(row, inputs, mode, result): of a result, at most max_error.
     """
 
     name: str
@@ -158,6 +167,7 @@ class Implementation:
     groups: tuple[str, ...] = ()
     problem: Callable = lambda row, inputs: (row, inputs)
     max_error: float = MAX_RELATIVE_ERROR
+    error: Callable = relative_error
 
     def limits(self, row, device_type="cuda", mode="fwd"):
         """Why the row is not measured, or None."""
@@ -300,7 +310,7 @@ def timed_call(forward, inputs, mode):
     """The function that is timed: the forward, the backward of one stored forward, or both."""
     if mode == "fwd":
         return forward
-    leaves = (inputs.q, inputs.k, inputs.v)
+    leaves = inputs.leaves
     if mode == "fwd+bwd":
         return lambda: torch.autograd.grad(forward(), leaves, inputs.dout)
     out = forward()

@@ -7,7 +7,6 @@ import time
 import warnings
 
 import torch
-from check import relative_error
 from implementations import make_inputs, timed_call
 from results import OUT_OF_MEMORY
 from timing import CALLS_PER_GRAPH, captured, interleave, summarize
@@ -47,7 +46,7 @@ def probe(implementation, row, inputs, mode, device):
         text = first_line(error)
         refused = text.startswith(REFUSALS)
         raise NotMeasured(f"{'refused' if refused else 'failed'}: {text}", failed=not refused) from error
-    error = facts["relative_error"] = relative_error(row, inputs, mode, result)
+    error = facts["relative_error"] = implementation.error(row, inputs, mode, result)
     if error is not None and not error <= implementation.max_error:
         raise NotMeasured(f"wrong result: relative error {error:.3g}", failed=True)
     return call, {**facts, "flops": row.flops(mode)}
@@ -128,11 +127,12 @@ def describe(row, mode):
     }
 
 
-def measure(row, mode, implementations, timers, device, budget, may_compile=True):
-    """One row of the result; its "seconds" include all set-up."""
+def measure(row, mode, implementations, timers, device, budget, may_compile=True, inputs=None):
+    """One row of the result; its "seconds" include all set-up. inputs: others than make_inputs() makes."""
     started = time.monotonic()
     entry = describe(row, mode)
-    inputs = make_inputs(row, device, requires_grad=mode != "fwd")
+    if inputs is None:
+        inputs = make_inputs(row, device, requires_grad=mode != "fwd")
     with torch.set_grad_enabled(mode != "fwd"):
         calls, facts, entry["notes"], failures = prepare(implementations, row, inputs, mode, device, may_compile)
         times, entry["sm_mhz"] = interleave(timers[row.timing], calls, budget) if calls else ({}, None)

@@ -113,6 +113,10 @@ EXPERIMENTS = (
         "{python} benchmarks/lab/accuracy.py --out {result}", 60, compiles=30, small="--device cpu --peers sdpa_flash",
     ),
     Experiment(
+        "masks", "masks and biases as data beside peers, and the plan of a mask",
+        "{python} benchmarks/lab/masks.py --out {result}", 60, "docs/masks.md", compiles=150, small="--device cpu",
+    ),
+    Experiment(
         "gains", "training steps and requests of a transformers model", "{python} examples/gains.py --out {result}", 75,
         "docs/gains.md", small="--device cpu --rounds 1",
     ),
