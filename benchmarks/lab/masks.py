@@ -37,7 +37,7 @@ from timing import Budget, make_timers
 import flash_attn.sdpa
 from flash_attn import AttentionMask
 
-DTYPE, BLOCK, ROWS = "bfloat16", 128, 26
+DTYPE, BLOCK, ROWS = "bfloat16", 128, 30
 PLANNED = (32768, 131072)  # keys
 
 
@@ -150,6 +150,11 @@ def blocks(part, rows):
     return Mask(ours, intervals, lambda module: module.BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=BLOCK))
 
 
+def bools_of_window(width, rows):
+    distance = rows[:, None] - rows
+    return Mask((distance >= 0) & (distance < width))
+
+
 def masks(n):
     """[(label, rows, the function of the rows' numbers that makes the mask)], lengths divided by n."""
     mixed = (torch.randn(256, generator=torch.Generator().manual_seed(0)).exp() * 1024 / n).int().clamp(min=1)
@@ -160,7 +165,9 @@ def masks(n):
         ("window of 4096", 32768 // n, partial(window, 4096 // n)),
         ("prefix, 16k", 16384 // n, partial(prefix_lm, 4096 // n)),
         *((f"blocks, {part:.0%}", 32768 // n, partial(blocks, part)) for part in (0.1, 0.25, 0.5)),
-        ("bool tensor, 8k", 8192 // n, lambda rows: Mask(torch.rand(2 * [len(rows)], device=rows.device) < 0.5)),
+        ("bools, causal, 8k", 8192 // n, partial(bools_of_window, 8192 // n)),
+        ("bools, window of 1024, 8k", 8192 // n, partial(bools_of_window, 1024 // n)),
+        ("bools at random, 8k", 8192 // n, lambda rows: Mask(torch.rand(2 * [len(rows)], device=rows.device) < 0.5)),
     ]
 
 
