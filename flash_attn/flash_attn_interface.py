@@ -368,21 +368,40 @@ def _attend_masked(inputs: tuple[Tensor, ...], *options: Any) -> TensorOrTuple:
     if (
         isinstance(dropout_p, (float, int))
         and dropout_p == 0
-        and (alibi_slopes is None or (isinstance(alibi_slopes, Tensor) and alibi_slopes.dim() == 1))
+        and (alibi_slopes is None or _is_by_head(alibi_slopes, inputs[0]))
         and all(x is None for x in more.biases())
         and more.quant is NO_QUANT
+        and more.batch_invariant is False
+        and not is_batch_invariant()
     ):
         cu_seqlens = packed_documents(more.mask, inputs, has_sinks=sinks is not None)
     if cu_seqlens is None:
         return attend(inputs, DENSE, *options)
     batch, seqlen = shape = inputs[0].shape[:2]
-    rows, sequences = tuple(x.flatten(0, 1) for x in inputs), Sequences(*cu_seqlens, seqlen, seqlen)
+    # Rows between the documents of two entries are one sequence. The bound changes no result, but is checked.
+    longest = 2 * seqlen if observation.DEBUG else seqlen
+    rows, sequences = tuple(x.flatten(0, 1) for x in inputs), Sequences(*cu_seqlens, longest, longest)
     result = attend(rows, sequences, *options[:-1], replaced(more, mask=None))
-    out, *others = result if isinstance(result, tuple) else (result,)
-    out = out.unflatten(0, shape)
+    if not isinstance(result, tuple):
+        return _writable(result.unflatten(0, shape))
+    out, *others = result
     if returns_lse:
-        others[0] = others[0].unflatten(1, shape).transpose(0, 1).contiguous()
-    return (out, *others) if others else out
+        lse, *others = others
+        lse = lse.unflatten(1, shape).transpose(0, 1).contiguous()
+        others = [_writable(lse), *others]  # compilers make others a tuple
+    return (_writable(out.unflatten(0, shape)), *others)
+
+
+def _writable(x: Tensor) -> Tensor:
+    """A result that is a view. One made without gradients may not be written later with them, so it becomes none."""
+    if torch.is_grad_enabled() or _is_compiling() or context.is_tracing():
+        return x
+    return torch.ops.aten._unsafe_view(x, x.shape)
+
+
+def _is_by_head(alibi_slopes: object, q: Tensor) -> bool:
+    """Whether slopes are (nheads,), for all batch entries. q: or qkv."""
+    return isinstance(alibi_slopes, Tensor) and q.dim() > 1 and alibi_slopes.shape == q.shape[-2:-1]
 
 
 def attend_rows_in_use(
