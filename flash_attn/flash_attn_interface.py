@@ -396,7 +396,8 @@ def _writable(x: Tensor) -> Tensor:
     """A result that is a view. One made without gradients may not be written later with them, so it becomes none."""
     if torch.is_grad_enabled() or _is_compiling() or context.is_tracing():
         return x
-    return torch.ops.aten._unsafe_view(x, x.shape)
+    alias: Tensor = torch.ops.aten._unsafe_view(x, x.shape)
+    return alias
 
 
 def _is_by_head(alibi_slopes: object, q: Tensor) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Optional
+from typing import TYPE_CHECKING, Any, Optional
 
 import torch
 from torch import Tensor
@@ -495,7 +495,7 @@ def _flatten(mask: AttentionMask) -> tuple[list[Tensor], _Context]:
     return list(tensors.values()), (tuple(tensors), mask._factors.block_size, mask.seqlen_q, mask.seqlen_k)
 
 
-def _flatten_with_keys(mask: AttentionMask) -> tuple[list[tuple[_pytree.MappingKey, Tensor]], _Context]:
+def _flatten_with_keys(mask: AttentionMask) -> tuple[list[tuple[_pytree.KeyEntry, Any]], _Context]:
     tensors, context = _flatten(mask)
     return [(_pytree.MappingKey(name), x) for name, x in zip(context[0], tensors)], context
 
