@@ -44,7 +44,7 @@ from flash_attn._types import Descale, TensorOrTuple, WindowSize
 from flash_attn.batch_invariance import is_batch_invariant
 from flash_attn.inference import flash_attn_combine, flash_attn_with_kvcache  # noqa: F401
 from flash_attn.masks import AttentionMask
-from flash_attn.masks.documents import packed_documents
+from flash_attn.masks.documents import dense_results, is_by_head, packed_documents
 from flash_attn.ops import arguments, calls, context, eager, library, normalize, outputs
 from flash_attn.ops.attention_args import (
     ATTENTION_INPUTS,
@@ -368,7 +368,7 @@ def _attend_masked(inputs: tuple[Tensor, ...], *options: Any) -> TensorOrTuple:
     if (
         isinstance(dropout_p, (float, int))
         and dropout_p == 0
-        and (alibi_slopes is None or _is_by_head(alibi_slopes, inputs[0]))
+        and (alibi_slopes is None or is_by_head(alibi_slopes, inputs[0]))
         and all(x is None for x in more.biases())
         and more.quant is NO_QUANT
         and more.batch_invariant is False
@@ -382,27 +382,7 @@ def _attend_masked(inputs: tuple[Tensor, ...], *options: Any) -> TensorOrTuple:
     longest = 2 * seqlen if observation.DEBUG else seqlen
     rows, sequences = tuple(x.flatten(0, 1) for x in inputs), Sequences(*cu_seqlens, longest, longest)
     result = attend(rows, sequences, *options[:-1], replaced(more, mask=None))
-    if not isinstance(result, tuple):
-        return _writable(result.unflatten(0, shape))
-    out, *others = result
-    if returns_lse:
-        lse, *others = others
-        lse = lse.unflatten(1, shape).transpose(0, 1).contiguous()
-        others = [_writable(lse), *others]  # compilers make others a tuple
-    return (_writable(out.unflatten(0, shape)), *others)
-
-
-def _writable(x: Tensor) -> Tensor:
-    """A result that is a view. One made without gradients may not be written later with them, so it becomes none."""
-    if torch.is_grad_enabled() or _is_compiling() or context.is_tracing():
-        return x
-    alias: Tensor = torch.ops.aten._unsafe_view(x, x.shape)
-    return alias
-
-
-def _is_by_head(alibi_slopes: object, q: Tensor) -> bool:
-    """Whether slopes are (nheads,), for all batch entries. q: or qkv."""
-    return isinstance(alibi_slopes, Tensor) and q.dim() > 1 and alibi_slopes.shape == q.shape[-2:-1]
+    return dense_results(result, shape, returns_lse)
 
 
 def attend_rows_in_use(

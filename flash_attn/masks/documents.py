@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from flash_attn._types import TensorOrTuple
 from flash_attn.ops import conditions, context
 
 from .attention_mask import AttentionMask
@@ -94,3 +95,28 @@ def _with_gaps(documents: Tensor, batch: int, seqlen: int) -> tuple[Tensor, Tens
     queries = torch.cat((first, twice, torch.full_like(first, batch * seqlen)))
     keys = torch.cat((first, torch.cat((before, bounds), 1).flatten(), ends[-1:]))
     return queries.int(), keys.int()
+
+
+def dense_results(result: TensorOrTuple, shape: torch.Size, returns_lse: bool) -> TensorOrTuple:
+    """The results of a packed call as those of the dense one. shape: (batch, seqlen)."""
+    if not isinstance(result, tuple):
+        return _writable(result.unflatten(0, shape))
+    out, *others = result
+    if returns_lse:
+        lse, *others = others
+        lse = lse.unflatten(1, shape).transpose(0, 1).contiguous()
+        others = [_writable(lse), *others]  # compilers make others a tuple
+    return (_writable(out.unflatten(0, shape)), *others)
+
+
+def _writable(x: Tensor) -> Tensor:
+    """A result that is a view. One made without gradients may not be written later with them, so it becomes none."""
+    if torch.is_grad_enabled() or (not torch.compiler.is_compiling() and context.is_tracing()):
+        return x
+    alias: Tensor = torch.ops.aten._unsafe_view(x, x.shape)
+    return alias
+
+
+def is_by_head(alibi_slopes: object, q: Tensor) -> bool:
+    """Whether slopes are (nheads,), for all batch entries. q: or qkv."""
+    return isinstance(alibi_slopes, Tensor) and q.dim() > 1 and alibi_slopes.shape == q.shape[-2:-1]
