@@ -44,7 +44,7 @@ from flash_attn._types import Descale, TensorOrTuple, WindowSize
 from flash_attn.batch_invariance import is_batch_invariant
 from flash_attn.inference import flash_attn_combine, flash_attn_with_kvcache  # noqa: F401
 from flash_attn.masks import AttentionMask
-from flash_attn.masks.documents import packed_documents
+from flash_attn.masks.documents import dense_results, is_by_head, packed_documents
 from flash_attn.ops import arguments, calls, context, eager, library, normalize, outputs
 from flash_attn.ops.attention_args import (
     ATTENTION_INPUTS,
@@ -368,21 +368,21 @@ def _attend_masked(inputs: tuple[Tensor, ...], *options: Any) -> TensorOrTuple:
     if (
         isinstance(dropout_p, (float, int))
         and dropout_p == 0
-        and (alibi_slopes is None or (isinstance(alibi_slopes, Tensor) and alibi_slopes.dim() == 1))
+        and (alibi_slopes is None or is_by_head(alibi_slopes, inputs[0]))
         and all(x is None for x in more.biases())
         and more.quant is NO_QUANT
+        and more.batch_invariant is False
+        and not is_batch_invariant()
     ):
         cu_seqlens = packed_documents(more.mask, inputs, has_sinks=sinks is not None)
     if cu_seqlens is None:
         return attend(inputs, DENSE, *options)
     batch, seqlen = shape = inputs[0].shape[:2]
-    rows, sequences = tuple(x.flatten(0, 1) for x in inputs), Sequences(*cu_seqlens, seqlen, seqlen)
+    # Rows between the documents of two entries are one sequence. The bound changes no result, but is checked.
+    longest = 2 * seqlen if observation.DEBUG else seqlen
+    rows, sequences = tuple(x.flatten(0, 1) for x in inputs), Sequences(*cu_seqlens, longest, longest)
     result = attend(rows, sequences, *options[:-1], replaced(more, mask=None))
-    out, *others = result if isinstance(result, tuple) else (result,)
-    out = out.unflatten(0, shape)
-    if returns_lse:
-        others[0] = others[0].unflatten(1, shape).transpose(0, 1).contiguous()
-    return (out, *others) if others else out
+    return dense_results(result, shape, returns_lse)
 
 
 def attend_rows_in_use(

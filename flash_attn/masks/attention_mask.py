@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Optional
+from typing import TYPE_CHECKING, Any, Optional
 
 import torch
 from torch import Tensor
@@ -42,7 +42,9 @@ class AttentionMask:
             raise TypeError(f"factors: expected MaskFactors, got {type(factors).__name__}")
         require(len(factors.tensors()) > 0, "factors", "at least one tensor", "none")
         self._factors, self.seqlen_q, self.seqlen_k = factors, seqlen_q, seqlen_k
-        self._documents: Tensor | None = None  # int32 (b_m, n + 1), whose ranges the factors are
+        self._documents: Tensor | None = (
+            None  # int32 (b_m, n + 1), rising from 0 to seqlen_q at most, whose ranges the factors are
+        )
 
     # ---- ranges of keys for each query ----
 
@@ -72,9 +74,10 @@ class AttentionMask:
         """
         check_tensor("cu_seqlens", cu_seqlens, INTEGERS, ("n + 1", "b_m, n + 1"))
         require(cu_seqlens.shape[-1] > 0, "cu_seqlens", "shape [n + 1] or [b_m, n + 1]", list(cu_seqlens.shape))
-        bounds = ranges.document_bounds(cu_seqlens, check_length("seqlen", seqlen))
-        mask = AttentionMask.query_ranges(*bounds)._with_keys(seqlen)
-        mask._documents = ranges.as_int32(torch.atleast_2d(cu_seqlens)).clone(memory_format=torch.contiguous_format)
+        seqlen = check_length("seqlen", seqlen)
+        cu = cu_seqlens.long().clamp(0, seqlen).cummax(-1).values
+        mask = AttentionMask.query_ranges(*ranges.document_bounds(cu, seqlen))._with_keys(seqlen)
+        mask._documents = ranges.as_int32(torch.atleast_2d(cu)).contiguous()
         return mask
 
     @staticmethod
@@ -368,7 +371,13 @@ class AttentionMask:
             mine, theirs = getattr(self, name), getattr(other, name)
             require(None in (mine, theirs) or mine == theirs, "mask", f"one {name} of both masks", f"{mine}, {theirs}")
             lengths[name] = theirs if mine is None else mine
-        return AttentionMask(conjunction(self._factors, other._factors, **lengths), **lengths)
+        return AttentionMask(conjunction(self._own_factors(), other._own_factors(), **lengths), **lengths)
+
+    def _own_factors(self) -> MaskFactors:
+        """Factors for another mask, whose readers may change them: not those that documents stand for."""
+        if self._documents is None:
+            return self._factors
+        return self._factors.with_tensors({name: x.clone() for name, x in self._factors.tensors().items()})
 
     @property
     def is_packed(self) -> bool:
@@ -486,6 +495,11 @@ def _flatten(mask: AttentionMask) -> tuple[list[Tensor], _Context]:
     return list(tensors.values()), (tuple(tensors), mask._factors.block_size, mask.seqlen_q, mask.seqlen_k)
 
 
+def _flatten_with_keys(mask: AttentionMask) -> tuple[list[tuple[_pytree.KeyEntry, Any]], _Context]:
+    tensors, context = _flatten(mask)
+    return [(_pytree.MappingKey(name), x) for name, x in zip(context[0], tensors)], context
+
+
 def _unflatten(tensors: Iterable[Tensor], context: _Context) -> AttentionMask:
     names, block_size, seqlen_q, seqlen_k = context
     mask, leaves = object.__new__(AttentionMask), dict(zip(names, tensors))  # torch passes placeholders of tensors too
@@ -495,4 +509,10 @@ def _unflatten(tensors: Iterable[Tensor], context: _Context) -> AttentionMask:
     return mask
 
 
-_pytree.register_pytree_node(AttentionMask, _flatten, _unflatten, serialized_type_name="flash_attn.masks.AttentionMask")
+_pytree.register_pytree_node(
+    AttentionMask,
+    _flatten,
+    _unflatten,
+    serialized_type_name="flash_attn.masks.AttentionMask",
+    flatten_with_keys_fn=_flatten_with_keys,  # of torch.export
+)

@@ -26,9 +26,9 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def check_tensor(name: str, x: object, dtypes: tuple[torch.dtype, ...], axes: tuple[str, ...]) -> None:
-    """A tensor of one of these dtypes, with the axes of one of these lists."""
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{name}: expected a Tensor, got {type(x).__name__}")
+    """A strided tensor of one of these dtypes, with the axes of one of these lists."""
+    arguments.check_tensors((name,), (x,))
+    assert isinstance(x, Tensor)
     names = "an integer dtype" if dtypes == INTEGERS else f"dtype {' or '.join(dtype_name(d) for d in dtypes)}"
     require(x.dtype in dtypes, name, names, dtype_name(x.dtype))
     ranks = [len(a.split(",")) if a else 0 for a in axes]

@@ -21,12 +21,11 @@ def as_int32(x: Tensor) -> Tensor:
     return x.clamp(-INT_MAX - 1, INT_MAX).int() if x.dtype == torch.int64 else x.int()
 
 
-def document_bounds(cu_seqlens: Tensor, seqlen: int) -> tuple[Tensor, Tensor]:
+def document_bounds(cu: Tensor, seqlen: int) -> tuple[Tensor, Tensor]:
     """Begin and end, (..., seqlen) each, of the document of each row; rows of none have an empty one.
 
-    cu_seqlens: (..., n + 1), cumulative lengths; decreasing ones count as their running maximum.
+    cu: int64 (..., n + 1), cumulative lengths that do not decrease.
     """
-    cu = cu_seqlens.long().cummax(-1).values
     rows = torch.arange(seqlen, device=cu.device, dtype=cu.dtype).expand(*cu.shape[:-1], seqlen).contiguous()
     index = torch.searchsorted(cu, rows, right=True)
     inside = (index > 0) & (index < cu.shape[-1])

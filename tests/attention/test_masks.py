@@ -390,3 +390,10 @@ def test_constructors_do_not_wait(device):
         AttentionMask.from_function(lambda b, h, q, k: k <= q, None, None, 30, 30, device)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def test_factors_are_strided():
+    cu = torch.tensor([0, 4])
+    for x, layout in ((cu.to_sparse(), "sparse_coo"), (torch.nested.nested_tensor([cu, cu]), "nested")):
+        with pytest.raises(TypeError, match=f"^cu_seqlens: expected a strided Tensor, got a {layout} one$"):
+            AttentionMask.documents(x, 4)
