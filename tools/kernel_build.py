@@ -116,12 +116,12 @@ def join(sources: dict[Path, list[str]], folder: Path) -> dict[Path, list[str]]:
     rest = dict(sources)
     joined: dict[Path, list[str]] = {}
     for stems in JOINED:
-        group = [path for path in sources if path.stem in stems]
+        group = [path for stem in stems for path in sources if path.stem == stem]
         if len(group) < 2:
             continue
         flags = [rest.pop(path) for path in group]
         assert all(own == flags[0] for own in flags), f"{group}: expected equal flags, got {flags}"
-        target = folder / f"{min(group, key=lambda path: stems.index(path.stem)).stem}.cu"
+        target = folder / group[0].name
         folder.mkdir(parents=True, exist_ok=True)
         write_if_changed(target, "".join(f'#include "instantiations/{path.name}"\n' for path in group))
         joined[target] = flags[0]

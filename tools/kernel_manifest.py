@@ -26,7 +26,7 @@ JOINED = (
     ("flash_bwd_hdim192_sm90", "flash_bwd_hdim192_128_sm90"),
     ("flash_fwd_modified_hdim192_sm90", "flash_fwd_modified_hdim256_sm90"),
     ("flash_fwd_modified_hdim64_sm90", "flash_fwd_modified_hdim96_sm90"),
-    ("flash_fwd_split_hdim256_sm80", "flash_fwd_split_hdim512_sm80"),
+    ("flash_fwd_split_hdim256_sm80", "flash_fwd_split_hdim192_sm80", "flash_fwd_split_hdim512_sm80"),
     ("flash_fwd_split_hdim64_sm90", "flash_fwd_split_hdim128_sm90"),
     ("flash_fwd_jvp_hdim64_sm80", "flash_fwd_jvp_hdim128_sm80"),
     ("flash_fwd_jvp_hdim64_sm90", "flash_fwd_jvp_hdim128_sm90"),
