@@ -23,6 +23,7 @@ from build_log import duration, say, show
 from errors import BuildError
 from kernel_manifest import (
     DEFAULT_ARCHS,
+    JOINED,
     auxiliary_files,
     build_info,
     interface_digest,
@@ -108,6 +109,23 @@ def check_archs(toolkit: CudaToolkit, archs: list[str]) -> None:
 def write_if_changed(path: Path, text: str) -> None:
     if not path.exists() or path.read_text(encoding="utf-8") != text:
         path.write_text(text, encoding="utf-8")
+
+
+def join(sources: dict[Path, list[str]], folder: Path) -> dict[Path, list[str]]:
+    """The files to compile instead of `sources`: each group of JOINED is one, in `folder`, under its first name."""
+    rest = dict(sources)
+    joined: dict[Path, list[str]] = {}
+    for stems in JOINED:
+        group = [path for stem in stems for path in sources if path.stem == stem]
+        if len(group) < 2:
+            continue
+        flags = [rest.pop(path) for path in group]
+        assert all(own == flags[0] for own in flags), f"{group}: expected equal flags, got {flags}"
+        target = folder / group[0].name
+        folder.mkdir(parents=True, exist_ok=True)
+        write_if_changed(target, "".join(f'#include "instantiations/{path.name}"\n' for path in group))
+        joined[target] = flags[0]
+    return joined | rest  # the largest first
 
 
 def build_file(build: KernelBuild, toolkit: CudaToolkit, cutlass_include: Path, sources: dict[Path, list[str]]) -> str:
@@ -205,6 +223,7 @@ def build_alone(build: KernelBuild, toolkit: CudaToolkit, site_dirs: list[str]) 
     largest_first = sorted(selected, key=lambda f: f.head_dim, reverse=True)
     sources = {f.path.resolve(): [*gencode_flags(build.archs, f.only_arch), *f.defines] for f in largest_first}
     sources |= {path.resolve(): gencode_flags(build.archs) for path in auxiliary}
+    sources = join(sources, build.out_dir.resolve() / "joined")
     write_if_changed(build.out_dir / "build.ninja", build_file(build, toolkit, cutlass.include, sources))
 
     say(

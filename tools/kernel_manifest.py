@@ -20,6 +20,17 @@ INSTANTIATION = re.compile(r"^FLASH_INSTANTIATE(?:_(\w+))?\((run_mha_\w+_), ((\d
 INSTANTIATED = {None: tuple(DTYPES), "8BIT": tuple(CACHE_DTYPES), "FP16": ("fp16",), "BF16": ("bf16",)}
 DECLARATION = re.compile(r"^cudaError_t (run_mha_\w+_)\(([^;]*),\s+cudaStream_t stream\);", re.MULTILINE)
 INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*["<]([^">]+)[">]', re.MULTILINE)
+# Kernel files that are compiled as one: zstd packs equal parts of their code once (docs/build.md).
+JOINED = (
+    ("flash_fwd_hdim192_sm90", "flash_fwd_hdim192_128_sm90", "flash_fwd_hdim256_sm90"),
+    ("flash_bwd_hdim192_sm90", "flash_bwd_hdim192_128_sm90"),
+    ("flash_fwd_modified_hdim192_sm90", "flash_fwd_modified_hdim256_sm90"),
+    ("flash_fwd_modified_hdim64_sm90", "flash_fwd_modified_hdim96_sm90"),
+    ("flash_fwd_split_hdim256_sm80", "flash_fwd_split_hdim192_sm80", "flash_fwd_split_hdim512_sm80"),
+    ("flash_fwd_split_hdim64_sm90", "flash_fwd_split_hdim128_sm90"),
+    ("flash_fwd_jvp_hdim64_sm80", "flash_fwd_jvp_hdim128_sm80"),
+    ("flash_fwd_jvp_hdim64_sm90", "flash_fwd_jvp_hdim128_sm90"),
+)
 ONLY_ARCH = {"sm80": None, "sm90": "90"}  # the one architecture that a family is compiled for; None: all that are asked
 
 

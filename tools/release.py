@@ -36,7 +36,7 @@ ROOT = Path(__file__).resolve().parent.parent
 CSRC = ROOT / "csrc" / "flash_attn"
 MATRIX = ROOT / "tools" / "torch_matrix.json"
 API_VERSION = "2.8.3"  # what clients compare flash_attn.__version__ with
-MAX_MEGABYTES, MAX_MEGABYTES_OF_OTHERS = 11, 16  # others: before CUDA 13, which compresses more; other architectures
+MAX_MEGABYTES, MAX_MEGABYTES_OF_OTHERS = 10, 16  # others: before CUDA 13, which compresses more; other architectures
 
 
 class Row(NamedTuple):

@@ -77,9 +77,10 @@ def with_variant_names(name: str, variants: dict[str, list[str]]) -> str:
 
 
 def is_kernel_of(rule: dict, name: str) -> bool:
-    """Whether a kernel has the rule's part of a name and the rule's variant, as far as it states them."""
+    """Whether a kernel has the rule's part of a name (shell-style) and its variant, as far as it states them."""
     variant = rule.get("variant")
-    return rule.get("kernel", "") in name and (variant is None or re.search(rf"Variant::{variant}\b", name) is not None)
+    is_named = fnmatchcase(name, f"*{rule.get('kernel', '')}*")
+    return is_named and (variant is None or re.search(rf"Variant::{variant}\b", name) is not None)
 
 
 def load_budget(path: Path) -> dict:

@@ -310,6 +310,24 @@ def test_an_archive_is_whole_with_all_head_dims_and_dtypes(archs):
     assert not any(is_whole(None, [d for d in kernel_manifest.ALL_DTYPES if d != left]) for left in ("bf16", "int8"))
 
 
+def test_joined_files_are_compiled_as_one(tmp_path):
+    files = kernel_manifest.kernel_files(ROOT / "csrc" / "flash_attn")
+    sources = {f.path: [f.function.endswith("wgmma_")] for f in files}
+    joined = kernel_build.join(sources, tmp_path)
+    stems = [stem for group in kernel_manifest.JOINED for stem in group]
+    assert len(set(stems)) == len(stems) and set(stems) <= {path.stem for path in sources}
+    assert sorted(path.stem for path in joined) == sorted(
+        {path.stem for path in sources} - {stem for group in kernel_manifest.JOINED for stem in group[1:]}
+    )
+    for group in kernel_manifest.JOINED:
+        target = tmp_path / f"{group[0]}.cu"
+        included = re.findall(r'#include "instantiations/(\w+)\.cu"', target.read_text())
+        assert included == list(group) and joined[target] == [group[0].endswith("_sm90")]
+    one_dim = {path: flags for path, flags in sources.items() if path.stem.endswith("hdim128_sm90")}
+    assert kernel_build.join(one_dim, tmp_path / "of one head dim") == one_dim
+    assert not (tmp_path / "of one head dim").exists()
+
+
 def test_unknown_subset():
     files = kernel_manifest.kernel_files(ROOT / "csrc" / "flash_attn")
     with pytest.raises(BuildError, match=r"FLASH_ATTN_HEAD_DIMS: expected some of \[32, .*512\], got '80'"):
