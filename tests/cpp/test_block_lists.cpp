@@ -12,13 +12,19 @@ namespace {
 using flash::BlockClass;
 using flash::BlockEntry;
 using flash::Found;
+using flash::full_word;
 using flash::IntervalBounds;
+using flash::Intervals;
 using flash::kMaskStrip;
 using flash::kStripWords;
 using flash::kUnbounded;
 using flash::ListedTile;
 using flash::MaskFactors;
 using flash::Rectangle;
+using flash::Span;
+using flash::StripClasses;
+using flash::StripRuns;
+using flash::TilePart;
 using flash::Visibility;
 using random_masks::draw;
 using random_masks::Problem;
@@ -27,12 +33,19 @@ bool sees(const Problem& problem, const Visibility& window, int row, int key) {
   return key >= window.key_begin(row) && key < window.key_end(row) && problem.sees(row, key);
 }
 
-// As the pass does it: bounds of strips first, scores where these do not tell.
+struct Totals {
+  int hidden = 0, partial = 0, whole = 0;
+  int settled[2] = {};  // columns by bounds of the tile: not, or so
+  int known[2] = {};    // strips of columns by runs: not, or so
+} totals;
+
+// As the pass does it: bounds of the tile first, then of its strips, then scores. Of the tiles that see all of a column
+// the last one marks it.
 struct Classifier {
   const Problem& problem;
   const Visibility& window;
   std::vector<IntervalBounds> row_bounds, key_bounds;
-  mutable std::vector<uint32_t> seen_rows, seen_keys;
+  std::vector<uint32_t> seen_rows, seen_keys;
 
   static std::vector<IntervalBounds> bounds_of(const MaskFactors& factors, bool of_rows, int length) {
     std::vector<IntervalBounds> bounds((length + kMaskStrip - 1) / kMaskStrip);
@@ -51,19 +64,95 @@ struct Classifier {
         seen_rows(row_bounds.size() * kStripWords),
         seen_keys(key_bounds.size() * kStripWords) {}
 
-  BlockClass operator()(const Rectangle& at) const {
-    if (at.empty()) return BlockClass::kHidden;
-    const int row_strip = at.row_begin / kMaskStrip, key_strip = at.key_begin / kMaskStrip;
-    const BlockClass bounded = class_by_bounds(problem.factors, window, row_bounds[row_strip], key_bounds[key_strip],
-                                               at.row_begin, at.row_end, at.key_begin, at.key_end);
-    if (bounded == BlockClass::kHidden) return bounded;
-    const bool is_whole = bounded == BlockClass::kWhole;
-    const Found found = is_whole ? Found::whole(at) : find_seen(problem.factors, window, at);
-    for (int i = 0; i < kStripWords; ++i) {
-      seen_rows[row_strip * kStripWords + i] |= found.rows[i];
-      seen_keys[key_strip * kStripWords + i] |= found.any[i];
+  TilePart part(const ListedTile& tile, Span own) const {
+    IntervalBounds all;
+    const auto& bounds = tile.of_keys ? key_bounds : row_bounds;
+    for (int i = own.begin / kMaskStrip; kMaskStrip * i < own.end; ++i) all.add(bounds[i]);
+    return TilePart(problem.factors, window, tile.of_keys, own, all);
+  }
+
+  BlockClass by_bounds(const ListedTile& tile, const TilePart& part, int column) const {
+    const auto& bounds = tile.of_keys ? row_bounds : key_bounds;
+    return part.class_by_bounds(problem.factors, tile.of_keys, tile.column(column), bounds[column]);
+  }
+
+  void mark(bool of_keys, int first, const uint32_t (&words)[kStripWords]) {
+    for (int i = 0; i < kStripWords; ++i) (of_keys ? seen_keys : seen_rows)[first / 32 + i] |= words[i];
+  }
+  void mark_whole(bool of_keys, Span strip) {
+    mark(of_keys, strip.begin, {full_word(0, strip.size()), full_word(1, strip.size())});
+  }
+
+  StripRuns runs_of(bool of_keys, Span own, int number) const {
+    const MaskFactors& factors = problem.factors;
+    StripRuns runs;
+    if ((of_keys ? factors.key_hidden : factors.query_ranges) == nullptr) return runs;
+    for (int i = own.begin; i < own.end; ++i) {
+      const Intervals intervals = of_keys ? factors.hidden_rows_of(i) : factors.keys_of(i);
+      const Span at{intervals.begin[number], intervals.end[number]},
+          before = runs.intervals[std::max(runs.count, 1) - 1];
+      if (runs.count > 0 && at.begin == before.begin && at.end == before.end) continue;
+      if (runs.count == StripRuns::kMost) return {};
+      runs.first[runs.count] = static_cast<uint8_t>(i - own.begin);
+      runs.intervals[runs.count++] = at;
     }
-    return is_whole ? bounded : found.class_of(at);
+    runs.first[runs.count] = static_cast<uint8_t>(own.size());
+    return runs;
+  }
+
+  // What runs say of a strip and a column, if they do, is what the scores say.
+  void check_runs(const ListedTile& tile, Span own, Span others, int column, const Found& scores, BlockClass expected) {
+    const auto& bounds = tile.of_keys ? row_bounds : key_bounds;
+    BlockClass found;
+    uint32_t seen[kStripWords];
+    const StripRuns runs[2] = {runs_of(tile.of_keys, own, 0), runs_of(tile.of_keys, own, 1)};
+    const bool is_known =
+        part(tile, own).class_by_runs(problem.factors, tile.of_keys, runs, others, bounds[column], found, seen);
+    ++totals.known[is_known];
+    if (!is_known) return;
+    check::that(found == expected, "class by runs", tile.of_keys, own.begin, column, static_cast<int>(expected));
+    for (int i = 0; i < kStripWords; ++i) {
+      check::that(seen[i] == (tile.of_keys ? scores.any[i] : scores.rows[i]), "what sees", tile.of_keys, own.begin);
+      const uint32_t of_column = tile.of_keys ? scores.rows[i] : scores.any[i];
+      check::that(of_column == (expected == BlockClass::kHidden ? 0u : full_word(i, others.size())), "all of a column",
+                  tile.of_keys, own.begin, column);
+    }
+  }
+
+  uint32_t classes_of(const ListedTile& tile, int column) {
+    if (column >= tile.columns()) return 0u;
+    const Span others = tile.column(column);
+    const TilePart whole = part(tile, tile.own());
+    const BlockClass of_tile = by_bounds(tile, whole, column);
+    ++totals.settled[of_tile != BlockClass::kPartial];
+    if (others.begin >= whole.some.end || others.end <= whole.some.begin) {
+      check::that(of_tile == BlockClass::kHidden, "columns that no list has", tile.of_keys, tile.begin, column);
+    }
+    uint32_t classes = 0u;
+    if (of_tile == BlockClass::kWhole) {
+      const ListedTile next = tile.next();
+      const bool is_last = !next.exists() || by_bounds(next, part(next, next.own()), column) != BlockClass::kWhole;
+      if (is_last) mark_whole(!tile.of_keys, others);
+    }
+    for (int strip = 0; strip < tile.strips(); ++strip) {
+      const Span own = tile.strip(strip);
+      BlockClass found = of_tile;
+      if (found == BlockClass::kPartial) {
+        found = by_bounds(tile, part(tile, own), column);
+        if (found == BlockClass::kWhole) mark_whole(!tile.of_keys, others);
+      }
+      if (found == BlockClass::kWhole) mark_whole(tile.of_keys, own);
+      if (found == BlockClass::kPartial) {
+        const Rectangle at = tile.rectangle(own, others);
+        const Found seen = find_seen(problem.factors, window, at);
+        mark(false, at.rows.begin, seen.rows);
+        mark(true, at.keys.begin, seen.any);
+        found = seen.class_of(at);
+        check_runs(tile, own, others, column, seen, found);
+      }
+      classes |= StripClasses::one(strip, found);
+    }
+    return classes;
   }
 };
 
@@ -86,17 +175,14 @@ BlockClass class_of_strip(const Problem& problem, const Visibility& window, cons
   return !some ? BlockClass::kHidden : every ? BlockClass::kWhole : BlockClass::kPartial;
 }
 
-struct Totals {
-  int hidden = 0, partial = 0, whole = 0;
-} totals;
-
 void check_lists(const Problem& problem, const Visibility& window, bool of_keys, int size, int block) {
-  const Classifier classify(problem, window);
+  Classifier classify(problem, window);
   ListedTile tile{of_keys, 0, size, block, problem.seqlen_q, problem.seqlen_k};
   for (; tile.exists(); tile.begin += size) {
-    for (int index = 0; index < tile.blocks(); ++index) {
+    const auto classes_of = [&](int column) { return classify.classes_of(tile, column); };
+    for (int index = 0; index * block < tile.other_end(); ++index) {
       bool visited = false, is_whole = false;
-      const BlockEntry entry = tile.entry(index, classify, visited, is_whole);
+      const BlockEntry entry = tile.entry(index, classes_of, visited, is_whole);
       bool some = false, every = true, any_whole = false;
       for (int strip = 0; strip < size / kMaskStrip; ++strip) {
         if (tile.begin + kMaskStrip * strip >= tile.own_end()) continue;  // never read
@@ -131,13 +217,18 @@ void check_lists(const Problem& problem, const Visibility& window, bool of_keys,
 int main() {
   constexpr int kRowTiles[][2] = {{192, 128}, {128, 128}, {192, 64}, {128, 64}};
   constexpr int kKeyTiles[][2] = {{128, 64}, {64, 64}};
-  for (int i = 0; i < 160; ++i) {
-    const Problem problem(draw(1, 260), draw(1, 330), i % 16);
+  for (int i = 0; i < 184; ++i) {
+    const bool is_long = i >= 160;  // of intervals alone, for runs
+    const Problem problem(is_long ? draw(300, 500) : draw(1, 260), is_long ? draw(300, 500) : draw(1, 330),
+                          is_long ? 1 + i % 3 : i % 16);
     Visibility window{problem.seqlen_q, problem.seqlen_k, {}};
     if (i / 16 % 2 == 1) window.window = {draw(0, 1) ? kUnbounded : draw(0, 200), draw(0, 50)};
     for (const auto& [tile, block] : kRowTiles) check_lists(problem, window, false, tile, block);
     for (const auto& [tile, block] : kKeyTiles) check_lists(problem, window, true, tile, block);
   }
+  check::that(totals.settled[0] > 300 && totals.settled[1] > 300, "columns settled by bounds", totals.settled[0],
+              totals.settled[1]);
+  check::that(totals.known[0] > 300 && totals.known[1] > 100, "strips by runs", totals.known[0], totals.known[1]);
   check::that(totals.hidden > 300 && totals.partial > 300 && totals.whole > 300, "classes of all kinds", totals.hidden,
               totals.partial, totals.whole);
   return check::report();

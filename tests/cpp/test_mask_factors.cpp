@@ -3,6 +3,7 @@
 #include <vector>
 
 #include "check.h"
+#include "core/block_class.h"
 #include "core/block_list.h"
 #include "core/mask_factors.h"
 #include "random_masks.h"
@@ -16,9 +17,13 @@ using flash::IntervalBounds;
 using flash::Intervals;
 using flash::kMaskStrip;
 using flash::kUnbounded;
+using flash::ListedTile;
 using flash::MaskFactors;
 using flash::MaskMatrices;
+using flash::Rectangle;
+using flash::Span;
 using flash::TileIntervals;
+using flash::TilePart;
 using flash::Visibility;
 using flash::Window;
 using random_masks::draw;
@@ -41,24 +46,28 @@ void check_elements(const Problem& problem) {
 }
 
 // Returns how many blocks were settled by bounds.
-int check_classes(const Problem& problem, const Visibility& window) {
+int check_classes(const Problem& problem, const Visibility& window, bool of_keys) {
+  const ListedTile tile{of_keys,         0, problem.seqlen_q + problem.seqlen_k, kMaskStrip, problem.seqlen_q,
+                        problem.seqlen_k};
   int settled = 0;
-  for (int row = 0; row < problem.seqlen_q; row += kMaskStrip) {
-    const int row_end = std::min(row + kMaskStrip, problem.seqlen_q);
-    const IntervalBounds rows = bounds_of(problem.factors, true, row, row_end);
-    for (int key = 0; key < problem.seqlen_k; key += kMaskStrip) {
-      const int key_end = std::min(key + kMaskStrip, problem.seqlen_k);
-      const IntervalBounds keys = bounds_of(problem.factors, false, key, key_end);
+  for (int strip = 0; strip < tile.strips(); ++strip) {
+    const Span own = tile.strip(strip);
+    const TilePart part(problem.factors, window, of_keys, own,
+                        bounds_of(problem.factors, !of_keys, own.begin, own.end));
+    for (int column = 0; column < tile.columns(); ++column) {
+      const Span others = tile.column(column);
+      const Rectangle at = tile.rectangle(own, others);
       int seen = 0;
-      for (int i = row; i < row_end; ++i) {
-        for (int j = key; j < key_end; ++j) {
+      for (int i = at.rows.begin; i < at.rows.end; ++i) {
+        for (int j = at.keys.begin; j < at.keys.end; ++j) {
           seen += problem.sees(i, j) && j >= window.key_begin(i) && j < window.key_end(i);
         }
       }
-      const BlockClass found = flash::class_by_bounds(problem.factors, window, rows, keys, row, row_end, key, key_end);
-      const int all = (row_end - row) * (key_end - key);
-      check::that(found != BlockClass::kHidden || seen == 0, "a hidden block", row, key, seen, window.window.left);
-      check::that(found != BlockClass::kWhole || seen == all, "a whole block", row, key, seen, all);
+      const BlockClass found = part.class_by_bounds(problem.factors, of_keys, others,
+                                                    bounds_of(problem.factors, of_keys, others.begin, others.end));
+      const int all = own.size() * others.size();
+      check::that(found != BlockClass::kHidden || seen == 0, "a hidden block", of_keys, strip, column, seen);
+      check::that(found != BlockClass::kWhole || seen == all, "a whole block", of_keys, strip, column, seen, all);
       settled += found != BlockClass::kPartial;
     }
   }
@@ -71,9 +80,9 @@ void check_random_problems() {
     const Problem problem(draw(1, 200), draw(1, 260), i % 16);
     if (i < 200) check_elements(problem);
     Visibility window{problem.seqlen_q, problem.seqlen_k, {}};
-    settled += check_classes(problem, window);
+    settled += check_classes(problem, window, i % 2);
     window.window = {draw(0, 1) ? kUnbounded : draw(0, 200), draw(0, 50)};
-    settled += check_classes(problem, window);
+    settled += check_classes(problem, window, i % 2);
   }
   check::that(settled > 3000, "bounds settle blocks", settled);
 }

@@ -188,15 +188,16 @@ inline at::Tensor make_block_lists(MaskParams& mask, const plan::MaskPlan& plan,
                                    const at::Tensor& q) {
   at::Tensor workspace = new_empty(q, {plan.words()}, at::kInt);
   int* const words = workspace.mutable_data_ptr<int>();
-  uint32_t* const seen = reinterpret_cast<uint32_t*>(words + plan.entry_words() + plan.count_words());
-  mask.lists.entries = reinterpret_cast<uint32_t*>(words);
-  mask.lists.counts = reinterpret_cast<BlockCount*>(words + plan.entry_words());
-  mask.lists.tiles = static_cast<int>(plan.tiles);
-  mask.lists.capacity = static_cast<int>(plan.capacity);
-  mask.seen.row_strips = static_cast<int>(plan.row_strips);
-  mask.seen.key_strips = static_cast<int>(plan.key_strips);
+  auto* const bounds = reinterpret_cast<StripBounds::Stored*>(words);  // first: 16 bytes at a time
+  uint32_t* const seen = reinterpret_cast<uint32_t*>(words + plan.bounds_words());
   mask.seen.rows = seen;
   mask.seen.keys = seen + plan.matrices * plan.row_strips * plan::kStripSeenWords;
+  mask.seen.row_strips = static_cast<int>(plan.row_strips);
+  mask.seen.key_strips = static_cast<int>(plan.key_strips);
+  mask.lists.entries = seen + plan.seen_words();
+  mask.lists.counts = reinterpret_cast<BlockCount*>(mask.lists.entries + plan.entry_words());
+  mask.lists.tiles = static_cast<int>(plan.tiles);
+  mask.lists.capacity = static_cast<int>(plan.capacity);
   MaskPlanParams params;
   params.call = call;
   params.mask = mask;
@@ -204,8 +205,8 @@ inline at::Tensor make_block_lists(MaskParams& mask, const plan::MaskPlan& plan,
   params.of_keys = plan.of_keys;
   params.tile = plan.tile;
   params.block = plan.block;
-  params.row_bounds = reinterpret_cast<IntervalBounds*>(seen + plan.seen_words());
-  params.key_bounds = params.row_bounds + plan.matrices * plan.row_strips;
+  params.bounds = {bounds, bounds + plan.strips()};
+  params.group_bounds = {bounds + 2 * plan.strips(), bounds + 2 * plan.strips() + plan.groups()};
   check_launch(run_mask_plan(params, c10::cuda::getCurrentCUDAStream().stream()), "mask_plan_kernel", q);
   return workspace;
 }

@@ -11,8 +11,10 @@
 
 namespace flash {
 
-constexpr int kMaskStrip = 64;     // rows, and keys, of a strip: the unit of the summaries
-constexpr int kMaskWordKeys = 32;  // keys of a word of bits
+constexpr int kMaskStrip = 64;  // rows, and keys, of a strip: the unit of the summaries
+constexpr int kGroupBits = 3;
+constexpr int kGroupStrips = 1 << kGroupBits;  // of a plan: strips whose bounds it has together
+constexpr int kMaskWordKeys = 32;              // keys of a word of bits
 
 // What a block of the block map says; greater values are kWhole.
 enum class MappedBlock : uint8_t { kHidden = 0, kPartial = 1, kWhole = 2 };
@@ -29,39 +31,45 @@ struct Intervals {
   FLASH_HOST_DEVICE constexpr bool contain(int i) const {
     return (begin[0] <= i && i < end[0]) || (begin[1] <= i && i < end[1]);
   }
+  // Whether one of both contains [first, last). Without branches, as meet().
+  FLASH_HOST_DEVICE constexpr bool contain(int first, int last) const {
+    return ((begin[0] <= first) & (end[0] >= last)) | ((begin[1] <= first) & (end[1] >= last));
+  }
+  // False only if none meets [first, last).
+  FLASH_HOST_DEVICE constexpr bool meet(int first, int last) const {
+    return ((begin[0] < last) & (end[0] > first)) | ((begin[1] < last) & (end[1] > first));
+  }
 };
 
-// Bounds of the begins and ends of a strip's intervals.
-struct IntervalBounds {
-  int min_begin[2] = {kFar, kFar};
-  int max_begin[2] = {-1, -1};
-  int min_end[2] = {kFar, kFar};
-  int max_end[2] = {-1, -1};
-
+// Of the intervals of several rows or keys, for each number i: `outer` contains all of them, `inner` lies in all of
+// them. An empty interval leaves `outer` as it is, and `inner` empty.
+struct alignas(16) IntervalBounds {
   static constexpr int kFar = 0x7fffffff;
 
-  // An empty interval widens no outer bound; the intervals of its number i then do not make all_contain() true.
-  FLASH_HOST_DEVICE constexpr void add(const Intervals& intervals) {
+  Intervals outer{{kFar, kFar}, {-1, -1}};
+  Intervals inner{{-1, -1}, {kFar, kFar}};
+
+  FLASH_HOST_DEVICE constexpr void add(const Intervals& outer_ends, const Intervals& inner_ends) {
     for (int i = 0; i < 2; ++i) {
-      const int begin = intervals.begin[i], end = intervals.end[i];
-      const bool empty = end <= begin;
-      if (!empty && begin < min_begin[i]) min_begin[i] = begin;
-      if (!empty && end > max_end[i]) max_end[i] = end;
-      const int low = empty ? kFar : begin, high = empty ? -1 : end;
-      if (low > max_begin[i]) max_begin[i] = low;
-      if (high < min_end[i]) min_end[i] = high;
+      if (outer_ends.begin[i] < outer.begin[i]) outer.begin[i] = outer_ends.begin[i];
+      if (outer_ends.end[i] > outer.end[i]) outer.end[i] = outer_ends.end[i];
+      if (inner_ends.begin[i] > inner.begin[i]) inner.begin[i] = inner_ends.begin[i];
+      if (inner_ends.end[i] < inner.end[i]) inner.end[i] = inner_ends.end[i];
     }
+  }
+  FLASH_HOST_DEVICE constexpr void add(const IntervalBounds& other) { add(other.outer, other.inner); }
+  FLASH_HOST_DEVICE constexpr void add(Intervals intervals) {
+    for (int i = 0; i < 2; ++i) {
+      if (intervals.end[i] <= intervals.begin[i]) intervals.begin[i] = kFar, intervals.end[i] = -1;
+    }
+    add(intervals, intervals);
   }
 
   // Whether an interval of each member contains [first, last).
-  FLASH_HOST_DEVICE constexpr bool all_contain(int first, int last) const {
-    return (max_begin[0] <= first && min_end[0] >= last) || (max_begin[1] <= first && min_end[1] >= last);
-  }
+  FLASH_HOST_DEVICE constexpr bool all_contain(int first, int last) const { return inner.contain(first, last); }
 
   // True only if no member meets [first, last); false decides nothing.
-  FLASH_HOST_DEVICE constexpr bool none_meets(int first, int last) const {
-    return (min_begin[0] >= last || max_end[0] <= first) && (min_begin[1] >= last || max_end[1] <= first);
-  }
+  FLASH_HOST_DEVICE constexpr bool none_meets(int first, int last) const { return !outer.meet(first, last); }
 };
 
 // Mask matrices (batch entry, mask head): of a factor, or of what is planned for all factors together.
@@ -134,6 +142,12 @@ struct MaskFactors {
     return static_cast<MappedBlock>(value < kWhole ? value : kWhole);
   }
 
+  // Whether one block of the map has these rows and keys.
+  FLASH_HOST_DEVICE bool in_one_block(int first_row, int last_row, int first_key, int last_key) const {
+    return map_block_rows.divide(first_row) == map_block_rows.divide(last_row) &&
+           map_block_keys.divide(first_key) == map_block_keys.divide(last_key);
+  }
+
   FLASH_HOST_DEVICE uint32_t bits_word(int row, int key) const {
     const int index = key / kMaskWordKeys;
     return index < row_words ? bits[static_cast<int64_t>(row) * row_words + index] : 0u;
@@ -202,33 +216,5 @@ struct TileIntervals {
     return MaskFactors::word_of({{end(0), end(2)}, {end(1), end(3)}}, first);
   }
 };
-
-// The class of a rectangle of scores of at most kMaskStrip rows and keys, both ends within the sequence, by bounds.
-// kPartial is always a correct answer. With bits, whatever is not known to be hidden is kPartial.
-template <class Mask>
-FLASH_HOST_DEVICE BlockClass class_by_bounds(const MaskFactors& factors, const Mask& window, const IntervalBounds& rows,
-                                             const IntervalBounds& keys, int row_begin, int row_end, int key_begin,
-                                             int key_end) {
-  const bool whole_window = window.key_begin(row_end - 1) <= key_begin && window.key_end(row_begin) >= key_end;
-  const bool in_window = window.key_begin(row_begin) < key_end && window.key_end(row_end - 1) > key_begin;
-  BlockClass result = whole_window ? BlockClass::kWhole : in_window ? BlockClass::kPartial : BlockClass::kHidden;
-  if (factors.query_ranges != nullptr) {
-    result = both(result, rows.all_contain(key_begin, key_end)  ? BlockClass::kWhole
-                          : rows.none_meets(key_begin, key_end) ? BlockClass::kHidden
-                                                                : BlockClass::kPartial);
-  }
-  if (factors.key_hidden != nullptr) {
-    result = both(result, keys.none_meets(row_begin, row_end)    ? BlockClass::kWhole
-                          : keys.all_contain(row_begin, row_end) ? BlockClass::kHidden
-                                                                 : BlockClass::kPartial);
-  }
-  bool reads_bits = factors.bits != nullptr;
-  if (factors.block_map != nullptr) {
-    const MappedBlock block = factors.mapped(row_begin, key_begin);
-    if (block == MappedBlock::kHidden) return BlockClass::kHidden;
-    reads_bits &= block == MappedBlock::kPartial;
-  }
-  return both(result, reads_bits ? BlockClass::kPartial : BlockClass::kWhole);
-}
 
 }  // namespace flash

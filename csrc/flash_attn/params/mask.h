@@ -7,6 +7,22 @@
 
 namespace flash {
 
+// IntervalBounds of strips: halves of neighbours lie next to each other.
+struct StripBounds {
+  struct alignas(16) Stored {
+    Intervals intervals;
+  };
+
+  Stored* __restrict__ outer = nullptr;
+  Stored* __restrict__ inner = nullptr;
+
+  FLASH_HOST_DEVICE IntervalBounds at(int64_t i) const { return {outer[i].intervals, inner[i].intervals}; }
+  FLASH_HOST_DEVICE void set(int64_t i, const IntervalBounds& bounds) const {
+    outer[i].intervals = bounds.outer;
+    inner[i].intervals = bounds.inner;
+  }
+};
+
 // Of the pass that makes the lists of one direction: for tiles of `tile` rows the blocks of `block` keys that they
 // visit, or with of_keys for tiles of keys the blocks of rows. Both are multiples of kMaskStrip.
 struct MaskPlanParams {
@@ -15,9 +31,9 @@ struct MaskPlanParams {
   int matrices = 1;  // mask.matrices.count()
   bool of_keys = false;
   int tile = 0, block = 0;
-  // Workspace: bounds of query_ranges and of key_hidden, of the strips of SeenBits (kernels/common/seen_bits.h).
-  IntervalBounds* __restrict__ row_bounds = nullptr;
-  IntervalBounds* __restrict__ key_bounds = nullptr;
+  // Workspace: of each mask matrix bounds of query_ranges of the strips of rows, then of key_hidden of those of keys,
+  // as in SeenBits (kernels/common/seen_bits.h); and of every kGroupStrips of them together.
+  StripBounds bounds, group_bounds;
 };
 
 // Fills lists and seen bits. Two launches; nothing is read back.

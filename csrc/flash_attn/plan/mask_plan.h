@@ -29,10 +29,12 @@ struct MaskPlan {
   int64_t capacity = 0;                    // blocks of a tile, at most
   int64_t row_strips = 0, key_strips = 0;  // of a mask matrix
 
+  constexpr int64_t strips() const { return product(matrices, row_strips + key_strips); }
+  constexpr int64_t groups() const { return (strips() + kGroupStrips - 1) / kGroupStrips; }
   constexpr int64_t entry_words() const { return product(matrices, tiles, capacity); }
   constexpr int64_t count_words() const { return product(matrices, tiles, kBlockCountWords); }
-  constexpr int64_t seen_words() const { return product(matrices, row_strips + key_strips, kStripSeenWords); }
-  constexpr int64_t bounds_words() const { return product(matrices, row_strips + key_strips, kStripBoundsWords); }
+  constexpr int64_t seen_words() const { return product(strips(), kStripSeenWords); }
+  constexpr int64_t bounds_words() const { return product(strips() + groups(), kStripBoundsWords); }
   constexpr int64_t words() const { return entry_words() + count_words() + seen_words() + bounds_words(); }
 };
 

@@ -3,17 +3,19 @@
 #include <atomic>
 
 #include "core/block_class.h"
+#include "kernels/common/find_seen.h"
 #include "kernels/common/launch.h"
 #include "kernels/common/pdl.h"
 #include "kernels/common/seen_bits.h"
 #include "kernels/common/sequence.h"
-#include "kernels/common/transpose_bits.h"
 #include "params/mask.h"
 
 namespace flash {
 namespace {
 
 constexpr int kThreads = 256, kWarps = kThreads / 32;
+constexpr int64_t kManyTiles = 512;   // of more, half as many threads make a list: all lists are one wave
+constexpr int kColumnsAtOnce = 2048;  // of a tile
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
 constexpr int kListBlocks = 2;  // thread blocks an SM; of more, registers spill
 #else
@@ -58,218 +60,375 @@ __device__ int segment_of_strip(const Flash_fwd_params& call, bool of_rows, int 
   return find_segment(of_rows ? call.varlen.segments_q : call.varlen.segments_k, call.b, strip, kMaskStrip);
 }
 
-__device__ __forceinline__ IntervalBounds warp_bounds(IntervalBounds bounds) {
-  for (int i = 0; i < 2; ++i) {
-    bounds.min_begin[i] = __reduce_min_sync(0xffffffffu, bounds.min_begin[i]);
-    bounds.max_begin[i] = __reduce_max_sync(0xffffffffu, bounds.max_begin[i]);
-    bounds.min_end[i] = __reduce_min_sync(0xffffffffu, bounds.min_end[i]);
-    bounds.max_end[i] = __reduce_max_sync(0xffffffffu, bounds.max_end[i]);
-  }
-  return bounds;
-}
-
-// A warp for each strip of the rows and of the keys of a mask matrix: its bounds, and cleared seen bits.
+// A warp for each strip of the rows and of the keys of a mask matrix, a thread block for each group of them: bounds,
+// and cleared seen bits.
 __global__ void __launch_bounds__(kThreads) mask_bounds_kernel(const __grid_constant__ MaskPlanParams params) {
+  static_assert(kGroupStrips == kWarps);
+  alignas(16) __shared__ char memory[kWarps * sizeof(IntervalBounds)];
+  IntervalBounds* const of_warps = reinterpret_cast<IntervalBounds*>(memory);
   const Flash_fwd_params& call = params.call;
   const SeenBits& seen = params.mask.seen;
   allow_next_kernel();
-  const int lane = threadIdx.x % 32, strips = seen.row_strips + seen.key_strips;
-  const int64_t warps = static_cast<int64_t>(gridDim.x) * kWarps,
-                count = static_cast<int64_t>(params.matrices) * strips;
-  for (int64_t i = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32; i < count; i += warps) {
-    const int matrix = static_cast<int>(i / strips),
-              index = static_cast<int>(i - static_cast<int64_t>(matrix) * strips);
-    const bool of_rows = index < seen.row_strips;
-    const int strip = of_rows ? index : index - seen.row_strips;
-    const MaskSequence sequence = mask_sequence(params, matrix, segment_of_strip(call, of_rows, strip));
-    const int first = kMaskStrip * (strip - (of_rows ? sequence.first_row_strip : sequence.first_key_strip));
-    const int end = min(first + kMaskStrip, of_rows ? sequence.seqlen_q : sequence.seqlen_k);
-    const MaskFactors& factors = sequence.factors;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, strips = seen.row_strips + seen.key_strips;
+  const int64_t count = static_cast<int64_t>(params.matrices) * strips;
+  for (int64_t group = blockIdx.x; group * kGroupStrips < count; group += gridDim.x) {
+    const int64_t i = group * kGroupStrips + warp;
     IntervalBounds bounds;
-    if ((of_rows ? factors.query_ranges : factors.key_hidden) != nullptr) {
-      for (int member = first + lane; member < end; member += 32) {
-        bounds.add(of_rows ? factors.keys_of(member) : factors.hidden_rows_of(member));
+    if (i < count) {
+      const int matrix = static_cast<int>(i / strips),
+                index = static_cast<int>(i - static_cast<int64_t>(matrix) * strips);
+      const bool of_rows = index < seen.row_strips;
+      const int strip = of_rows ? index : index - seen.row_strips;
+      const MaskSequence sequence = mask_sequence(params, matrix, segment_of_strip(call, of_rows, strip));
+      const int first = kMaskStrip * (strip - (of_rows ? sequence.first_row_strip : sequence.first_key_strip));
+      const int end = min(first + kMaskStrip, of_rows ? sequence.seqlen_q : sequence.seqlen_k);
+      const MaskFactors& factors = sequence.factors;
+      if ((of_rows ? factors.query_ranges : factors.key_hidden) != nullptr) {
+        for (int member = first + lane; member < end; member += 32) {
+          bounds.add(of_rows ? factors.keys_of(member) : factors.hidden_rows_of(member));
+        }
       }
+      bounds = warp_bounds(bounds);
+      if (lane == 0) params.bounds.set(i, bounds);
+      const int64_t at = static_cast<int64_t>(matrix) * (of_rows ? seen.row_strips : seen.key_strips) + strip;
+      if (lane < kStripWords) (of_rows ? seen.rows : seen.keys)[at * kStripWords + lane] = 0u;
     }
-    bounds = warp_bounds(bounds);
-    const int64_t at = static_cast<int64_t>(matrix) * (of_rows ? seen.row_strips : seen.key_strips) + strip;
-    if (lane == 0) (of_rows ? params.row_bounds : params.key_bounds)[at] = bounds;
-    if (lane < kStripWords) (of_rows ? seen.rows : seen.keys)[at * kStripWords + lane] = 0u;
+    if (lane == 0) of_warps[warp] = bounds;
+    __syncthreads();
+    if (warp == 0) {
+      bounds = warp_bounds(lane < kWarps ? of_warps[lane] : IntervalBounds());
+      if (lane == 0) params.group_bounds.set(group, bounds);
+    }
+    __syncthreads();  // of_warps may be overwritten
   }
 }
 
-// find_seen() by a warp whose lanes have the same rectangle: a row a lane, 32 rows at a time, and of key_hidden two
-// keys.
-__device__ Found find_together(const MaskFactors& factors, const Visibility& window, const Rectangle& at) {
+// Of 32 blocks a bit each: those that are visited.
+struct BlockVotes {
+  uint32_t whole, partial;
+};
+
+struct ListStorage {
+  TilePart strips[kMaxTileStrips], tile, next_tile;
+  StripRuns runs[kMaxTileStrips][2];  // of both numbers of intervals
+  uint32_t own_seen[kMaxTileStrips * kStripWords];
+  bool sees_whole;                        // a column
+  Span chunk;                             // columns of `classes`
+  Span visited;                           // of these columns, those that are not hidden
+  BlockCount count, warp_counts[kWarps];  // of the entries so far, and of those that a warp adds
+  BlockVotes votes[kColumnsAtOnce / 32];
+  int open_groups, open_columns;
+  uint16_t groups[kColumnsAtOnce / kGroupStrips + 1], columns[kColumnsAtOnce];  // of which scores are open
+  alignas(16) uint8_t classes[kColumnsAtOnce];                                  // StripClasses
+};
+
+// Appends the values of some lanes to a list.
+__device__ __forceinline__ void push(bool chosen, int value, uint16_t* list, int& count) {
   const int lane = threadIdx.x % 32;
-  Intervals hidden[kStripWords];
-  for (int i = 0; i < kStripWords; ++i) {
-    const int key = at.key_begin + 32 * i + lane;
-    if (factors.key_hidden != nullptr && key < at.key_end) hidden[i] = factors.hidden_rows_of(key);
-  }
-  Intervals keys[kStripWords];  // of both rows, read before either is looked at
-  if (factors.query_ranges != nullptr) {
-    for (int i = 0; i < kStripWords; ++i) keys[i] = factors.keys_of(min(at.row_begin + 32 * i + lane, at.row_end - 1));
-  }
-  MaskFactors others = factors;
-  others.query_ranges = nullptr;
-  Found found;
-#pragma unroll
-  for (int half = 0; half < kMaskStrip / 32; ++half) {
-    const int first = at.row_begin + 32 * half, row = first + lane;
-    if (first >= at.row_end) break;
-    const bool valid = row < at.row_end;
-    uint32_t words[kStripWords] = {};
-    if (valid) words_of_row(others, window, at, row, words);
-    uint32_t some = 0u;
-    for (int i = 0; i < kStripWords; ++i) {
-      if (factors.query_ranges != nullptr)
-        words[i] &= MaskFactors::word_of(keys[half], at.key_begin + kMaskWordKeys * i);
-      if (factors.key_hidden != nullptr) {
-        words[i] &= ~transpose_bits(MaskFactors::word_of(hidden[i], first));
-      }
-      found.any[i] |= __reduce_or_sync(0xffffffffu, words[i]);
-      found.all[i] &= __reduce_and_sync(0xffffffffu, valid ? words[i] : ~0u);
-      some |= words[i];
-    }
-    found.rows[half] = __ballot_sync(0xffffffffu, some != 0u);
-  }
-  return found;
+  const uint32_t lanes = __ballot_sync(0xffffffffu, chosen);
+  if (lanes == 0u) return;
+  int at = lane == 0 ? atomicAdd(&count, __popc(lanes)) : 0;
+  at = __shfl_sync(0xffffffffu, at, 0) + __popc(lanes & ((1u << lane) - 1u));
+  if (chosen) list[at] = static_cast<uint16_t>(value);
 }
 
-// The same by one thread without key_hidden: with several rows at a time, since each waits for its loads.
-__device__ Found find_alone(const MaskFactors& factors, const Visibility& window, const Rectangle& at) {
-  Found found;
-#pragma unroll 4
-  for (int row = at.row_begin; row < at.row_end; ++row) {
-    uint32_t words[kStripWords];
-    words_of_row(factors, window, at, row, words);
-    found.add(row - at.row_begin, words);
-  }
-  return found;
-}
-
-// Classes of the rectangles of a mask matrix's sequence, and its seen bits.
+// Of a chunk of columns the classes of a tile's strips, and what is seen of them and of the tile.
 struct Classifier {
   const MaskPlanParams& params;
   const int matrix;
   const MaskSequence sequence;
   const Visibility window;
+  const ListedTile tile;
+  ListStorage& shared;
 
-  __device__ int64_t row_strip(const Rectangle& at) const {
-    return static_cast<int64_t>(matrix) * params.mask.seen.row_strips + sequence.first_row_strip +
-           at.row_begin / kMaskStrip;
-  }
-  __device__ int64_t key_strip(const Rectangle& at) const {
-    return static_cast<int64_t>(matrix) * params.mask.seen.key_strips + sequence.first_key_strip +
-           at.key_begin / kMaskStrip;
-  }
-
-  __device__ BlockClass by_bounds(const Rectangle& at) const {
-    return class_by_bounds(sequence.factors, window, params.row_bounds[row_strip(at)], params.key_bounds[key_strip(at)],
-                           at.row_begin, at.row_end, at.key_begin, at.key_end);
-  }
-
-  // marks_tile: also the rows or keys of the work tile, in strips of which all lanes of a warp have the same.
-  __device__ void mark_seen(const Rectangle& at, const Found& found, bool marks_tile) const {
+  // Of the tile's axis, or of the columns', the first strip in the order of bounds.
+  __device__ int64_t first_strip(bool of_keys) const {
     const SeenBits& seen = params.mask.seen;
-    const bool marks_rows = marks_tile || params.of_keys, marks_keys = marks_tile || !params.of_keys;
-    uint32_t* const rows = seen.rows + row_strip(at) * kStripWords;
-    uint32_t* const keys = seen.keys + key_strip(at) * kStripWords;
-    // Bits are only ever added, so an old value saves atomics and loses nothing. All are read before any is looked at.
-    uint32_t old_rows[kStripWords], old_keys[kStripWords];
-    for (int i = 0; i < kStripWords; ++i) {
-      old_rows[i] = marks_rows ? static_cast<const volatile uint32_t*>(rows)[i] : ~0u;
-      old_keys[i] = marks_keys ? static_cast<const volatile uint32_t*>(keys)[i] : ~0u;
+    const int64_t of_matrix = static_cast<int64_t>(matrix) * (seen.row_strips + seen.key_strips);
+    return of_matrix + (of_keys ? seen.row_strips + sequence.first_key_strip : sequence.first_row_strip);
+  }
+  __device__ bool has_bounds(bool of_keys) const {
+    return (of_keys ? sequence.factors.key_hidden : sequence.factors.query_ranges) != nullptr;
+  }
+  __device__ uint32_t* seen_words(bool of_keys, int strip) const {
+    const SeenBits& seen = params.mask.seen;
+    const int64_t first = of_keys ? static_cast<int64_t>(matrix) * seen.key_strips + sequence.first_key_strip
+                                  : static_cast<int64_t>(matrix) * seen.row_strips + sequence.first_row_strip;
+    return (of_keys ? seen.keys : seen.rows) + (first + strip) * kStripWords;
+  }
+  __device__ BlockClass by_bounds(const TilePart& part, Span columns, const IntervalBounds& others) const {
+    return part.class_by_bounds(sequence.factors, tile.of_keys, tile.columns(columns), others);
+  }
+
+  // By a few threads, of which each makes one. A part that does not exist sees nothing.
+  __device__ void make_parts() const {
+    const int thread = threadIdx.x;
+    if (thread >= kMaxTileStrips + 2) return;
+    const bool is_tile = thread == kMaxTileStrips, is_strip = thread < kMaxTileStrips;
+    const Span own = is_strip ? tile.strip(thread) : is_tile ? tile.own() : tile.next().own();
+    const bool given = has_bounds(tile.of_keys);
+    const int64_t first = first_strip(tile.of_keys) + own.begin / kMaskStrip;
+    IntervalBounds all;
+#pragma unroll
+    for (int i = 0; i < kMaxTileStrips; ++i) {
+      if (given && kMaskStrip * i < own.size()) all.add(params.bounds.at(first + i));
     }
-    for (int i = 0; i < kStripWords; ++i) {
-      if ((found.rows[i] & ~old_rows[i]) != 0u) atomicOr(rows + i, found.rows[i]);
-      if ((found.any[i] & ~old_keys[i]) != 0u) atomicOr(keys + i, found.any[i]);
+    TilePart& part = is_strip ? shared.strips[thread] : is_tile ? shared.tile : shared.next_tile;
+    part = own.empty() ? TilePart() : TilePart(sequence.factors, window, tile.of_keys, own, all);
+  }
+
+  // By warps, of which each makes those of a strip and a number of intervals.
+  __device__ void make_runs() const {
+    if (!has_bounds(tile.of_keys)) return;
+    const MaskFactors& factors = sequence.factors;
+    const int* const values = tile.of_keys ? factors.key_hidden : factors.query_ranges;
+    const int count = tile.of_keys ? factors.key_intervals : factors.query_intervals;
+    const int warp = threadIdx.x / 32, warps = blockDim.x / 32;
+    for (int i = (warp + warps - 1) % warps; i < tile.strips() * count; i += warps) {  // warp 0 makes parts
+      const int strip = i >> (count - 1), number = i & (count - 1);
+      const Span own = tile.strip(strip);
+      find_runs(values + int64_t{own.begin} * 2 * count, count, number, own.size(), shared.runs[strip][number]);
     }
   }
 
-  // By all lanes of a warp, each for its own rectangle. Those whose scores have to be read: by all lanes together, one
-  // after the other, or each alone where there are many of them: lanes next to each other read neighbouring words.
-  __device__ BlockClass operator()(const Rectangle& at) const {
-    constexpr int kMostTogether = 8;
-    const BlockClass bounded = at.empty() ? BlockClass::kHidden : by_bounds(at);
-    const int lane = threadIdx.x % 32;
-    const uint32_t whole = __ballot_sync(0xffffffffu, bounded == BlockClass::kWhole);
-    const uint32_t partial = __ballot_sync(0xffffffffu, bounded == BlockClass::kPartial);
-    Found found = Found::whole(at);
-    if (sequence.factors.key_hidden == nullptr && __popc(partial) > kMostTogether) {
-      if (bounded == BlockClass::kPartial) found = find_alone(sequence.factors, window, at);
-    } else {
-      for (uint32_t left = partial; left != 0u; left &= left - 1) {
-        const int source = __ffs(left) - 1;
-        Rectangle common;
-        common.row_begin = __shfl_sync(0xffffffffu, at.row_begin, source);
-        common.row_end = __shfl_sync(0xffffffffu, at.row_end, source);
-        common.key_begin = __shfl_sync(0xffffffffu, at.key_begin, source);
-        common.key_end = __shfl_sync(0xffffffffu, at.key_end, source);
-        const Found of_source = find_together(sequence.factors, window, common);
-        if (lane == source) found = of_source;
+  __device__ void mark_column(int column, const uint32_t (&words)[kStripWords]) const {
+    uint32_t* const seen = seen_words(!tile.of_keys, column);
+    for (int i = 0; i < kStripWords; ++i) {
+      if (words[i] != 0u) atomicOr(seen + i, words[i]);
+    }
+  }
+  __device__ void mark_whole_column(int column) const {
+    const int size = tile.column(column).size();
+    mark_column(column, {full_word(0, size), full_word(1, size)});
+  }
+  __device__ void mark_strip(int strip, const uint32_t (&words)[kStripWords]) const {
+    for (int i = 0; i < kStripWords; ++i) {
+      uint32_t& seen = shared.own_seen[strip * kStripWords + i];
+      if ((words[i] & ~seen) != 0u) atomicOr(&seen, words[i]);  // many threads mark the same
+    }
+  }
+
+  // Adds classes of the strips by bounds and runs, and marks what of these sees some of the columns, then all of them.
+  // Returns whether strips are open.
+  __device__ bool classify_strips(Span columns, const IntervalBounds& others, uint32_t& classes, bool& some) const {
+    bool is_open = false;
+#pragma unroll 1
+    for (int strip = 0; strip < tile.strips(); ++strip) {
+      const TilePart& part = shared.strips[strip];
+      const int size = part.own.size();
+      uint32_t seen[kStripWords] = {full_word(0, size), full_word(1, size)};
+      BlockClass found = by_bounds(part, columns, others);
+      if (found == BlockClass::kPartial && !part.class_by_runs(sequence.factors, tile.of_keys, shared.runs[strip],
+                                                               tile.columns(columns), others, found, seen)) {
+        is_open = true;
+        classes |= StripClasses::kOpen << 2 * strip;
+      } else if (found != BlockClass::kHidden) {
+        classes |= StripClasses::one(strip, found);
+        mark_strip(strip, seen);
+        some = true;
       }
     }
-    if (bounded == BlockClass::kHidden) return bounded;
-    mark_seen(at, found, bounded != BlockClass::kWhole || lane == __ffs(whole) - 1);
-    return found.class_of(at);
+    return is_open;
+  }
+
+  // Classes of the columns, of groups of them where these have one; lists those that stay open. Of the
+  // tiles that see all of a column one marks it: the one whose next tile does not.
+  __device__ void classify_tile() const {
+    const int threads = blockDim.x, lane = threadIdx.x % 32;
+    const Span all = shared.chunk;
+    const int64_t first_strip = this->first_strip(!tile.of_keys);
+    const int offset = static_cast<int>(first_strip % kGroupStrips), first_group = (all.begin + offset) / kGroupStrips;
+#pragma unroll 1
+    for (int bits = kGroupBits; bits >= 0; bits -= kGroupBits) {
+      const bool of_groups = bits > 0;
+      const int count =
+          of_groups ? (all.end - 1 + offset) / kGroupStrips - first_group + 1 : kGroupStrips * shared.open_groups;
+#pragma unroll 1
+      for (int i = threadIdx.x; i - lane < count; i += threads) {
+        int group = 0, column = all.end;
+        if (i < count) {
+          group = of_groups ? i : shared.groups[i / kGroupStrips];
+          column = kGroupStrips * (first_group + group) - offset + (of_groups ? 0 : i % kGroupStrips);
+        }
+        const Span columns = Span{column, column + (1 << bits)}.both(all);
+        bool is_open = false;
+        if (!columns.empty()) {
+          IntervalBounds others;
+          if (has_bounds(!tile.of_keys)) {
+            const StripBounds& stored = of_groups ? params.group_bounds : params.bounds;
+            others = stored.at((first_strip + column) >> bits);
+          }
+          const BlockClass found = by_bounds(shared.tile, columns, others);
+          uint32_t classes = 0u;
+          bool marks = false;
+          if (found == BlockClass::kWhole) {
+            classes = StripClasses::kWhole;
+            shared.sees_whole = true;
+            marks = by_bounds(shared.next_tile, columns, others) != BlockClass::kWhole;
+          } else if (found == BlockClass::kPartial) {
+            is_open = classify_strips(columns, others, classes, marks);
+          }
+          if (classes != 0u && !(of_groups && is_open)) {
+            atomicMin(&shared.visited.begin, columns.begin);
+            atomicMax(&shared.visited.end, columns.end);
+#pragma unroll 1
+            for (int i = columns.begin; i < columns.end; ++i) {
+              shared.classes[i - shared.chunk.begin] = static_cast<uint8_t>(classes);
+              if (marks) mark_whole_column(i);
+            }
+          }
+        }
+        push(is_open, of_groups ? group : column - shared.chunk.begin, of_groups ? shared.groups : shared.columns,
+             of_groups ? shared.open_groups : shared.open_columns);
+      }
+      __syncthreads();
+    }
+  }
+
+  // Reads the scores of strips that are left open, by find(rectangle). writes: of the threads that find the same, one.
+  template <class Find>
+  __device__ void read_scores(int column, bool writes, const Find& find) const {
+    const uint32_t bounded = shared.classes[column - shared.chunk.begin];
+    uint32_t classes = bounded, column_seen[kStripWords] = {};
+#pragma unroll 1
+    for (int strip = 0; strip < tile.strips(); ++strip) {
+      if (!StripClasses::is_open(bounded, strip)) continue;
+      const Rectangle at = tile.rectangle(tile.strip(strip), tile.column(column));
+      const Found found = find(at);
+      classes ^= StripClasses::kOpen << 2 * strip ^ StripClasses::one(strip, found.class_of(at));
+      uint32_t strip_seen[kStripWords];
+      for (int i = 0; i < kStripWords; ++i) {
+        strip_seen[i] = tile.of_keys ? found.any[i] : found.rows[i];
+        column_seen[i] |= tile.of_keys ? found.rows[i] : found.any[i];
+      }
+      if (writes) mark_strip(strip, strip_seen);
+    }
+    if (!writes) return;
+    mark_column(column, column_seen);
+    shared.classes[column - shared.chunk.begin] = static_cast<uint8_t>(classes);
+  }
+
+  // Scores are read by a warp for each column, or by a thread where there are many: lanes next to each other then read
+  // neighbouring words.
+  __device__ void read_open_columns() const {
+    constexpr int kMostTogether = 8;  // of a warp
+    const int thread = threadIdx.x, threads = blockDim.x, warps = threads / 32, count = shared.open_columns;
+    if (sequence.factors.key_hidden == nullptr && count > kMostTogether * warps) {
+      const auto find = [&](const Rectangle& at) { return find_alone(sequence.factors, window, at); };
+      for (int i = thread; i < count; i += threads) read_scores(shared.chunk.begin + shared.columns[i], true, find);
+    } else {
+      const auto find = [&](const Rectangle& at) { return find_together(sequence.factors, window, at); };
+      for (int i = thread / 32; i < count; i += warps) {
+        read_scores(shared.chunk.begin + shared.columns[i], thread % 32 == 0, find);
+      }
+    }
   }
 };
 
-// Exclusive prefix of a block's threads, and the block's sum.
-__device__ int block_prefix(int value, int& sum, int* warp_sums) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  int inclusive = value;
-  for (int distance = 1; distance < 32; distance *= 2) {
-    const int lower = __shfl_up_sync(0xffffffffu, inclusive, distance);
-    if (lane >= distance) inclusive += lower;
+// Writes the entries of the blocks that are visited behind those so far.
+__device__ void write_entries(const Classifier& classify) {
+  ListStorage& shared = classify.shared;
+  const ListedTile& tile = classify.tile;
+  const Span visited = shared.visited;
+  if (visited.empty()) return;
+  const int bits = tile.column_bits();
+  const Span blocks{visited.begin >> bits, (visited.end + bits) >> bits};
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, threads = blockDim.x;
+  const int size = (blocks.size() + threads - 1) / threads * 32;  // of a warp
+  const Span own = blocks.part(warp, size);
+  uint8_t* const classes = shared.classes - shared.chunk.begin;
+  BlockVotes* const votes = shared.votes - blocks.begin / 32;
+  BlockCount at = shared.count, of_warp;
+#pragma unroll 1
+  for (int first = own.begin; first < own.end; first += 32) {
+    const int block = first + lane, column = block << bits;
+    bool is_whole = false, some = block < own.end && (classes[column] | classes[column + bits]) != 0;
+    if (some) {
+      const BlockEntry entry = tile.entry(block, [&](int i) { return uint32_t{classes[i]}; }, some, is_whole);
+      classes[column] = static_cast<uint8_t>(entry.bits >> BlockEntry::kIndexBits);
+    }
+    const BlockVotes found{__ballot_sync(0xffffffffu, some && is_whole), __ballot_sync(0xffffffffu, some && !is_whole)};
+    if (lane == 0) votes[first / 32] = found;
+    of_warp.whole += __popc(found.whole), of_warp.partial += __popc(found.partial);
   }
-  if (lane == 31) warp_sums[warp] = inclusive;
+  if (lane == 0) shared.warp_counts[warp] = of_warp;
   __syncthreads();
-  int before = 0;
-  sum = 0;
-  for (int i = 0; i < kWarps; ++i) {
-    if (i < warp) before += warp_sums[i];
-    sum += warp_sums[i];
+  BlockCount all = at;
+#pragma unroll 1
+  for (int i = 0; i < threads / 32; ++i) {
+    const BlockCount other = shared.warp_counts[i];
+    if (i < warp) at.whole += other.whole, at.partial += other.partial;
+    all.whole += other.whole, all.partial += other.partial;
   }
-  __syncthreads();  // warp_sums may be overwritten
-  return before + inclusive - value;
+  if (threadIdx.x == 0) shared.count = all;
+  const uint32_t own_bit = 1u << lane, before = own_bit - 1u;
+  const BlockLists& lists = classify.params.mask.lists;
+  uint32_t* const entries = lists.entries + static_cast<int64_t>(blockIdx.x) * lists.capacity;
+#pragma unroll 1
+  for (int first = own.begin; first < own.end; first += 32) {
+    const BlockVotes found = votes[first / 32];
+    const int block = first + lane;
+    if (((found.whole | found.partial) & own_bit) != 0u) {
+      const uint32_t entry = BlockEntry::of_block(block).bits | uint32_t{classes[block << bits]}
+                                                                    << BlockEntry::kIndexBits;
+      const bool is_whole = (found.whole & own_bit) != 0u;
+      entries[is_whole ? at.whole + __popc(found.whole & before)
+                       : lists.capacity - 1 - at.partial - __popc(found.partial & before)] = entry;
+    }
+    at.whole += __popc(found.whole), at.partial += __popc(found.partial);
+  }
 }
 
 // A thread block for each work tile of each mask matrix.
 __global__ void __launch_bounds__(kThreads, kListBlocks)
     mask_lists_kernel(const __grid_constant__ MaskPlanParams params) {
-  __shared__ int warp_sums[kWarps];
-  wait_for_previous_kernel();
+  alignas(16) __shared__ char memory[sizeof(ListStorage)];
+  ListStorage& shared = *reinterpret_cast<ListStorage*>(memory);
+  const int thread = threadIdx.x;
+  if (thread < kMaxTileStrips * kStripWords) shared.own_seen[thread] = 0u;
   const Flash_fwd_params& call = params.call;
+  if (call.is_varlen()) wait_for_previous_kernel();  // segments
   const BlockLists& lists = params.mask.lists;
-  const int matrix = blockIdx.x / lists.tiles, tile = blockIdx.x - matrix * lists.tiles;
+  const int matrix = blockIdx.x / lists.tiles, index = blockIdx.x - matrix * lists.tiles;
   const int* const segments = params.of_keys ? call.varlen.segments_k : call.varlen.segments_q;
-  const int segment = call.is_varlen() ? find_segment(segments, call.b, tile, params.tile) : 0;
+  const int segment = call.is_varlen() ? find_segment(segments, call.b, index, params.tile) : 0;
   const MaskSequence sequence = mask_sequence(params, matrix, segment);
-  const int first = params.of_keys ? sequence.k_begin : sequence.q_begin;
-  const int index = call.is_varlen() ? tile - varlen_first_slot(first, segment, params.tile) : tile;
-  const ListedTile own{params.of_keys, index * params.tile, params.tile,
-                       params.block,   sequence.seqlen_q,   sequence.seqlen_k};
-  const Classifier classify{params, matrix, sequence, sequence.window(call)};
-  const int blocks = own.exists() ? min(own.blocks(), lists.capacity) : 0;
-  uint32_t* const entries = lists.entries + static_cast<int64_t>(blockIdx.x) * lists.capacity;
-  constexpr int kPartialUnit = 1 << 16;  // both counts in one sum
-  BlockCount count;
-  for (int base = 0; base < blocks; base += kThreads) {
-    const int block = base + threadIdx.x;
-    bool visited = false, is_whole = false;
-    const BlockEntry entry = own.entry(block, classify, visited, is_whole);
-    visited &= block < blocks;
-    int sum;
-    const int before = block_prefix(!visited ? 0 : is_whole ? 1 : kPartialUnit, sum, warp_sums);
-    if (visited && is_whole) entries[count.whole + before % kPartialUnit] = entry.bits;
-    if (visited && !is_whole) entries[lists.capacity - 1 - count.partial - before / kPartialUnit] = entry.bits;
-    count.whole += sum % kPartialUnit;
-    count.partial += sum / kPartialUnit;
+  const int first_slot =
+      call.is_varlen() ? varlen_first_slot(params.of_keys ? sequence.k_begin : sequence.q_begin, segment, params.tile)
+                       : 0;
+  const ListedTile tile{params.of_keys,    (index - first_slot) * params.tile,
+                        params.tile,       params.block,
+                        sequence.seqlen_q, sequence.seqlen_k};
+  if (thread == 0) shared.count = {}, shared.sees_whole = false;
+  wait_for_previous_kernel();
+  if (tile.exists()) {
+    Classifier classify{params, matrix, sequence, sequence.window(call), tile, shared};
+    classify.make_parts();
+    classify.make_runs();
+    __syncthreads();
+    const Span seen = shared.tile.some.both({0, tile.other_end()});
+    const int first = seen.begin / kMaskStrip & ~tile.column_bits(),
+              end = min((seen.end + kMaskStrip - 1) / kMaskStrip, lists.capacity << tile.column_bits());
+    for (int base = first; base < end; base += kColumnsAtOnce) {
+      if (thread == 0) {
+        shared.chunk = Span{base, end}.part(0, kColumnsAtOnce), shared.visited = {IntervalBounds::kFar, 0};
+        shared.open_groups = shared.open_columns = 0;
+      }
+      for (int i = thread; i < kColumnsAtOnce / 8; i += blockDim.x) reinterpret_cast<uint64_t*>(shared.classes)[i] = 0u;
+      __syncthreads();
+      classify.classify_tile();
+      classify.read_open_columns();
+      __syncthreads();
+      write_entries(classify);
+      __syncthreads();  // classes may be overwritten
+    }
+    if (thread < tile.strips() * kStripWords) {
+      const uint32_t full = full_word(thread % kStripWords, tile.strip(thread / kStripWords).size());
+      const uint32_t word = shared.sees_whole ? full : shared.own_seen[thread];
+      classify.seen_words(tile.of_keys, tile.begin / kMaskStrip)[thread] = word;
+    }
   }
-  if (threadIdx.x == 0) lists.counts[blockIdx.x] = count;
+  if (thread == 0) lists.counts[blockIdx.x] = shared.count;
 }
 
 }  // namespace
@@ -283,8 +442,9 @@ cudaError_t run_mask_plan(const MaskPlanParams& params, cudaStream_t stream) {
                                     params, params.call.device, stream, configured_devices);
   if (status != cudaSuccess) return status;
   const int64_t tiles = static_cast<int64_t>(params.matrices) * params.mask.lists.tiles;
-  return launch_dependent(mask_lists_kernel, tiles, kThreads, 0, params, params.call.device, stream,
-                          configured_devices);
+  if (params.block > ListedTile::kMostColumns * kMaskStrip) return cudaErrorInvalidValue;
+  return launch_dependent(mask_lists_kernel, tiles, tiles > kManyTiles ? kThreads / 2 : kThreads, 0, params,
+                          params.call.device, stream, configured_devices);
 }
 
 }  // namespace flash
