@@ -22,6 +22,7 @@ SHAPES = {
     "full": (BATCH, HEADS, SQ, SK),
     "heads": (1, HEADS, SQ, SK),
     "scores": (1, 1, SQ, SK),
+    "batches": (BATCH, 1, SQ, SK),
     "keys": (BATCH, 1, 1, SK),
     "rows": (1, HEADS, SQ, 1),
     "numbers": (BATCH, HEADS, 1, 1),
@@ -55,6 +56,9 @@ CALLS = [
     Call("full", 64, softcap=2.0, alibi=True),
     Call("full", 128, softcap=2.0, causal=True, heads_k=6),
     Call("heads", 256, softcap=2.0),
+    *(Call("scores", dim, causal=True) for dim in (64, 128)),  # the gradient leaves out what the window hides
+    Call("batches", 64, window=(90, 20), heads_k=6),
+    Call("heads", 128, wide=True, causal=True),
     Call("heads", 64, dropout=0.2),
     Call("keys", 128, dropout=0.2, causal=True),
     Call("full", 256, dropout=0.1),
@@ -197,7 +201,7 @@ def test_strides(device, family, kind, wide):
 
 def test_gradients_repeat_their_bits(device, family):
     """Those of biases in every mode."""
-    for call in (Call("heads", 64), Call("keys", 128, rel=9), Call("numbers", 64)):
+    for call in (Call("heads", 64), Call("scores", 64, causal=True), Call("keys", 128, rel=9), Call("numbers", 64)):
         leaves = make(call, device)
         *first, dout, dlse = step(call, leaves, None)
         for _ in range(2):

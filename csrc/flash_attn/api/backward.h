@@ -352,8 +352,7 @@ inline Tensors mha_bwd(const BwdCall& call) {
   if (softmax_d.defined()) params.softmax_d_ptr = softmax_d.mutable_data_ptr<float>();
   at::Tensor ds;
   if (plan.may_store_ds && gradients.bias_grad) {
-    const bool visits_all = !params.is_varlen() && !params.window.may_mask() && !call.scores.mask.given();
-    ds = allocate_ds(params, bias, plan.dtype, visits_all, q);
+    ds = allocate_ds(params, bias, plan, call.scores.mask.given(), q);
   }
   const at::Tensor varlen = launch(params, plan, q, dq_sum);
   Tensors results{dq ? finished(dq) : dq_sum, finished(dk), finished(dv), softmax_d};

@@ -13,6 +13,7 @@
 #include "api/device.h"
 #include "api/tensors.h"
 #include "params/bias.h"
+#include "plan/bwd_plan.h"
 #include "plan/grid.h"
 #include "plan/problem.h"
 
@@ -204,38 +205,80 @@ inline DiagonalParts diagonal_parts(const BiasTensors& bias, const Flash_bwd_par
   return call.h * parts.parts * parts.strip_floats() <= kMostFloats ? parts : DiagonalParts();
 }
 
+// Whether the gradient of attn_bias sums matrices of dS, or is dS.
+inline bool sums_matrices(const at::Tensor& bias, const Flash_bwd_params& call) {
+  return bias.dim() == 3 || (bias.size(-2) == call.seqlen_q && bias.size(-1) == call.seqlen_k);
+}
+
+// Whether what no kernel writes must be 0: scores that a window hides are left out of sums of matrices.
+inline bool clears_ds(const Flash_bwd_params& call, const BiasTensors& bias, bool has_mask) {
+  if (call.is_varlen() || has_mask) return true;
+  return call.window.may_mask() && (bias.rel_bias.has_value() || !sums_matrices(*bias.attn_bias, call));
+}
+
 // dS for the gradients of biases where it is stored, of rows of whole vectors: call.ds describes it. Undefined
-// otherwise. visits_all: the kernel writes all of it.
-inline at::Tensor allocate_ds(Flash_bwd_mask_params& call, const BiasTensors& bias, Dtype dtype, bool visits_all,
-                              const at::Tensor& q) {
+// otherwise.
+inline at::Tensor allocate_ds(Flash_bwd_mask_params& call, const BiasTensors& bias, const plan::BwdPlan& plan,
+                              bool has_mask, const at::Tensor& q) {
   const bool of_data = bias.has_data(), is_packed = call.is_varlen();
   if (!has_scores(call) || (!of_data && diagonal_parts(bias, call).parts == 0)) return at::Tensor();
   constexpr int64_t kVector = 8;
   const int64_t batch = is_packed ? 1 : call.b, heads = call.h, rows = call.seqlen_q;
   const int64_t cols = is_packed ? bias.attn_bias->size(2) : call.seqlen_k;
   const int64_t pitch = (cols + kVector - 1) / kVector * kVector, elements = batch * heads * rows * pitch;
-  const bool is_result = of_data && pitch == cols && bias.attn_bias->scalar_type() == q.scalar_type() &&
-                         bias.attn_bias->numel() == elements;
+  const bool has_size = of_data && pitch == cols && bias.attn_bias->numel() == elements;
+  const bool may_be_float = plan.may_store_float_ds && !is_packed && !bias.rel_bias.has_value();
+  const bool is_float = has_size && may_be_float && bias.attn_bias->scalar_type() == at::kFloat;
+  const bool is_result = is_float || (has_size && bias.attn_bias->scalar_type() == q.scalar_type());
   const MatrixStrides strides{heads * rows * pitch, pitch, rows * pitch};
   const bool fits =
-      plan::tensor_map_holds({is_packed, batch, rows, heads, strides.batch, strides.row, strides.head}, dtype);
-  if (!fits || (!is_result && dtype_bytes(dtype) * elements > kMostStoredBytes)) return at::Tensor();
+      plan::tensor_map_holds({is_packed, batch, rows, heads, strides.batch, strides.row, strides.head}, plan.dtype);
+  if (!fits || (!is_result && dtype_bytes(plan.dtype) * elements > kMostStoredBytes)) return at::Tensor();
   at::DimVector shape{batch, heads, rows, pitch};
   if (is_packed) shape.erase(shape.begin());
-  const at::Tensor ds = visits_all ? new_empty(q, shape, q.scalar_type()) : new_zeros(q, shape, q.scalar_type());
-  call.ds = {ds.mutable_data_ptr(), strides, static_cast<int>(cols)};
+  const bool clears = clears_ds(call, bias, has_mask);
+  const at::ScalarType type = is_float ? at::kFloat : q.scalar_type();
+  const at::Tensor ds = clears ? new_zeros(q, shape, type) : new_empty(q, shape, type);
+  call.ds = {ds.mutable_data_ptr(), strides, static_cast<int>(cols), is_float};
   return ds;
 }
 
-// The gradient of attn_bias from a stored dS: dS itself, or summed along the axes along which the bias is broadcast.
-inline at::Tensor sum_scores(const at::Tensor& given, const at::Tensor& ds, int64_t cols) {
+// The gradient of attn_bias from a stored dS: sums of its matrices, or dS itself.
+inline at::Tensor sum_matrices(const at::Tensor& given, const at::Tensor& ds, const Flash_bwd_mask_params& call,
+                               Dtype dtype) {
+  const bool is_packed = given.dim() == 3;
+  const int64_t batches = is_packed ? 1 : call.b, heads = call.h;
+  const bool all_batches = is_packed || given.size(0) == batches, all_heads = given.size(-3) == heads;
+  ScoreSum sum;
+  sum.cols = call.ds.cols;
+  const bool is_result = all_batches && all_heads && given.scalar_type() == ds.scalar_type() && ds.size(-1) == sum.cols;
+  if (is_result && (is_packed || !call.window.may_mask())) return ds;
+  const at::Tensor result = is_result ? ds : new_empty(ds, given.sizes(), given.scalar_type());
+  sum.data = ds.const_data_ptr();
+  sum.out_ptr = result.mutable_data_ptr();
+  sum.out_is_float = given.scalar_type() == at::kFloat;
+  sum.dtype = dtype;
+  sum.device = call.device;
+  sum.row_vectors = call.ds.strides.row / 8;
+  sum.visibility = {static_cast<int>(ds.size(-2)), sum.cols, is_packed ? Window() : call.window};
+  sum.matrices = (all_batches ? batches : 1) * (all_heads ? heads : 1);
+  sum.first_step = all_heads ? 1 : all_batches ? heads : 0;
+  sum.step = all_heads ? heads : 1;
+  sum.count = static_cast<int>((all_batches ? 1 : batches) * (all_heads ? 1 : heads));
+  check_launch(run_sum_scores(sum, c10::cuda::getCurrentCUDAStream().stream()), "sum_scores_kernel", ds);
+  return result;
+}
+
+// The same along all axes along which the bias is broadcast.
+inline at::Tensor sum_scores(const at::Tensor& given, const at::Tensor& ds, const Flash_bwd_mask_params& call,
+                             Dtype dtype) {
+  if (sums_matrices(given, call)) return sum_matrices(given, ds, call, dtype);
+  const int64_t cols = call.ds.cols;
   at::DimVector axes;
   for (int64_t axis = 0; axis < given.dim(); ++axis) {
     if (given.size(axis) != (axis + 1 < given.dim() ? ds.size(axis) : cols)) axes.push_back(axis);
   }
-  const at::Tensor scores = ds.size(-1) == cols ? ds : at::narrow(ds, -1, 0, cols);
-  if (!axes.empty()) return at::sum(scores, axes, true, given.scalar_type());
-  return scores.to(given.scalar_type()).contiguous();
+  return at::sum(ds.size(-1) == cols ? ds : at::narrow(ds, -1, 0, cols), axes, true, given.scalar_type());
 }
 
 // That of rel_bias.
@@ -262,7 +305,7 @@ inline std::vector<at::Tensor> bias_gradients(const BiasTensors& bias, const Fla
   const auto add = [&](const at::Tensor& given, const auto& tiles_of) {
     const bool is_sum = has_scores(call) && given.numel() > 0, of_table = given.dim() == 2;
     if (ds.defined() && !of_table) {
-      results.push_back(sum_scores(given, ds, call.ds.cols));
+      results.push_back(sum_scores(given, ds, call, dtype));
       return;
     }
     at::Tensor result =

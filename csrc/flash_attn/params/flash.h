@@ -178,11 +178,13 @@ struct Flash_bwd_params : Flash_fwd_params {
   int64_t workspace_vectors = 0;
 };
 
-// dS of all scores, of Q's dtype: (b, h, rows, cols), or packed (h, total_q, cols). Rows are whole 16-byte vectors.
+// dS of all scores, of Q's dtype or fp32: (b, h, rows, cols), or packed (h, total_q, cols). Rows are whole 16-byte
+// vectors.
 struct ScoreGradients {
   void* __restrict__ data = nullptr;  // null: not stored
   MatrixStrides strides;
   int cols = 0;
+  bool is_float = false;
 };
 
 struct Flash_bwd_mask_params : Flash_bwd_params {

@@ -46,8 +46,9 @@ struct BwdPlan {
   bool dq_in_smem = false;           // CTAs take whole heads and accumulate dQ in shared memory, not in global
   bool dq_pass = false;              // a separate kernel computes dQ, which is not accumulated
   bool deterministic = false;
-  bool may_store_ds = false;  // the kernel that computes dQ, for gradients of biases as data
-  bool long_rows = false;     // the tile is sm90_long_bwd_tile()
+  bool may_store_ds = false;        // the kernel that computes dQ, for gradients of biases as data
+  bool may_store_float_ds = false;  // in fp32 too
+  bool long_rows = false;           // the tile is sm90_long_bwd_tile()
   BwdStage stage = BwdStage::kAll;
 
   int block_m = 0, block_n = 0;  // rows of a step, keys of a CTA
@@ -209,6 +210,7 @@ inline BwdPlan plan_bwd_wgmma(const BwdProblem& problem, const Device& device) {
   }
   plan.may_store_ds =
       problem.has_bias && (plan.variant == BwdVariant::kBiased || (has_dq_pass(tile) && !problem.has_softcap));
+  plan.may_store_float_ds = plan.variant == BwdVariant::kBiased;
   const int64_t rows = problem.rows();
   if (problem.has_mask()) plan.mask = plan_mask(problem, true, tile.block_n, tile.block_m);
   const bool is_ordered = problem.deterministic && !has_dq_pass(tile);

@@ -123,9 +123,10 @@ struct ListedQOrder {
   }
 };
 
-// Hides what is not seen of a warp's scores by its rows, or of S^T by its keys: of the two the one of length 2.
+// Hides what is not seen of a warp's scores by its rows, or of S^T by its keys: of the two the one of length 2. Of P
+// `hidden` is 0.
 template <int kWords, class Scores>
-__device__ __forceinline__ void hide_unseen(Scores& scores, const SeenLines<kWords>& seen) {
+__device__ __forceinline__ void hide_unseen(Scores& scores, const SeenLines<kWords>& seen, float hidden = -INFINITY) {
   constexpr int kRows = decltype(cute::size<0>(scores))::value, kCols = decltype(cute::size<1>(scores))::value;
   constexpr bool kByKeys = kCols == 2;
   static_assert(kByKeys ? kRows == 8 * kWords : kRows == 2 && kCols == 8 * kWords, "a bit for each score");
@@ -134,7 +135,7 @@ __device__ __forceinline__ void hide_unseen(Scores& scores, const SeenLines<kWor
     const uint32_t bits = seen.of_thread(line);
 #pragma unroll
     for (int i = 0; i < 8 * kWords; ++i) {
-      if (!(bits >> i & 1u)) scores(kByKeys ? i : line, kByKeys ? line : i) = -INFINITY;
+      if (!(bits >> i & 1u)) scores(kByKeys ? i : line, kByKeys ? line : i) = hidden;
     }
   }
 }

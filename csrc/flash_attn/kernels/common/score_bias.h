@@ -63,8 +63,8 @@ __device__ __forceinline__ float half_of_pair(uint32_t pair, int half) {
   return half == 0 ? both.x : both.y;
 }
 
-// Explicit, so that all ways of reading a bias round alike: but for whole blocks of the wgmma forward, which add boxes
-// of 16 bits in the exponents.
+// Explicit, so that all ways of reading a bias round alike: but for boxes of 16 bits, which the wgmma kernels add in
+// the exponents, the forward those of whole blocks.
 __device__ __forceinline__ void add_bias(float& score, float bias) { score = __fmaf_rn(kBiasUnit, bias, score); }
 
 __device__ __forceinline__ void add_bias_pair(float& first, float& second, float2 pair) {

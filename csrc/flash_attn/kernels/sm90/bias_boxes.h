@@ -37,7 +37,7 @@ struct BiasBoxes {
   const CUtensorMap& map;
   const bool has_rows;
   const int halves;  // 16-bit halves of an element
-  const int head;
+  int head;
   const tma::TmaRows rows;
 
   __device__ __forceinline__ BiasBoxes(const CUtensorMap& map_, const ScoreBias& bias, bool is_packed, int batch,
@@ -45,9 +45,14 @@ struct BiasBoxes {
       : map(map_),
         has_rows(bias.row_stride != 0),
         halves(bias.is_float ? 2 : 1),
-        head(bias.head_stride != 0 ? head_ : 0),
-        rows(is_packed, bias.batch_stride != 0 ? batch : 0, q_begin, seqlen_q) {}
+        head(0),
+        rows(is_packed, bias.batch_stride != 0 ? batch : 0, q_begin, seqlen_q) {
+    set_head(bias, head_);
+  }
 
+  __device__ __forceinline__ void set_head(const ScoreBias& bias, int given) {
+    head = bias.head_stride != 0 ? given : 0;
+  }
   __device__ __forceinline__ int cols() const { return kBiasBoxBytes / 2 / halves; }
   __device__ __forceinline__ int bytes(int box_rows) const {
     return has_rows ? box_rows * kBiasBoxBytes : kBiasBoxBytes;
@@ -115,26 +120,73 @@ __device__ __forceinline__ void add_float_box(Scores& scores, int part, const ch
   }
 }
 
-// scores: a transposed view of 16 keys of each warp, the box's key first_key and those after it, and any number of
-// rows.
+// The same of a transposed view: of kRows rows of a thread and two keys 8 apart, words of pairs of rows.
+template <int kRows>
+struct TransposedBox {
+  const char* first;
+  int bytes;  // of 16 rows
+  uint32_t words[kRows];
+
+  TransposedBox() = default;
+  // The warp's keys are the box's first_key and those after it.
+  __device__ __forceinline__ TransposedBox(const char* box, int first_key, bool has_rows) {
+    const int lane = threadIdx.x % 32, row = has_rows ? lane / 16 * 8 + lane % 8 : 0;
+    first = box + box_offset(row, first_key / 8 + lane / 8 % 2);
+    bytes = has_rows ? 16 * kBiasBoxBytes : 0;
+  }
+
+  // Words of 16 rows of the warp: keys 8 apart, then rows 8 apart.
+  __device__ __forceinline__ void read_rows(int i) {
+    uint32_t* const at = words + 4 * i;
+    cute::SM75_U16x8_LDSM_T::copy(*reinterpret_cast<const cute::uint128_t*>(first + i * bytes), at[0], at[1], at[2],
+                                  at[3]);
+  }
+  __device__ __forceinline__ void read() {
+#pragma unroll
+    for (int i = 0; i < kRows / 4; ++i) read_rows(i);
+  }
+
+  // Rows mi and mi + 1 of key ni.
+  template <class Element>
+  __device__ __forceinline__ float2 pair(int mi, int ni) const {
+    return unpack_pair<Element>(words[mi / 4 * 4 + mi % 4 / 2 * 2 + ni]);
+  }
+};
+
 template <class Element, class Scores>
 __device__ __forceinline__ void add_transposed_box(Scores& scores, const char* box, int first_key, bool has_rows) {
   constexpr int kRows = decltype(cute::size<0>(scores))::value;
-  const int lane = threadIdx.x % 32, row_of_lane = lane / 16 * 8 + lane % 8;
+  TransposedBox<kRows> bias(box, first_key, has_rows);
+  bias.read();
 #pragma unroll
-  for (int i = 0; i < kRows / 4; ++i) {  // 16 rows
-    const int row = has_rows ? 16 * i + row_of_lane : 0;
-    uint32_t words[4];  // keys 8 apart, then rows 8 apart
-    cute::SM75_U16x8_LDSM_T::copy(
-        *reinterpret_cast<const cute::uint128_t*>(box + box_offset(row, first_key / 8 + lane / 8 % 2)), words[0],
-        words[1], words[2], words[3]);
+  for (int mi = 0; mi < kRows; mi += 2) {
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const int mi = 4 * i + j / 2 * 2;
-      add_bias_pair<Element>(scores(mi, j % 2), scores(mi + 1, j % 2), words[j]);
+    for (int ni = 0; ni < 2; ++ni) {
+      add_bias_pair(scores(mi, ni), scores(mi + 1, ni), bias.template pair<Element>(mi, ni));
     }
   }
 }
+
+// The same of fp32 and with rows.
+struct TransposedFloatBox {
+  const char* first[2][2];  // by the parity of the row, by key
+
+  __device__ __forceinline__ TransposedFloatBox(const char* box, int first_key) {
+    const int lane = threadIdx.x % 32, key = first_key + lane / 4;
+#pragma unroll
+    for (int mi = 0; mi < 2; ++mi) {
+#pragma unroll
+      for (int ni = 0; ni < 2; ++ni) {
+        first[mi][ni] = box + box_offset(lane % 4 * 2 + mi, key / 4 + 2 * ni) + key % 4 * 4;
+      }
+    }
+  }
+  __device__ __forceinline__ float2 pair(int mi, int ni) const {
+    const int offset = mi / 2 * 8 * kBiasBoxBytes;
+    return {*reinterpret_cast<const float*>(first[0][ni] + offset),
+            *reinterpret_cast<const float*>(first[1][ni] + offset)};
+  }
+};
 
 template <class Scores>
 __device__ __forceinline__ void add_transposed_float_box(Scores& scores, const char* box, int first_key,

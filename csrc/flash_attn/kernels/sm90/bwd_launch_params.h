@@ -17,7 +17,8 @@ struct BwdLaunch {
   CUtensorMap dq_map;            // for DqLocation::kShared
   MaskParams mask;               // of kListed
   CUtensorMap bias_map, ds_map;  // of kBiased
-  bool stores_ds;
+  bool stores_ds;                // by ds_map
+  ScoreGradients float_ds;       // null: not stored
 };
 
 // For either kernel of the two-pass backward.

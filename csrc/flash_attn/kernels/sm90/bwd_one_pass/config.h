@@ -52,8 +52,8 @@ struct BwdOnePassConfig {
   // With a dQ warpgroup consumers without options leave registers to the load warp, which looks up lists.
   static constexpr bool kLeavesRegisters = kListedPlain && kHasDqWarpgroup;
   static constexpr int kProducerRegisters = kLeavesRegisters ? 40 : 24;
-  static constexpr int kConsumerRegisters = kLeavesRegisters ? 184 : kHasDqWarpgroup ? 192 : 240;
-  static constexpr int kDqWarpgroupRegisters = 104;
+  static constexpr int kDqWarpgroupRegisters = kBiased ? 88 : 104;
+  static constexpr int kConsumerRegisters = kLeavesRegisters ? 184 : !kHasDqWarpgroup ? 240 : kBiased ? 200 : 192;
 
   template <class MmaOp>
   using Mma = decltype(cute::make_tiled_mma(MmaOp{}));

@@ -64,7 +64,8 @@ inline cudaError_t make_tensor_maps(BwdLaunch& launch, const plan::BwdPlan& plan
 
 inline cudaError_t make_bias_maps(BwdLaunch& launch, const Flash_bwd_mask_params& params, const plan::BwdPlan& plan) {
   const cudaError_t status = make_bias_map(launch.bias_map, params, params.mask.bias, plan.block_m, false);
-  launch.stores_ds = params.ds.data != nullptr;
+  if (params.ds.is_float) launch.float_ds = params.ds;
+  launch.stores_ds = params.ds.data != nullptr && !params.ds.is_float;
   if (status != cudaSuccess || !launch.stores_ds) return status;
   constexpr int kAtomCols = 64;
   return tma::make_tensor_map(launch.ds_map,

@@ -143,12 +143,19 @@ struct BwdLoader {
                                             first_key, head, cute::TMA::CacheHintSm90::EVICT_FIRST);
   }
 
+  __device__ __forceinline__ auto bias_boxes_of(const BwdWorkTile& tile) const {
+    if constexpr (Config::kBiased) {
+      return BiasBoxes(launch.bias_map, launch.mask.bias, launch.params.is_varlen(), tile.batch, tile.q_begin,
+                       tile.seqlen_q, 0);
+    } else {
+      return typename Config::Nothing();
+    }
+  }
+
   // attn_bias of a step, a box for each consumer: of its keys, or fp32 of half of them.
-  __device__ __forceinline__ void load_bias(const BwdWorkTile& tile, const QStep& at) {
-    const ScoreBias& bias = launch.mask.bias;
-    if (!bias.loads_boxes) return;
-    const BiasBoxes boxes(launch.bias_map, bias, launch.params.is_varlen(), tile.batch, tile.q_begin, tile.seqlen_q,
-                          at.head);
+  __device__ __forceinline__ void load_bias(BiasBoxes& boxes, const BwdWorkTile& tile, const QStep& at) {
+    if (!launch.mask.bias.loads_boxes) return;
+    boxes.set_head(launch.mask.bias, at.head);
     for (int col = 0; col < 64; col += boxes.cols()) {
       Barrier& full = storage.bias_full[bias_state.stage];
       storage.bias_empty[bias_state.stage].wait(bias_state.phase ^ 1);
@@ -179,6 +186,7 @@ struct BwdLoader {
     if (!is_first && Config::kVStages == 1) prefetch_kv(k_rows, key, tile.head_k);
     if constexpr (Config::kEarlyK) load_early_k(k_rows, key, first_visible_key(visibility), tile.head_k);
     is_first = false;
+    typename Config::template IfBiased<BiasBoxes> boxes = bias_boxes_of(tile);
     for (int i = 0; i < count; ++i) {
       const int stage = state.stage, row = at.m_block * Config::kBlockM;
       const MaskedRows<Config> masked_queries = masked_queries_of<Config>(launch, tile, at, row, first_row);
@@ -189,7 +197,7 @@ struct BwdLoader {
       load<Config::kBlockM, Config::kHeadDim>(launch.do_map, storage.do_full[stage], storage.dout[stage], q_rows, row,
                                               masked_queries, at.head, kHint);
       if (i == 0) load_kv(k_rows, tile, order, key, first_visible_key(visibility), tile.head_k);
-      if constexpr (Config::kBiased) load_bias(tile, at);
+      if constexpr (Config::kBiased) load_bias(boxes, tile, at);
       state.advance();
       order.advance(at);
     }

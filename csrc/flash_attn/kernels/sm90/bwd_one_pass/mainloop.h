@@ -43,6 +43,7 @@ struct BwdMainloop {
 
   using Seen = std::conditional_t<Config::kListed, SeenLines<Config::kBlockM / 32>, typename Config::Nothing>;
   using Visit = BwdVisit<Config>;
+  using Box = typename Config::template IfBiased<TransposedBox<Config::kBlockM / 4>>;
   using RowValues = SmemRowValues<Coords>;
   static constexpr bool kRowValuesInRegs =
       !Config::kIsGeneral && !Config::kHasDqWarpgroup && !Config::kBiased && !Config::kIsTall;
@@ -133,11 +134,13 @@ struct BwdMainloop {
     storage.do_full[stage].wait(state.phase);
     start_scores(storage.v[Config::v_stage(kv_state)], storage.dout[stage], acc_dp);
     const Seen seen = seen_at(at);
+    Box box = box_of_step(*this);
     wait_for<1>(acc_s);
     constexpr bool kStartsDv = !Config::kIsTall;  // registers do not hold dP and P in two precisions
-    differentiate<kStartsDv>(at, Config::kListed && is_whole(at), seen, lse_log2, acc_s, acc_dp);
+    differentiate<kStartsDv>(at, Config::kListed && is_whole(at), seen, box, lse_log2, acc_s, acc_dp);
     const auto p = convert<Element>(acc_s), ds = convert<Element>(acc_dp);
     store_ds(ds, i == 0);
+    finish_step(*this, at, acc_dp);
     if constexpr (!kStartsDv) start_dkv(p, storage.dout[stage], acc_dv);
     start_dkv(ds, storage.q[stage], acc_dk);
     wait_for<0>(acc_dk);
@@ -187,7 +190,7 @@ struct BwdMainloop {
   // On entry S is complete and dP in flight; on exit acc_s holds P and acc_dp holds dS. kStartsDv: starts dV += P^T dO
   // before it waits for dP.
   template <bool kStartsDv, class LseRows>
-  __device__ __forceinline__ void differentiate(const Visit& at, bool is_unmasked, const Seen& seen,
+  __device__ __forceinline__ void differentiate(const Visit& at, bool is_unmasked, const Seen& seen, Box& box,
                                                 const LseRows& lse_log2, AccSdP& acc_s, AccSdP& acc_dp) {
     const int stage = state.stage;
     const TileCoords tile_coords{tile.batch, at.head, at.m_block * Config::kBlockM, key_begin()};
@@ -197,20 +200,14 @@ struct BwdMainloop {
     const SmemRandomBits<Coords> bits{storage.dropout_row_bits[stage], storage.dropout_col_bits[stage] + 32 * group,
                                       coords};
     if constexpr (Config::kBiased) {
-      add_step_biases(*this, at.head, tile_coords, scores);
-      if (!is_unmasked) hide_unseen(scores, seen);
-      exponentiate_scores(scores, params.softmax_scale_log2, lse_log2);
+      exponentiate_biased(*this, at.head, tile_coords, is_unmasked, seen, box, lse_log2, scores);
       if constexpr (Config::kMayDrop) {
         if (params.has_dropout) mark_dropped(params, coords, bits, scores);
       }
       const EarlyRowValues softmax_d_of_rows(softmax_d);
       if constexpr (kStartsDv) start_dkv(convert_p(acc_s), storage.dout[stage], acc_dv);
       wait_for<kStartsDv>(acc_dp);
-      if constexpr (Config::kMayDrop) {
-        differentiate_handed(params, scores, dp, softmax_d_of_rows);
-      } else {
-        differentiate_scores(scores, dp, softmax_d_of_rows);
-      }
+      differentiate_biased(*this, scores, dp, softmax_d_of_rows);
     } else if constexpr (Config::kListed && !Config::kListedPlain) {
       const int diagonal = alibi_diagonal(params, tile.batch, visibility, tile_coords.row_begin);
       if (params.has_score_mod) {
@@ -333,13 +330,15 @@ struct BwdMainloop {
       storage.do_full[stage].wait(state.phase);
       start_scores(values, storage.dout[stage], acc_dp);
       const Seen seen = seen_at(at);
+      Box box = box_of_step(*this);
       wait_for_order_barrier<Config>(group);
       const bool is_unmasked =
           Config::kListed ? is_whole(at) : at.m_block >= unmasked.begin && at.m_block < unmasked.end;
-      differentiate<false>(at, is_unmasked, seen, RowValues{storage.lse_log2[state.stage], coords}, acc_s, acc_dp);
+      differentiate<false>(at, is_unmasked, seen, box, RowValues{storage.lse_log2[state.stage], coords}, acc_s, acc_dp);
       const auto p = convert_p(acc_s), ds = convert<Element>(acc_dp);
       arrive_at_order_barrier<Config>(group);
       store_ds(ds, i == 0);
+      finish_step(*this, at, acc_dp);
       // wgmma with A in registers blocks the warp while earlier ones run, so everything else has been issued before.
       start_dkv(p, storage.dout[stage], acc_dv);
       start_dkv(ds, storage.q[stage], acc_dk);
