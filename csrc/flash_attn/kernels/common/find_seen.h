@@ -52,6 +52,7 @@ __device__ __forceinline__ void find_runs(const int* values, int interval_count,
 // find_seen() by a warp whose lanes have the same rectangle: a row a lane, 32 rows at a time, and of key_hidden two
 // keys.
 __device__ Found find_together(const MaskFactors& factors, const Visibility& window, const Rectangle& at) {
+  __syncwarp();  // for racecheck: one lane will write what all have read
   const int lane = threadIdx.x % 32, last = at.rows.end - 1;
   uint32_t sees[kStripWords] = {~0u, ~0u}, next_sees[kStripWords] = {~0u, ~0u};  // a row, and that of the next 32
   if (factors.query_ranges != nullptr) {
