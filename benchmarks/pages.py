@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from functools import partial
 from statistics import geometric_mean
 
 import accuracy_table
@@ -152,6 +153,45 @@ def deterministic_block():
 def mma_sync_block():
     result = stored("fwd_bwd")
     return [*peer_table((result, None)), "", *origin(result, "fwd_bwd")]
+
+
+# ---- masks and biases ------------------------------------------------------------------------------------------------
+
+
+def against(peer, row):
+    times = row["results"]
+    return gain(times[peer]["ms"] / times["ours"]["ms"] if peer in times else None)
+
+
+def mask_table(result, groups, title, texts):
+    """A line for each problem, forward and backward in each cell. texts: {column: text of a row}; then ours relative to
+    each peer."""
+    problems = {}
+    for row in rows_of(result, groups):
+        if "ours" in row["results"]:
+            problems.setdefault(row["label"], []).append(row)
+    measured = {name for rows in problems.values() for row in rows for name in row["results"]} - {"ours", PLAIN}
+    peers = {f"`{x}`": partial(against, x) for x in result["implementations"] if x in measured}
+    lines = []
+    for label, rows in problems.items():
+        cells = ([text(row) for row in rows] for text in (*texts.values(), *peers.values()))
+        lines.append([label, *(", ".join(cell) if set(cell) != {"–"} else "–" for cell in cells)])
+    return markdown_table([title, *texts, *peers], lines)
+
+
+def masks_block():
+    result = stored("masks")
+    times = {"µs": lambda row: significant(1000 * row["results"]["ours"]["ms"])}
+    rates = {"TFLOPS": lambda row: speed(row, "ours")}
+    shares = {**times, "of plain": lambda row: f"{share:.2f}" if (share := share_of_plain(row)) else "–"}
+    lines = [*mask_table(result, "masks", "mask", rates), "", *mask_table(result, ("bool", "bias"), "tensor", shares)]
+    planned = []
+    for row in result["plan"]:
+        us = ", ".join(f"{times['together']:.0f}" for times in row["us"].values() if times)
+        planned.append(f"{row['label']}, {row['keys']} keys {us}")
+    told = f"µs of the plan of one head: {'; '.join(planned)}." if planned else ""
+    of = f"{device_name(result)}, torch {result['versions']['torch']}, commit {measured_commit(result)}"
+    return [*lines, "", *wrapped(f"{told} {of}; `python benchmarks/lab/run_all.py masks`.")]
 
 
 # ---- decoding --------------------------------------------------------------------------------------------------------
@@ -357,6 +397,7 @@ BLOCKS = {
         "loss": loss_block,
     },
     "docs/gains.md": {"gains": gains_block},
+    "docs/masks.md": {"masks": masks_block},
     "docs/fp8.md": {"fp8_speed": fp8_block},
     "docs/context_parallel.md": {"cp-measured": cp_tables.measured_block},
 }

@@ -76,7 +76,7 @@ def test_results_are_collected_and_a_failure_stops_nothing(tmp_path, capsys, mon
     assert run_all.main(["named", "renamed", "--out", str(tmp_path)]) == 0
 
 
-@pytest.mark.parametrize("name", ["deterministic", "accuracy", "gains"])
+@pytest.mark.parametrize("name", ["deterministic", "accuracy", "masks", "gains"])
 def test_experiments_run_in_miniature_on_a_cpu(name, tmp_path, monkeypatch, capfd):
     """One of each program that no other test runs by its command line."""
     pytest.importorskip({"gains": "transformers"}.get(name, "torch"))
@@ -88,6 +88,7 @@ def test_experiments_run_in_miniature_on_a_cpu(name, tmp_path, monkeypatch, capf
     expected = {
         "deterministic": "bwd, `ours_deterministic` |",
         "accuracy": "| `ours` |",
+        "masks": "| window of 4096 |",
         "gains": "| decoding alone, 1 × 128",
     }
     assert result["rows"] and expected[name] in "\n".join(blocks[name]())
