@@ -326,6 +326,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         py::arg("head_dim_v") = 0, py::call_guard<CallGuard>());
   m.def("combine", &combine, "Merge of attention over disjoint sets of keys: [out, lse]", py::arg("out_partial"),
         py::arg("lse_partial"), py::arg("out"), py::call_guard<CallGuard>());
+  m.def("pack_bits", &pack_bits, "Bools (..., n) as bits: int32 (..., ceil(n / 32))", py::arg("bools"),
+        py::call_guard<CallGuard>());
   define_attention(m);
   define_inference(m);
   m.def("build_info", &build_info, "Identity of this build as JSON text");

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flash_attn import backends
 from flash_attn.ops import context
 
 WORD_BITS = 32
@@ -144,10 +145,14 @@ def _inside(ranges: Tensor, positions: Tensor) -> Tensor:
 
 def pack_bits(seen: Tensor) -> Tensor:
     """Bool (..., n) as int32 words (..., ceil(n / 32)), the first element in the lowest bit."""
+    is_plain = not (torch.compiler.is_compiling() or context.is_tracing() or context.transformed())
+    if is_plain and seen.is_cuda and type(seen) is Tensor and backends.cuda_extension() is not None:
+        words: Tensor = backends.get("cuda").pack_bits(seen.contiguous())
+        return words
     missing = -seen.shape[-1] % WORD_BITS
     padded = torch.nn.functional.pad(seen, (0, missing)) if missing else seen
     # torch.jit.trace cannot record a view of another dtype.
-    if padded.numel() and not (torch.compiler.is_compiling() or context.is_tracing() or context.transformed()):
+    if padded.numel() and is_plain:
         # Eight bytes of 0 or 1 are an int64, whose product has their bits in its highest byte. Memory of others may be
         # unaligned, and its bools any bytes.
         ones = padded.reshape(-1).view(torch.uint8).ne(0)

@@ -11,6 +11,7 @@ from flash_attn import flash_attn_func, flash_attn_varlen_func
 from flash_attn.masks import AttentionMask, MaskFactors
 from flash_attn.masks.arguments import check_bias, mask_factors, with_all_axes
 from flash_attn.masks.checks import check_factors
+from flash_attn.masks.factors import pack_bits, unpack_bits
 
 INT_MAX = 2**31 - 1
 
@@ -397,3 +398,17 @@ def test_factors_are_strided():
     for x, layout in ((cu.to_sparse(), "sparse_coo"), (torch.nested.nested_tensor([cu, cu]), "nested")):
         with pytest.raises(TypeError, match=f"^cu_seqlens: expected a strided Tensor, got a {layout} one$"):
             AttentionMask.documents(x, 4)
+
+
+def test_packed_bits(device):
+    """Of any widths, strides and bytes: memory of others may hold bools that are neither 0 nor 1."""
+    for shape in ((5, 64), (3, 7, 96), (2, 33), (4, 1), (2, 1, 3, 100), (3, 0), (0, 32), (32,)):
+        seen = torch.rand(shape, device=device) > 0.5
+        words = pack_bits(seen)
+        assert words.dtype == torch.int32 and words.shape == (*shape[:-1], -(-shape[-1] // 32))
+        assert torch.equal(unpack_bits(words)[..., : shape[-1]], seen)
+    wide = torch.rand(6, 200, device=device) > 0.5
+    for seen in (wide[:, 3:131], wide[::2, ::2], wide.t(), wide[:, 16:144][1:4], wide[:1].expand(5, 200)):
+        assert torch.equal(unpack_bits(pack_bits(seen))[..., : seen.shape[-1]], seen)
+    odd = torch.randint(0, 4, (9, 128), device=device, dtype=torch.uint8)
+    assert torch.equal(unpack_bits(pack_bits(odd.view(torch.bool))), odd != 0)

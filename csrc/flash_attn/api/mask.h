@@ -211,4 +211,24 @@ inline at::Tensor make_block_lists(MaskParams& mask, const plan::MaskPlan& plan,
   return workspace;
 }
 
+// Bool (..., n) as int32 words (..., ceil(n / 32)), the first one in the lowest bit.
+inline at::Tensor pack_bits(const at::Tensor& bools) {
+  if (!bools.is_cuda()) checks::fail("bools", "expected a CUDA tensor, got one on ", bools.device());
+  checks::strided("bools", bools);
+  checks::dtype("bools", bools, at::kBool);
+  if (bools.dim() == 0 || !bools.is_contiguous()) checks::fail("bools", "expected contiguous rows");
+  PackBitsParams params;
+  params.cols = bools.size(-1);
+  params.rows = params.cols == 0 ? 0 : bools.numel() / params.cols;
+  std::vector<int64_t> shape(bools.sizes().begin(), bools.sizes().end());
+  shape.back() = params.row_words();
+  const CallDevice device(bools.device());
+  const at::Tensor bits = new_empty(bools, shape, at::kInt);
+  params.bools = static_cast<const uint8_t*>(bools.const_data_ptr());
+  params.bits = reinterpret_cast<uint32_t*>(bits.mutable_data_ptr<int>());
+  params.device = bools.device().index();
+  check_launch(run_pack_bits(params, c10::cuda::getCurrentCUDAStream().stream()), "pack_bits_kernel", bools);
+  return bits;
+}
+
 }  // namespace flash

@@ -39,4 +39,16 @@ struct MaskPlanParams {
 // Fills lists and seen bits. Two launches; nothing is read back.
 cudaError_t run_mask_plan(const MaskPlanParams& params, cudaStream_t stream);
 
+// Contiguous rows of bools, bytes of any values, as rows of whole words, the first one in the lowest bit.
+struct PackBitsParams {
+  const uint8_t* bools = nullptr;
+  uint32_t* bits = nullptr;
+  int64_t rows = 0, cols = 0;
+  int device = 0;
+
+  FLASH_HOST_DEVICE int64_t row_words() const { return (cols + kMaskWordKeys - 1) / kMaskWordKeys; }
+  FLASH_HOST_DEVICE int64_t words() const { return rows * row_words(); }
+};
+cudaError_t run_pack_bits(const PackBitsParams& params, cudaStream_t stream);
+
 }  // namespace flash
