@@ -42,9 +42,8 @@ class AttentionMask:
             raise TypeError(f"factors: expected MaskFactors, got {type(factors).__name__}")
         require(len(factors.tensors()) > 0, "factors", "at least one tensor", "none")
         self._factors, self.seqlen_q, self.seqlen_k = factors, seqlen_q, seqlen_k
-        self._documents: Tensor | None = (
-            None  # int32 (b_m, n + 1), rising from 0 to seqlen_q at most, whose ranges the factors are
-        )
+        # Of documents: int32 (b_m, n + 1), rising from 0 to seqlen_q at most, whose ranges the factors are.
+        self._documents: Tensor | None = None
 
     # ---- ranges of keys for each query ----
 
