@@ -1,10 +1,10 @@
-"""Masks and biases as data beside peers, and what the plan of a mask takes.
+"""Times attention with masks and biases, of this package and of peers, and the kernels that plan a mask.
 
 python benchmarks/lab/masks.py --out FILE.json [--peers cudnn_flex]    a minute, and what peers compile; on a CPU in
                                                                        miniature
 
-FLOPs are those of visible scores. What a peer makes of a mask once is not timed; our calls make their lists each time.
-Results are checked against float64 in the last rows of a head, and as a whole against ours.
+FLOPs count visible scores. A peer prepares its mask once, before the timed calls; our calls plan theirs each time. The
+last rows of a head are checked against float64, and all results against ours.
 """
 
 from __future__ import annotations

@@ -113,7 +113,7 @@ EXPERIMENTS = (
         "{python} benchmarks/lab/accuracy.py --out {result}", 60, compiles=30, small="--device cpu --peers sdpa_flash",
     ),
     Experiment(
-        "masks", "masks and biases as data beside peers, and the plan of a mask",
+        "masks", "attention with masks and biases, of peers too, and the plan of a mask",
         "{python} benchmarks/lab/masks.py --out {result}", 60, "docs/masks.md", compiles=150, small="--device cpu",
     ),
     Experiment(

@@ -373,7 +373,7 @@ class AttentionMask:
         return AttentionMask(conjunction(self._own_factors(), other._own_factors(), **lengths), **lengths)
 
     def _own_factors(self) -> MaskFactors:
-        """Factors for another mask, whose readers may change them: not those that documents stand for."""
+        """Factors that another mask may hold. Its readers may change them, so a mask of documents gives copies."""
         if self._documents is None:
             return self._factors
         return self._factors.with_tensors({name: x.clone() for name, x in self._factors.tensors().items()})

@@ -21,8 +21,8 @@ def packed_documents(mask: object, inputs: tuple[Tensor, ...], has_sinks: bool) 
     """cu_seqlens of q and k of the packed call that computes a dense one, without copies of its inputs: q, k and v, or
     two or one of them packed. None where there is no such call, and for shapes that no call takes.
 
-    Rows, columns and batch entries have other numbers there, so the call may have no dropout, no bias and no numbers of
-    batch entries; nor may it be batch-invariant, for what decides here depends on the batch.
+    The packed call numbers rows, columns and batch entries otherwise. So the dense call may have no dropout, no bias
+    and no values for each batch entry. It may not be batch-invariant, because the choice here depends on the batch.
     """
     documents = mask._documents if isinstance(mask, AttentionMask) else None
     if documents is None or not all(type(x) in (Tensor, Parameter) for x in inputs) or not _have_one_form(inputs):
@@ -44,7 +44,7 @@ def packed_documents(mask: object, inputs: tuple[Tensor, ...], has_sinks: bool) 
     )
     if not fits:
         return None
-    # With sinks rows of no document have them as LSE. A trace may run with more entries.
+    # With sinks, rows of no document need a sequence, whose LSE is the sink. A trace may run with more entries.
     if _is_known(batch == 1) and not has_sinks and (torch.compiler.is_compiling() or not context.is_tracing()):
         return documents[0], documents[0]
     return None if len(inputs) == 1 else _with_gaps(documents, batch, seqlen)

@@ -146,8 +146,9 @@ def _inside(ranges: Tensor, positions: Tensor) -> Tensor:
 def pack_bits(seen: Tensor) -> Tensor:
     """Bool (..., n) as int32 words (..., ceil(n / 32)), the first element in the lowest bit."""
     is_plain = not (torch.compiler.is_compiling() or context.is_tracing() or context.transformed())
-    if is_plain and seen.is_cuda and type(seen) is Tensor and backends.cuda_extension() is not None:
-        words: Tensor = backends.get("cuda").pack_bits(seen.contiguous())
+    extension = backends.cuda_extension() if is_plain and seen.is_cuda and type(seen) is Tensor else None
+    if extension is not None:
+        words: Tensor = extension.pack_bits(seen.contiguous())
         return words
     missing = -seen.shape[-1] % WORD_BITS
     padded = torch.nn.functional.pad(seen, (0, missing)) if missing else seen

@@ -220,7 +220,7 @@ inline at::Tensor pack_bits(const at::Tensor& bools) {
   PackBitsParams params;
   params.cols = bools.size(-1);
   params.rows = params.cols == 0 ? 0 : bools.numel() / params.cols;
-  std::vector<int64_t> shape(bools.sizes().begin(), bools.sizes().end());
+  at::DimVector shape(bools.sizes());
   shape.back() = params.row_words();
   const CallDevice device(bools.device());
   const at::Tensor bits = new_empty(bools, shape, at::kInt);

@@ -115,7 +115,7 @@ struct ListStorage {
   bool sees_whole;                        // a column
   Span chunk;                             // columns of `classes`
   Span visited;                           // of these columns, those that are not hidden
-  BlockCount count, warp_counts[kWarps];  // of the entries so far, and of those that a warp adds
+  BlockCount count, warp_counts[kWarps];  // of all entries written, and of those that a warp appends
   BlockVotes votes[kColumnsAtOnce / 32];
   int open_groups, open_columns;
   uint16_t groups[kColumnsAtOnce / kGroupStrips + 1], columns[kColumnsAtOnce];  // of which scores are open
@@ -160,7 +160,7 @@ struct Classifier {
     return part.class_by_bounds(sequence.factors, tile.of_keys, tile.columns(columns), others);
   }
 
-  // By a few threads, of which each makes one. A part that does not exist sees nothing.
+  // Each of a few threads makes one. A part that does not exist sees nothing.
   __device__ void make_parts() const {
     const int thread = threadIdx.x;
     if (thread >= kMaxTileStrips + 2) return;
@@ -177,7 +177,7 @@ struct Classifier {
     part = own.empty() ? TilePart() : TilePart(sequence.factors, window, tile.of_keys, own, all);
   }
 
-  // By warps, of which each makes those of a strip and a number of intervals.
+  // Each warp makes the runs of one strip and one number of intervals.
   __device__ void make_runs() const {
     if (!has_bounds(tile.of_keys)) return;
     const MaskFactors& factors = sequence.factors;
@@ -208,8 +208,8 @@ struct Classifier {
     }
   }
 
-  // Adds classes of the strips by bounds and runs, and marks what of these sees some of the columns, then all of them.
-  // Returns whether strips are open.
+  // Adds classes of the strips by bounds and runs, and marks what they see of the columns. Returns whether some stay
+  // open.
   __device__ bool classify_strips(Span columns, const IntervalBounds& others, uint32_t& classes, bool& some) const {
     bool is_open = false;
 #pragma unroll 1
@@ -231,8 +231,8 @@ struct Classifier {
     return is_open;
   }
 
-  // Classes of the columns, of groups of them where these have one; lists those that stay open. Of the
-  // tiles that see all of a column one marks it: the one whose next tile does not.
+  // Classifies groups of columns, then single columns of open groups, and lists open columns. Only the last tile that
+  // sees all of a column marks it.
   __device__ void classify_tile() const {
     const int threads = blockDim.x, lane = threadIdx.x % 32;
     const Span all = shared.chunk;
@@ -285,7 +285,7 @@ struct Classifier {
     }
   }
 
-  // Reads the scores of strips that are left open, by find(rectangle). writes: of the threads that find the same, one.
+  // Classifies open strips by their scores: find(rectangle). writes: true in one of the threads that find the same.
   template <class Find>
   __device__ void read_scores(int column, bool writes, const Find& find) const {
     const uint32_t bounded = shared.classes[column - shared.chunk.begin];
@@ -325,7 +325,7 @@ struct Classifier {
   }
 };
 
-// Writes the entries of the blocks that are visited behind those so far.
+// Appends the entries of visited blocks.
 __device__ void write_entries(const Classifier& classify) {
   ListStorage& shared = classify.shared;
   const ListedTile& tile = classify.tile;

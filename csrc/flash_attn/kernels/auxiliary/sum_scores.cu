@@ -22,8 +22,10 @@ __device__ __forceinline__ void add_matrices(float (&sums)[kVectorCols], const u
   for (int i = 0; i < kCount; ++i) {
     const uint32_t words[] = {loaded[i].x, loaded[i].y, loaded[i].z, loaded[i].w};
 #pragma unroll
-    for (int j = 0; j < kVectorCols; ++j) {
-      sums[j] += static_cast<float>(Element::bitcast(static_cast<uint16_t>(words[j / 2] >> (j % 2 * 16))));
+    for (int j = 0; j < kVectorCols / 2; ++j) {
+      const float2 pair = unpack_pair<Element>(words[j]);
+      sums[2 * j] += pair.x;
+      sums[2 * j + 1] += pair.y;
     }
   }
 }
