@@ -5,6 +5,7 @@
 #include "core/static_switch.h"
 #include "kernels/common/element.h"
 #include "kernels/common/launch.h"
+#include "kernels/common/score_bias.h"
 #include "params/bias.h"
 
 namespace flash {

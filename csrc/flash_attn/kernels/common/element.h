@@ -44,11 +44,4 @@ __device__ __forceinline__ uint32_t pack_pair_relu(float low, float high, cutlas
   return pair;
 }
 
-// A pair of 16-bit numbers as floats.
-template <class Element>
-__device__ __forceinline__ float2 unpack_pair(uint32_t pair) {
-  return {static_cast<float>(Element::bitcast(static_cast<uint16_t>(pair & 0xffffu))),
-          static_cast<float>(Element::bitcast(static_cast<uint16_t>(pair >> 16)))};
-}
-
 }  // namespace flash

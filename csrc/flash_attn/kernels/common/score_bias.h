@@ -6,7 +6,6 @@
 
 #include "core/score_bias.h"
 #include "core/visibility.h"
-#include "kernels/common/element.h"
 
 namespace flash {
 
@@ -48,6 +47,13 @@ __device__ __forceinline__ float bias_at(const ScoreBias& bias, const BiasTile& 
   }
   if (bias.table != nullptr) sum += __ldg(bias.table + bias.table_col(tile.key_begin + col - tile.diagonal - row));
   return kBiasUnit * sum;
+}
+
+// A pair of 16-bit numbers as floats.
+template <class Element>
+__device__ __forceinline__ float2 unpack_pair(uint32_t pair) {
+  return {static_cast<float>(Element::bitcast(static_cast<uint16_t>(pair & 0xffffu))),
+          static_cast<float>(Element::bitcast(static_cast<uint16_t>(pair >> 16)))};
 }
 
 // One of them as a float.
