@@ -5,6 +5,7 @@
 
 #include "check.h"
 #include "core/block_class.h"
+#include "core/block_range.h"
 #include "random_masks.h"
 
 namespace {
@@ -211,6 +212,35 @@ void check_lists(const Problem& problem, const Visibility& window, bool of_keys,
   }
 }
 
+// Without factors: blocks by step (BiasedBlockList), and classes, from the window alone.
+void check_window(const Visibility& window, int size, int block) {
+  check::that(window.window.shows_all_keys(), "all keys are seen");
+  const Problem problem(window.seqlen_q, window.seqlen_k, 0);
+  Classifier classify(problem, window);
+  ListedTile tile{false, 0, size, block, window.seqlen_q, window.seqlen_k};
+  for (; tile.exists(); tile.begin += size) {
+    const flash::BlockRange range = flash::block_range(window, tile.begin, tile.own().end, block);
+    const flash::BiasedBlockList list{{nullptr, range.unmasked_end, range.end}};
+    const auto classes_of = [&](int column) { return classify.classes_of(tile, column); };
+    for (int index = 0; index * block < window.seqlen_k; ++index) {
+      bool visited = false, is_whole = false;
+      const BlockEntry entry = tile.entry(index, classes_of, visited, is_whole);
+      check::that(visited == (index < list.count()) && is_whole == (index < list.whole), "blocks", tile.begin, index,
+                  list.whole, list.count());
+      check::that(list.at(index).block() == index, "by step", index);
+      if (!visited) continue;
+      for (int strip = 0; strip < size / kMaskStrip; ++strip) {
+        const BlockClass found = class_by_window(window, tile.begin + kMaskStrip * strip, index * block, block);
+        check::that(found == entry.strip(strip), "class by window", tile.begin, strip, index, window.seqlen_q,
+                    window.seqlen_k);
+      }
+    }
+  }
+  for (int key = 0; key < window.seqlen_k; ++key) {
+    check::that(classify.seen_keys[key / 32] >> (key % 32) & 1u, "a key that no row sees", key);
+  }
+}
+
 }  // namespace
 
 // Tiles and blocks are those of the kernels (plan/tiles.h).
@@ -225,6 +255,8 @@ int main() {
     if (i / 16 % 2 == 1) window.window = {draw(0, 1) ? kUnbounded : draw(0, 200), draw(0, 50)};
     for (const auto& [tile, block] : kRowTiles) check_lists(problem, window, false, tile, block);
     for (const auto& [tile, block] : kKeyTiles) check_lists(problem, window, true, tile, block);
+    window.window = {kUnbounded, i % 3 == 0 ? kUnbounded : i % 3 == 1 ? 0 : draw(0, 50)};
+    for (const auto& [tile, block] : kRowTiles) check_window(window, tile, block);
   }
   check::that(totals.settled[0] > 300 && totals.settled[1] > 300, "columns settled by bounds", totals.settled[0],
               totals.settled[1]);

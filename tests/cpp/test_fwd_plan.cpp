@@ -539,12 +539,14 @@ void check_masks() {
   }
 }
 
-// Biases as data: by list on Hopper, else by mma.sync with its kernels for all options, there by list with a mask
-// alone.
+// Biases as data: by list on Hopper, without a mask by the window unless it hides first keys; else by mma.sync with its
+// kernels for all options, there by list with a mask alone.
 void check_biases() {
   for (int head_dim : {8, 32, 64, 96, 128, 160, 192, 256, 320, 512}) {
-    for (int options = 0; options < 8; ++options) {
+    for (int options = 0; options < 32; ++options) {
       FwdProblem problem = options & 1 ? packed(3, 1000, 8, head_dim) : dense(3, 1000, 8, head_dim);
+      if (options & 8) problem.window.right = options & 2 ? 30 : 0;
+      if (options & 16) problem.window.left = 100;
       problem.has_bias = true;
       problem.modifiers = flash::Modifiers::kAny;
       problem.has_key_lengths = options & 2;
@@ -558,8 +560,12 @@ void check_biases() {
                     head_dim, options);
         check::that(plan.variant == (listed ? FwdVariant::kBiased : FwdVariant::kDropout), "variant", head_dim,
                     flash::plan::variant_name(plan.variant));
-        check::that(plan.mask.matrices == (has_mask ? 6 : listed), "lists", head_dim, plan.mask.matrices);
-        check::that(!listed || (plan.mask.tile == plan.block_m && plan.mask.block == plan.block_n), "tiles", head_dim);
+        const bool has_lists = has_mask || (listed && options & 16);
+        check::that(plan.stages.has(flash::plan::Stage::kMaskPlan) == has_lists, "plan of lists", head_dim, options);
+        check::that(!listed || !has_lists || !plan.pdl, "lists are read early", head_dim, options);
+        check::that(plan.mask.matrices == (has_mask ? 6 : has_lists), "lists", head_dim, plan.mask.matrices);
+        check::that(!listed || !has_lists || (plan.mask.tile == plan.block_m && plan.mask.block == plan.block_n),
+                    "tiles", head_dim);
       }
       problem.mask_matrices = 0;
       for (const Device& device : {kA100, kL40, kB200, kRtx5090}) {

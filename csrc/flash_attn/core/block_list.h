@@ -7,6 +7,7 @@
 
 #include "core/host_device.h"
 #include "core/mask_factors.h"
+#include "core/visibility.h"
 
 namespace flash {
 
@@ -79,5 +80,19 @@ struct BlockList {
     return {entries[step < whole ? whole - 1 - step : capacity - total + step]};
   }
 };
+
+// The same where a call may have no mask as data (shows_all_keys()): without entries, block i is step i.
+struct BiasedBlockList : BlockList {
+  FLASH_HOST_DEVICE BlockEntry at(int step) const {
+    return entries == nullptr ? BlockEntry::of_block(step) : BlockList::at(step);
+  }
+};
+
+// Without entries: the class of a strip of rows from `row` on and the block [key, key + block_n).
+FLASH_HOST_DEVICE constexpr BlockClass class_by_window(const Visibility& window, int row, int key, int block_n) {
+  if (row >= window.seqlen_q || window.key_end(row) >= key + block_n) return BlockClass::kWhole;
+  const int end = row + kMaskStrip < window.seqlen_q ? row + kMaskStrip : window.seqlen_q;
+  return window.key_end(end - 1) <= key ? BlockClass::kHidden : BlockClass::kPartial;
+}
 
 }  // namespace flash

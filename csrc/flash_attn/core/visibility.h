@@ -38,6 +38,9 @@ struct Window {
   FLASH_HOST_DEVICE constexpr bool may_mask_right() const { return right != kUnbounded; }
   FLASH_HOST_DEVICE constexpr bool may_mask() const { return may_mask_left() || may_mask_right(); }
 
+  // Whether the last row sees all keys, and every row its first ones.
+  FLASH_HOST_DEVICE constexpr bool shows_all_keys() const { return !may_mask_left() && right >= 0; }
+
   // The most of `seqlen_k` keys that a row sees.
   FLASH_HOST_DEVICE constexpr int64_t max_keys(int64_t seqlen_k) const {
     if (!may_mask_left() || !may_mask_right()) return seqlen_k;

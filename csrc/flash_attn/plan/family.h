@@ -353,7 +353,10 @@ inline Family choose_listed_family(const Problem& problem, const Device& device,
 // The same call where the family visits blocks by list: without a mask they are those of one that hides nothing.
 template <class AnyProblem>
 constexpr AnyProblem with_lists(AnyProblem problem, Family family) {
-  if (problem.has_bias && !problem.has_mask() && family == Family::kWgmma) problem.mask_matrices = 1;
+  if (problem.has_bias && !problem.has_mask() && family == Family::kWgmma) {
+    problem.mask_matrices = 1;
+    problem.hides_nothing = true;
+  }
   return problem;
 }
 

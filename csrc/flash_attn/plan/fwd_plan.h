@@ -331,13 +331,15 @@ inline FwdPlan plan_fwd_wgmma(const FwdProblem& problem, const Device& device, c
   set_tile_order(plan, problem, device);
   plan.pairs_rows = plan.variant == FwdVariant::kDirect && pairs_rows(problem);
   const bool is_one_wave = plan.variant == FwdVariant::kOneWave || has_static_tiles(plan.variant);
+  // A mask that hides nothing needs no lists: the window tells the blocks of a tile.
+  const bool has_lists = problem.has_mask() && !(problem.hides_nothing && problem.window.shows_all_keys());
+  if (has_lists) plan.mask = plan_mask(problem, false, tile.block_m, tile.block_n);
   // Lists are read before the kernel would wait for the one that makes them.
-  plan.pdl = !problem.has_mask() && (is_one_wave || plan.num_splits > 1 || problem.is_varlen || plan.is_dynamic);
+  plan.pdl = !has_lists && (is_one_wave || plan.num_splits > 1 || problem.is_varlen || plan.is_dynamic);
   if (problem.is_paged && problem.seqlen_k > 0 && problem.fits_page_maps) {
     plan.page_box_rows = page_box_rows(problem.page_size, tile.block_n);
   }
   if (plan.num_splits > 1) plan.partial_rows = problem.all_rows();
-  if (problem.has_mask()) plan.mask = plan_mask(problem, false, tile.block_m, tile.block_n);
   const int64_t partial_floats = plan.num_splits * plan.partial_rows * (problem.head_dim_v + 1);
   plan.workspace_bytes =
       4 * (partial_floats + varlen_words(problem.is_varlen, problem.batch) + plan.is_dynamic + plan.mask.words());

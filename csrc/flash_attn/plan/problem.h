@@ -33,6 +33,7 @@ struct Problem {
   bool has_origins = false;     // ALiBi and dropout count from other positions than those of the sequence
   int64_t mask_matrices = 0;    // of a mask as data (batch entries x mask heads); 0: no mask
   int64_t mask_block_rows = 0;  // of its block map; 0: it has none
+  bool hides_nothing = false;   // has_mask(), but of a mask that hides nothing (with_lists())
   bool has_bias = false;        // as data
   bool has_softcap = false;
   bool has_key_lengths = false;  // seqused_k or leftpad_k

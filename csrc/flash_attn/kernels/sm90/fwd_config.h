@@ -79,7 +79,7 @@ struct FwdConfig {
   struct NoTripCount {
     static constexpr int kNoBlock = -1;
   };
-  using Order = std::conditional_t<kListed, BlockList, KvBlockOrder>;
+  using Order = std::conditional_t<kBiased, BiasedBlockList, std::conditional_t<kListed, BlockList, KvBlockOrder>>;
   using TripCount = std::conditional_t<kListed, NoTripCount, WarpgroupTripCount<typename MaskOf<FwdConfig>::Bounds>>;
   template <class Mask>
   __device__ __forceinline__ static TripCount trip_count(const Mask& mask, const Order& order, int row_begin,

@@ -216,7 +216,12 @@ struct FwdMainloop {
 
   // kListed. Shuffled, so that ptxas sees uniform branches.
   __device__ __forceinline__ BlockEntry entry_at(const Work& work, int i) const {
-    return {__shfl_sync(0xffffffffu, work.order.at(i).bits, 0)};
+    BlockEntry entry = work.order.at(i);
+    if (Config::kBiased && work.order.entries == nullptr) {
+      entry.set(group, class_by_window(mask_of<Config>(params, work.tile), row_begin(work), i * Config::kBlockN,
+                                       Config::kBlockN));
+    }
+    return {__shfl_sync(0xffffffffu, entry.bits, 0)};
   }
   __device__ __forceinline__ bool hides_some() const { return entry.strip(group) != BlockClass::kWhole; }
   __device__ __forceinline__ void find_seen(const Work& work, int key) {

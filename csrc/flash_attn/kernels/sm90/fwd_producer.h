@@ -376,6 +376,7 @@ struct FwdProducer {
   // The rows of a block of V whose keys no query of the sequence sees.
   __device__ __forceinline__ ClearedRows unseen_rows(const WorkTile& tile, int n_block) const {
     if constexpr (Config::kListed) {
+      if (Config::kBiased && launch.mask.lists.entries == nullptr) return {};  // all are seen
       const uint32_t* const seen = seen_keys_of(launch.params, launch.mask, tile, tile.head, tile.segment);
       return {unseen_of_lane<Config::kBlockN>(seen, n_block * Config::kBlockN, tile.seqlen_k)};
     } else {

@@ -21,7 +21,12 @@ __device__ __forceinline__ typename Config::Order kv_block_order(const FwdLaunch
                                                                  int split = 0, int splits = 1) {
   const Flash_fwd_params& params = launch.params;
   if constexpr (Config::kListed) {
-    return block_list(launch.mask.lists, list_index(params, launch.mask, tile, Config::kBlockM));
+    if (Config::kBiased && launch.mask.lists.entries == nullptr) {
+      const BlockRange range =
+          block_range(mask_of<Config>(params, tile), tile.row_begin, tile.row_end, Config::kBlockN);
+      return {nullptr, range.unmasked_end, range.end};
+    }
+    return {block_list(launch.mask.lists, list_index(params, launch.mask, tile, Config::kBlockM))};
   } else {
     if constexpr (Config::kCluster > 1) {
       const int blocks = tile.seqlen_k / Config::kBlockN;
