@@ -10,6 +10,7 @@ from cases import GQA_RATIOS, HEAD_DIMS, Case
 from harness import Problem, check_gradients, gradients, make_problem, run
 
 from flash_attn import (
+    AttentionMask,
     backends,
     flash_attn_func,
     flash_attn_kvpacked_func,
@@ -61,6 +62,56 @@ def test_key_blocks_that_no_row_sees(device, head_dim, head_dim_v):
     case = Case(batch, 70, keys, heads, heads, head_dim, DTYPE, window=(30, 0), head_dim_v=head_dim_v)
     _, dk, dv = check_training_step(make_problem(case, device))
     assert (dk[:, : keys - 100] == 0).all() and (dv[:, : keys - 100] == 0).all()
+
+
+# Heads of a large call: a Hopper kernel prepares all but the first ones itself. A CPU takes a few of them.
+MANY_HEADS = (
+    Case(4, 600, 300, 80, 80, 128, DTYPE),
+    Case(4, 580, 300, 160, 80, 96, DTYPE, causal=True),
+    Case(2, 650, 300, 160, 160, 64, DTYPE, window=(200, 90)),
+    Case(1, 600, 520, 200, 200, 40, DTYPE, causal=True),
+    Case(5, 600, 300, 64, 64, 128, DTYPE, causal=True, kind="packed"),
+    Case(6, 600, 300, 64, 64, 64, DTYPE, kind="padded"),
+    Case(4, 600, 300, 80, 80, 128, DTYPE, sinks=True),
+)
+
+
+@pytest.mark.parametrize("with_dlse", (False, True))
+@pytest.mark.parametrize("large", MANY_HEADS, ids=lambda case: case.id)
+def test_many_heads(device, large, with_dlse):
+    few = dataclasses.replace(large, nheads=2 * large.nheads // large.nheads_k, nheads_k=2)
+    problem = make_problem(few if device == "cpu" else large, device)
+    leaves = {name: x.detach().clone().requires_grad_() for name, x in problem.inputs.items()}
+    out, lse, _ = run(dataclasses.replace(problem, **leaves))
+    dout, dlse = torch.randn_like(out), torch.randn_like(lse) if with_dlse else None
+    outputs, gradient = ((out, lse), (dout, dlse)) if with_dlse else (out, dout)
+    grads = torch.autograd.grad(outputs, list(leaves.values()), gradient)
+    check_gradients(problem, dout, grads, dlse=dlse)
+
+
+@pytest.mark.parametrize("head_dim", (64, 128))
+def test_many_heads_with_a_mask(device, head_dim):
+    """Every second row of a few sees nothing: its dout and keys that nobody sees do not matter."""
+    batch, rows, heads = (4, 600, 80) if device == "cuda" else (1, 200, 2)
+    q, k, v, dout = (
+        torch.randn(batch, rows, heads, head_dim, device=device, dtype=torch.bfloat16, requires_grad=i < 3)
+        for i in range(4)
+    )
+    at = torch.arange(rows, device=device)
+    low = torch.randint(0, rows, (batch, rows), device=device)
+    high = torch.where(at % 2 + at // 100 % 2 == 2, low, low + 90)
+    out = flash_attn_func(q, k, v, mask=AttentionMask.query_ranges(low, high))
+    dout[:, (at % 2 + at // 100 % 2 == 2)] = torch.nan
+    grads = torch.autograd.grad(out, (q, k, v), dout)
+    seen = (low[..., None] <= at) & (at < high[..., None])
+    for entry, head in ((0, 0), (batch // 2, heads // 2), (batch - 1, heads - 1)):
+        x = [t[entry, :, head].detach().double().requires_grad_() for t in (q, k, v)]
+        scores = (x[0] @ x[1].T * head_dim**-0.5).masked_fill(~seen[entry], -torch.inf)
+        exact = scores.softmax(-1).nan_to_num() @ x[2]
+        expected = torch.autograd.grad(exact, x, dout[entry, :, head].double().nan_to_num())
+        for ours, reference in zip(grads, expected):
+            error = (ours[entry, :, head].double() - reference.nan_to_num()).norm()
+            assert error <= 2**-7 * reference.nan_to_num().norm()
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS + (1, 37, 251, 300))

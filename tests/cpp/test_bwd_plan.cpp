@@ -73,7 +73,7 @@ std::vector<Row> table() {
       {"d 64, dropout, sums", changed(long_64, dropout_sums), kH100, kWgmma, V::kGeneral, 64, 128, 3, 512, 218112, 132,
        true},
       {"d 96", dense(2, 1024, 16, 96), kH100, kWgmma, V::kPlain, 128, 128, 2, 384, 231424, 132, true},
-      {"d 96, many rows", dense(2, 8192, 16, 96), kH100, kWgmma, V::kPlain, 128, 128, 2, 384, 198656, 132, true},
+      {"d 96, many rows", dense(2, 8192, 16, 96), kH100, kWgmma, V::kPlain, 128, 128, 2, 384, 230400, 132, true},
       {"d 128, softcap", changed(long_128, modified), kH100, kWgmma, V::kGeneral, 128, 128, 2, 384, 200704, 132, true},
       {"d 192, V of 128", changed(long_128, wide), kH100, kWgmma, V::kPlain, 192, 128, 2, 384, 198656, 132, true},
       {"d 192, V of 128, sums", changed(changed(long_128, wide), sums), kH100, kWgmma, V::kAccumulate, 192, 128, 2, 384,
@@ -140,6 +140,38 @@ void check_memory() {
               plan.workspace_bytes);
   plan = plan_of(dense(32, 512, 32, 64), kH100);
   check::that(plan.dq_in_smem && plan.workspace_bytes == 0 && plan.dq_grid == 0, "no accumulator");
+}
+
+// A kernel before the main one clears the first band alone, of large calls without options.
+void check_bands() {
+  const auto banded = [](int64_t batch, int64_t seqlen, int64_t heads, int head_dim, auto change,
+                         const Device& device = kH100) {
+    return plan_of(changed(dense(batch, seqlen, heads, head_dim), change), device);
+  };
+  const auto same = [](BwdProblem&) {};
+  const auto listed = [](BwdProblem& p) { p.mask_matrices = 1; };
+  BwdPlan plan = banded(1, 32768, 16, 128, listed);
+  check::that(plan.bands.count == 16 && plan.bands.heads == 1 && plan.preparing_blocks == 16, "a head");
+  check::that(plan.leading_words() == 32 && plan.cleared_vectors() == (32 + 512 * 64 * 128) / 4 &&
+                  plan.workspace_vectors() == (32 + 16 * 512 * 64 * 128) / 4,
+              "workspace", plan.workspace_vectors());
+  plan = banded(32, 512, 16, 128, same);
+  check::that(plan.bands.heads == 33 && plan.bands.count == 16 && plan.preparing_blocks == 33, "33 heads");
+  plan = banded(8, 16384, 16, 64, [](BwdProblem& p) { p.is_varlen = true; });
+  check::that(plan.bands.count == 16 && plan.bands.dq_tiles == plan.dq_tiles / 16, "packed", plan.bands.count);
+  Device one = kH100;
+  one.multiprocessors = 1;
+  plan = banded(8, 2048, 16, 128, same, one);
+  check::that(plan.bands.count > 1 && plan.preparing_blocks == 1, "one multiprocessor", plan.preparing_blocks);
+  for (const BwdPlan& other :
+       {banded(1, 4096, 4, 128, same), banded(8, 2048, 16, 128, [](BwdProblem& p) { p.has_dropout = true; }),
+        banded(8, 2048, 16, 128, [](BwdProblem& p) { p.deterministic = true; }), banded(32, 512, 16, 64, same),
+        banded(8, 2048, 16, 256, same),
+        banded(8, 2048, 16, 128, [](BwdProblem& p) { p.stage = flash::plan::BwdStage::kAdd; })}) {
+    check::that(
+        other.bands.count == 1 && other.preparing_blocks == 0 && other.cleared_vectors() == other.workspace_vectors(),
+        "no bands", other.bands.count);
+  }
 }
 
 // Calls that share a sum of dQ have one layout of it, whatever their keys, and a place for it.
@@ -239,8 +271,11 @@ void check_one_k_tile() {
   check::that(!is_long(rows, [](BwdProblem& problem) { problem.has_dropout = true; }), "dropout");
   check::that(!is_long(rows, [](BwdProblem& problem) { problem.accumulates_dkv = true; }), "sums");
   check::that(!is_long(rows, [](BwdProblem& problem) { problem.head_dim = problem.head_dim_v = 192; }), "wider heads");
-  const BwdPlan one = plan_of(dense(2, rows, 16, 128), kH100), two = plan_of(dense(2, rows - 1, 16, 128), kH100);
-  check::that(two.smem_bytes - one.smem_bytes >= 2 * 128 * 128, "K", one.smem_bytes, two.smem_bytes);
+  const auto smem_bytes = [](const flash::plan::Sm90BwdTile& tile) {
+    return flash::plan::sm90_bwd_smem_bytes(tile, false, false, flash::Dtype::kBf16);
+  };
+  const int one = smem_bytes(flash::plan::kSm90OneKBwdTile), two = smem_bytes(flash::plan::sm90_bwd_tile(128, 128));
+  check::that(two - one >= 2 * 128 * 128, "K", one, two);
 }
 
 // At head dim 128 a separate pass where sequences are short, in calls whose bits may depend on that.
@@ -448,6 +483,7 @@ int main() {
   check_table();
   check_biases();
   check_memory();
+  check_bands();
   check_stages();
   check_dq_pass();
   check_tall_tile();

@@ -315,9 +315,33 @@ void check_simulations() {
   }
 }
 
+// Bands follow each other, and have all work tiles and dQ tiles of their heads.
+void check_bands() {
+  for (int all_heads = 2; all_heads <= 9; ++all_heads) {
+    for (int heads = 1; heads < all_heads; ++heads) {
+      for (int n_blocks : {1, 2, 7}) {
+        const int dq_tiles = 3;
+        const flash::BwdBands bands(heads, all_heads, n_blocks, dq_tiles);
+        check::that(bands.first_dq_tile(0) == 0 && bands.end_dq_tile(bands.count - 1) == all_heads * dq_tiles, "all");
+        for (int index = 0; index < all_heads * n_blocks; ++index) {
+          const int band = bands.band_of(index);
+          const int head = band * heads + flash::HeadOrder(all_heads, n_blocks, heads).at(index).head % heads;
+          check::that(head == flash::HeadOrder(all_heads, n_blocks, heads).at(index).head, "its heads", index);
+          check::that(bands.first_dq_tile(band) <= head * dq_tiles && (head + 1) * dq_tiles <= bands.end_dq_tile(band),
+                      "dQ tiles of the head", index, heads, all_heads, n_blocks);
+        }
+        for (int band = 0; band + 1 < bands.count; ++band) {
+          check::that(bands.end_dq_tile(band) == bands.first_dq_tile(band + 1), "next", band, heads, all_heads);
+        }
+      }
+    }
+  }
+}
+
 }  // namespace
 
 int main() {
+  check_bands();
   check_interleaving();
   check_width();
   check_shared_dq();

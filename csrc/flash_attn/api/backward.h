@@ -228,11 +228,12 @@ inline plan::BwdPlan plan_call(const BwdCall& call, Flash_bwd_params& params, co
 inline at::Tensor allocate_bwd_workspace(Flash_bwd_params& params, const plan::BwdPlan& plan, const at::Tensor& q) {
   if (plan.workspace_vectors() == 0) return at::Tensor();
   constexpr int64_t kWordsOfVector = 4;
-  params.workspace_vectors = plan.workspace_vectors();
-  at::Tensor workspace = new_empty(q, {params.workspace_vectors, kWordsOfVector}, at::kFloat);
-  params.workspace_ptr = static_cast<float4*>(workspace.mutable_data_ptr());
-  params.dq_accum_ptr = workspace.mutable_data_ptr<float>();
-  int* const counters = reinterpret_cast<int*>(params.dq_accum_ptr + plan.accum_words());
+  params.workspace_vectors = plan.cleared_vectors();
+  at::Tensor workspace = new_empty(q, {plan.workspace_vectors(), kWordsOfVector}, at::kFloat);
+  float* const begin = workspace.mutable_data_ptr<float>();
+  params.workspace_ptr = reinterpret_cast<float4*>(begin);
+  params.dq_accum_ptr = begin + plan.leading_words();
+  int* const counters = reinterpret_cast<int*>(plan.leading_words() > 0 ? begin : begin + plan.accum_words());
   params.dq_semaphore_ptr = plan.has_dq_semaphores() ? counters : nullptr;
   params.tile_count_semaphore = counters + plan.semaphore_words();
   return workspace;

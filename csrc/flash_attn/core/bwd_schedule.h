@@ -48,6 +48,30 @@ struct BwdGrid {
   FastDiv heads_k;
 };
 
+// Bands of heads, one or more bands of the HeadOrder each; of dense calls heads are (batch, K/V head) pairs. All but
+// the first are prepared (softmax_d, cleared sums of dQ) while earlier ones are computed.
+struct BwdBands {
+  int count = 1;
+  int heads = 0;  // of a band; the last one may have fewer
+  int all_heads = 0;
+  int dq_tiles = 0;    // of the query heads of a head
+  FastDiv work_tiles;  // of a band
+
+  BwdBands() = default;
+  BwdBands(int heads_, int all_heads_, int n_blocks, int dq_tiles_)
+      : count((all_heads_ + heads_ - 1) / heads_),
+        heads(heads_),
+        all_heads(all_heads_),
+        dq_tiles(dq_tiles_),
+        work_tiles(heads_ * n_blocks) {}
+
+  FLASH_HOST_DEVICE int band_of(int work_tile) const { return work_tiles.divide(work_tile); }
+  FLASH_HOST_DEVICE int first_dq_tile(int band) const { return band * heads * dq_tiles; }
+  FLASH_HOST_DEVICE int end_dq_tile(int band) const {
+    return band + 1 < count ? first_dq_tile(band + 1) : all_heads * dq_tiles;
+  }
+};
+
 struct QStep {
   int head;
   int m_block;

@@ -172,5 +172,16 @@ constexpr int sm90_bwd_smem_bytes(const Sm90BwdTile& tile, bool may_drop, bool d
   return storage.size(kSwizzleBytes);
 }
 
+// sizeof(sm90::BandPreparation::Storage): for each group of 128 threads stages of O and dO; a dQ tile.
+constexpr int sm90_band_stages(const Sm90BwdTile& tile) { return tile.block_m > 64 ? 1 : 2; }
+constexpr int sm90_bands_smem_bytes(const Sm90BwdTile& tile, Dtype dtype) {
+  const int stages = sm90_bwd_threads(tile) / 128 * sm90_band_stages(tile);
+  SmemLayout storage;
+  storage.add(dtype_bytes(dtype) * stages * 2 * tile.block_m * tile.head_dim, kSwizzleBytes)
+      .add(4 * tile.block_m * tile.head_dim, kSwizzleBytes)
+      .add(kBarrierBytes * stages, kBarrierBytes);
+  return storage.size(kSwizzleBytes);
+}
+
 }  // namespace plan
 }  // namespace flash

@@ -3,14 +3,12 @@
 // dS = P. A sink is a key without a value: its dP is 0, and its gradient is the sum of P (0 - softmax_d) over the rows.
 // O of fully masked rows is constant: their dO is not read. Bound by reading dO and O once, and by clearing the fp32
 // dQ.
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include <atomic>
 #include <type_traits>
 
 #include "core/static_switch.h"
 #include "core/visible_range.h"
+#include "kernels/common/dot.h"
 #include "kernels/common/element.h"
 #include "kernels/common/launch.h"
 #include "kernels/common/pdl.h"
@@ -38,22 +36,6 @@ constexpr int kLargestBlocksPerSm = 1;
 template <class Params>
 constexpr bool kHasMask = std::is_same_v<Params, Flash_bwd_mask_params>;
 constexpr int kVectorCols = 8;  // elements of one 16-byte load
-
-__device__ float2 to_floats(__half2 pair) { return __half22float2(pair); }
-__device__ float2 to_floats(__nv_bfloat162 pair) { return __bfloat1622float2(pair); }
-
-template <class Pair>
-__device__ float dot(const uint4& a, const uint4& b) {
-  const Pair* x = reinterpret_cast<const Pair*>(&a);
-  const Pair* y = reinterpret_cast<const Pair*>(&b);
-  float sum = 0.0f;
-#pragma unroll
-  for (int i = 0; i < kVectorCols / 2; ++i) {
-    const float2 u = to_floats(x[i]), v = to_floats(y[i]);
-    sum += u.x * v.x + u.y * v.y;
-  }
-  return sum;
-}
 
 // Subtracts a row's dlse from its softmax_d; returns the row's contribution to the gradient of the sink. The infinite
 // LSE of a fully masked row is constant.

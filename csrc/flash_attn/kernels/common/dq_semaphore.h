@@ -14,20 +14,25 @@ __device__ __forceinline__ int dq_semaphore_peek(const int* semaphore) {
   return current;
 }
 
+// Orders what follows after all that a counter's increments had released when it was peeked at. fence.acquire, where it
+// exists, only invalidates the L1 cache.
+__device__ __forceinline__ void fence_after_peek() {
+#if __CUDA_ARCH__ >= 900 && __CUDACC_VER_MAJOR__ >= 13
+  asm volatile("fence.acquire.gpu;" ::: "memory");
+#else
+  __threadfence();
+#endif
+}
+
 // Waits until n_block may reduce into the dQ tile of an m_block. Every thread that reduces calls it. `peeked`:
-// the result of dq_semaphore_peek(). The fence orders the reductions after those of earlier n_blocks; fence.acquire,
-// where it exists, only invalidates the L1 cache.
+// the result of dq_semaphore_peek().
 template <class Config, class Mask>
 __device__ __forceinline__ void dq_semaphore_acquire(const Flash_bwd_params& params, const Mask& mask, int m_block,
                                                      int n_block, int64_t dq_tile, int peeked) {
   const int* const semaphore = params.dq_semaphore_ptr + dq_tile;
   const int value = dq_semaphore_value(mask, m_block, n_block, Config::kBlockM, Config::kBlockN);
   while (peeked != value) peeked = dq_semaphore_peek(semaphore);
-#if __CUDA_ARCH__ >= 900 && __CUDACC_VER_MAJOR__ >= 13
-  asm volatile("fence.acquire.gpu;" ::: "memory");
-#else
-  __threadfence();
-#endif
+  fence_after_peek();
 }
 
 // Called by one thread after a barrier of all threads that reduced: the release is cumulative over the writes

@@ -19,6 +19,12 @@ struct BwdLaunch {
   CUtensorMap bias_map, ds_map;  // of kBiased
   bool stores_ds;                // by ds_map
   ScoreGradients float_ds;       // null: not stored
+  BwdBands bands;
+  int preparing_blocks;     // thread blocks that prepare them; 0: the kernel before has them all
+  bool prepares_softmax_d;  // or the kernel before has all of it
+  int* band_counters;       // preparing groups of threads that have done with a band; last, thread blocks
+  FastDiv dq_tiles_of_head, heads_of_batch;
+  CUtensorMap o_map;
 };
 
 // For either kernel of the two-pass backward.

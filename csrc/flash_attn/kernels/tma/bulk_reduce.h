@@ -25,8 +25,12 @@ __device__ __forceinline__ void reduce_bulk(float* target, const float* source, 
 // Proxy fence: orders this thread's later bulk reductions after its earlier generic-proxy reads of global memory.
 __device__ __forceinline__ void fence_before_reductions() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
-// Called by the thread that issued them: waits until its bulk reductions are performed in global memory.
-__device__ __forceinline__ void wait_for_reductions() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+// Called by the thread that issued them: waits until its bulk reductions and copies, but for those of the last kGroups
+// groups, are performed in global memory.
+template <int kGroups = 0>
+__device__ __forceinline__ void wait_for_reductions() {
+  asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kGroups) : "memory");
+}
 
 }  // namespace tma
 }  // namespace flash

@@ -19,6 +19,11 @@ struct Barrier {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(address()), "r"(arrivals) : "memory");
   }
 
+  // Before its memory is used otherwise.
+  __device__ __forceinline__ void invalidate() {
+    asm volatile("mbarrier.inval.shared::cta.b64 [%0];" ::"r"(address()) : "memory");
+  }
+
   __device__ __forceinline__ static void fence_init() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }

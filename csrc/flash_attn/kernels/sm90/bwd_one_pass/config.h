@@ -119,7 +119,8 @@ struct BwdOnePassConfig {
   static constexpr auto kDqHint = kRowsHint;
   // Two warps of the producer warpgroup reduce whole dQ tiles into global memory (DqReduceWarp).
   static constexpr bool kHasDqReduceWarps = !kDqInSmem;
-  static constexpr int kSmemDq = kDqInSmem ? plan::kSharedDqRows * kHeadDim : kDqBuffers * kDqTile;  // floats
+  static constexpr bool kMayHaveBands = !kDqInSmem && (kListedPlain || kVariant_ == BwdVariant::kPlain);  // BwdBands
+  static constexpr int kSmemDq = kDqInSmem ? plan::kSharedDqRows * kHeadDim : kDqBuffers * kDqTile;       // floats
   // dK and dV are staged for their TMA store in dedicated buffers or in those of dS and dQ, so that the next K and V
   // may be loaded meanwhile.
   static constexpr bool kSeparateDkvSmem = kHasDqWarpgroup && !kDqInSmem && !kBiased;

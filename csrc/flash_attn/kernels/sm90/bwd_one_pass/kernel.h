@@ -7,6 +7,7 @@
 
 #include "kernels/common/convert_dq.h"
 #include "kernels/common/pdl.h"
+#include "kernels/sm90/bwd_one_pass/bands.h"
 #include "kernels/sm90/bwd_one_pass/dq_reduce_warp.h"
 #include "kernels/sm90/bwd_one_pass/dq_warpgroup.h"
 #include "kernels/sm90/bwd_one_pass/loader.h"
@@ -142,6 +143,9 @@ __global__ void __launch_bounds__(Config::kThreads, 1) flash_bwd_kernel(const __
                                                               Config::kDtype, Config::kListed, Config::kBiased),
       "plan and kernel agree on the shared memory");
   extern __shared__ __align__(1024) char smem[];
+  if constexpr (Config::kMayHaveBands) {
+    if (launch.preparing_blocks > 0) prepare_bands<Config>(launch, smem);
+  }
   BwdStorage<Config>& storage = begin_kernel<Config>(launch, smem);
   const int warp_group = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // warp-uniform, so that branches on it are
   if (warp_group == 0) {

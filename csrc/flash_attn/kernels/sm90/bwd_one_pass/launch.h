@@ -73,6 +73,33 @@ inline cudaError_t make_bias_maps(BwdLaunch& launch, const Flash_bwd_mask_params
                               plan.dtype, {kAtomCols, plan.block_m});
 }
 
+// The counters are behind tile_count_semaphore.
+inline cudaError_t set_bands(BwdLaunch& launch, const plan::BwdPlan& plan) {
+  const Flash_bwd_params& params = launch.params;
+  if (plan.bands.count == 1) return cudaSuccess;
+  launch.bands = plan.bands;
+  launch.preparing_blocks = plan.preparing_blocks;
+  launch.prepares_softmax_d = params.dlse_ptr == nullptr && params.dsinks_ptr == nullptr;
+  launch.dq_tiles_of_head = FastDiv(plan.bands.dq_tiles / params.h_h_k_ratio);
+  launch.heads_of_batch = FastDiv(params.h);
+  launch.band_counters = params.tile_count_semaphore;
+  constexpr int kAtomCols = 64;
+  return tma::make_tensor_map(launch.o_map,
+                              tma::tensor_map_source(params, params.o_ptr, params.o_strides, true, params.d_v),
+                              plan.dtype, {kAtomCols, plan.block_m});
+}
+
+// The heads whose softmax_d a kernel before the main one computes: those of the first band; in a dense batch those of
+// whole sequences if they are more than one has.
+inline Flash_bwd_mask_params before_bands(const Flash_bwd_mask_params& params, const BwdLaunch& launch) {
+  Flash_bwd_mask_params first = params;
+  if (!launch.prepares_softmax_d) return first;
+  const int heads = launch.bands.heads * params.h_h_k_ratio;
+  if (!params.is_varlen()) first.b = (heads + params.h - 1) / params.h;
+  if (heads < params.h) first.h = heads;
+  return first;
+}
+
 // Only softmax_d_kernel() may precede a dependent launch: the kernel counts on what that one has waited for.
 template <class Config>
 cudaError_t launch_kernel(void (*kernel)(BwdLaunch), const BwdLaunch& launch, const plan::BwdPlan& plan,
@@ -103,12 +130,14 @@ cudaError_t run_flash_bwd(const Flash_bwd_mask_params& params, const plan::BwdPl
   launch.mask = params.mask;
   launch.grid = plan.order;
   launch.tile_count_semaphore = plan.is_dynamic ? params.tile_count_semaphore : nullptr;
-  cudaError_t status = cudaSuccess;
-  if (plan.runs(plan::BwdStage::kAdd)) status = make_tensor_maps(launch, plan);
+  cudaError_t status = set_bands(launch, plan);
+  if (status == cudaSuccess && plan.runs(plan::BwdStage::kAdd)) status = make_tensor_maps(launch, plan);
   if constexpr (kVariant == BwdVariant::kBiased) {
     if (status == cudaSuccess) status = make_bias_maps(launch, params, plan);
   }
-  if (status == cudaSuccess && plan.runs(plan::BwdStage::kBegin)) status = run_softmax_d(params, kDtype, stream);
+  if (status == cudaSuccess && plan.runs(plan::BwdStage::kBegin)) {
+    status = run_softmax_d(before_bands(params, launch), kDtype, stream);
+  }
   if (status != cudaSuccess) return status;
   if constexpr (kDqLocation == DqLocation::kShared) {
     return launch_kernel<Config>(flash_bwd_heads_kernel<Config>, launch, plan, stream);

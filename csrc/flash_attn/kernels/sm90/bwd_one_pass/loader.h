@@ -7,6 +7,7 @@
 #include "core/visible_range.h"
 #include "kernels/common/mask.h"
 #include "kernels/common/pdl.h"
+#include "kernels/sm90/bwd_one_pass/bands.h"
 #include "kernels/sm90/bwd_one_pass/storage.h"
 #include "kernels/sm90/bwd_steps.h"
 #include "kernels/tma/clear_rows.h"
@@ -64,11 +65,12 @@ struct BwdLoader {
     if (is_elected) full.arrive();
   }
 
-  // The next work tile index, the same in all lanes. Dynamic scheduler: in deterministic mode also the first index is
-  // fetched from the semaphore, so that every thread block that the dQ semaphore waits for has started or is done.
+  // The next work tile index, the same in all lanes. Dynamic scheduler: in deterministic mode and in bands also the
+  // first index is fetched from the semaphore, so that every thread block that is waited for has started or is done.
   __device__ __forceinline__ int fetch(bool first, int index) const {
     int* const semaphore = launch.tile_count_semaphore;
-    const bool is_deterministic = launch.params.dq_semaphore_ptr != nullptr;
+    bool is_deterministic = launch.params.dq_semaphore_ptr != nullptr;
+    if constexpr (Config::kMayHaveBands) is_deterministic |= launch.preparing_blocks > 0;
     if (first && (semaphore == nullptr || !is_deterministic)) return blockIdx.x;
     if (semaphore == nullptr) return index + gridDim.x;
     wait_for_previous_kernel();  // softmax_d_kernel() clears the semaphore
@@ -77,12 +79,17 @@ struct BwdLoader {
     return begin + __shfl_sync(0xffffffffu, fetched, 0);
   }
 
-  // Fetches, announces (work_full) and loads the work tiles of this thread block.
+  // Fetches, announces (work_full) and loads the work tiles of this thread block, each once its band is prepared.
   __device__ __forceinline__ void run_all() {
     PipelineState<2> work_state;
-    int index = fetch(true, 0);
+    int index = fetch(true, 0), waited_for = -1;
     while (true) {
       storage.work_empty[work_state.stage].wait(work_state.phase ^ 1);
+      if constexpr (Config::kMayHaveBands) {
+        if (launch.preparing_blocks > 0 && index < launch.grid.blocks) {
+          wait_until_prepared<Config>(launch, index, waited_for);
+        }
+      }
       if (is_elected) {
         storage.work[work_state.stage] = index;
         storage.work_full[work_state.stage].arrive();
