@@ -151,25 +151,31 @@ void check_bands() {
   const auto same = [](BwdProblem&) {};
   const auto listed = [](BwdProblem& p) { p.mask_matrices = 1; };
   BwdPlan plan = banded(1, 32768, 16, 128, listed);
-  check::that(plan.bands.count == 16 && plan.bands.heads == 1 && plan.preparing_blocks == 16, "a head");
+  check::that(plan.bands.count == 16 && plan.bands.heads == 1 && plan.preparing_shares == 16, "a head");
   check::that(plan.leading_words() == 32 && plan.cleared_vectors() == (32 + 512 * 64 * 128) / 4 &&
                   plan.workspace_vectors() == (32 + 16 * 512 * 64 * 128) / 4,
               "workspace", plan.workspace_vectors());
   plan = banded(32, 512, 16, 128, same);
-  check::that(plan.bands.heads == 33 && plan.bands.count == 16 && plan.preparing_blocks == 33, "33 heads");
+  check::that(plan.bands.heads == 33 && plan.bands.count == 16 && plan.preparing_shares == 33, "33 heads");
   plan = banded(8, 16384, 16, 64, [](BwdProblem& p) { p.is_varlen = true; });
   check::that(plan.bands.count == 16 && plan.bands.dq_tiles == plan.dq_tiles / 16, "packed", plan.bands.count);
+  const auto causal = [](BwdProblem& p) { p.window = kCausal; };
+  for (const BwdPlan& other : {banded(24, 600, 16, 128, same), banded(1, 2048, 64, 128, same),
+                               banded(4, 520, 80, 128, same), banded(1, 4096, 32, 64, causal)}) {
+    check::that(other.bands.count >= 8 && other.preparing_shares == 16, "tests and sanitizers", other.bands.count);
+  }
+  check::that(banded(1, 2048, 64, 128, same).long_rows && banded(1, 4096, 32, 64, causal).long_rows, "long rows");
   Device one = kH100;
   one.multiprocessors = 1;
   plan = banded(8, 2048, 16, 128, same, one);
-  check::that(plan.bands.count > 1 && plan.preparing_blocks == 1, "one multiprocessor", plan.preparing_blocks);
+  check::that(plan.bands.count > 1 && plan.preparing_shares == 1, "one multiprocessor", plan.preparing_shares);
   for (const BwdPlan& other :
        {banded(1, 4096, 4, 128, same), banded(8, 2048, 16, 128, [](BwdProblem& p) { p.has_dropout = true; }),
         banded(8, 2048, 16, 128, [](BwdProblem& p) { p.deterministic = true; }), banded(32, 512, 16, 64, same),
         banded(8, 2048, 16, 256, same),
         banded(8, 2048, 16, 128, [](BwdProblem& p) { p.stage = flash::plan::BwdStage::kAdd; })}) {
     check::that(
-        other.bands.count == 1 && other.preparing_blocks == 0 && other.cleared_vectors() == other.workspace_vectors(),
+        other.bands.count == 1 && other.preparing_shares == 0 && other.cleared_vectors() == other.workspace_vectors(),
         "no bands", other.bands.count);
   }
 }

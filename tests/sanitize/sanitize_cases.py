@@ -68,7 +68,7 @@ CASES = (
     # More heads than an H200 has multiprocessors, of few rows: dQ summed up in shared memory.
     Case(2, 130, 200, 70, 70, 64, "bfloat16", causal=True),
     # So many that the main kernel of the backward prepares most of them.
-    Case(4, 520, 60, 240, 240, 128, "bfloat16"),
+    Case(4, 520, 300, 80, 80, 128, "bfloat16"),
     # Fully masked KV blocks, several of them for a thread block.
     Case(2, 1, 1000, 12, 12, 256, "bfloat16", window=(0, 0)),
     # More work tiles than an H200 has multiprocessors: thread blocks that take several, and the tile scheduler.

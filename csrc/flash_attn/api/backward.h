@@ -224,7 +224,7 @@ inline plan::BwdPlan plan_call(const BwdCall& call, Flash_bwd_params& params, co
 }
 
 // fp32 accumulators of dQ, one tile for each m_block, in deterministic mode a dq_semaphore for each of them, unless dQ
-// has a separate kernel; and a tile_count_semaphore for each kernel.
+// has a separate kernel; and a tile_count_semaphore for each kernel. In bands counters are in front (BwdPlan).
 inline at::Tensor allocate_bwd_workspace(Flash_bwd_params& params, const plan::BwdPlan& plan, const at::Tensor& q) {
   if (plan.workspace_vectors() == 0) return at::Tensor();
   constexpr int64_t kWordsOfVector = 4;

@@ -54,7 +54,7 @@ struct BwdBands {
   int count = 1;
   int heads = 0;  // of a band; the last one may have fewer
   int all_heads = 0;
-  int dq_tiles = 0;    // of the query heads of a head
+  int dq_tiles = 0;    // of all query heads of a head
   FastDiv work_tiles;  // of a band
 
   BwdBands() = default;

@@ -174,7 +174,7 @@ struct Flash_bwd_params : Flash_fwd_params {
   float* __restrict__ dsinks_ptr = nullptr;      // sums per CTA of softmax_d_kernel; zeroed; null: none
   float* __restrict__ dq_accum_ptr = nullptr;    // fp32 dQ in tiles in accumulator order, where the plan has tiles
   int* __restrict__ dq_semaphore_ptr = nullptr;  // deterministic: contributions to each tile so far
-  float4* workspace_ptr = nullptr;  // dq_accum, dq_semaphore, tile_count_semaphore; run_softmax_d() clears it
+  float4* workspace_ptr = nullptr;               // what run_softmax_d() clears of dq_accum and the counters
   int64_t workspace_vectors = 0;
 };
 

@@ -74,7 +74,7 @@ struct BwdPlan {
   int64_t softmax_d_blocks = 0;  // CTAs of its kernel for each head (and sequence of a dense batch)
   int64_t workspace_bytes = 0;
   BwdBands bands;            // with more than one, the main kernel prepares all but the first
-  int preparing_blocks = 0;  // CTAs of it that do
+  int preparing_shares = 0;  // into which that is divided, for as many CTAs if they start at once
 
   constexpr bool has_value_dim() const { return head_dim_v != head_dim; }
   constexpr bool runs(BwdStage part) const { return stage == BwdStage::kAll || stage == part; }
@@ -85,7 +85,7 @@ struct BwdPlan {
   constexpr int64_t semaphore_words() const { return has_dq_semaphores() ? dq_tiles : 0; }
   // dq_accum, in deterministic mode a dq_semaphore for each of its tiles, and the tile_count_semaphore of each kernel:
   // cleared together, 16 bytes at a time. In bands the tile_count_semaphore, a counter of each band but the first, and
-  // one of thread blocks are in front, in whole lines of memory, so that they are cleared with the first band alone.
+  // one of shares are in front, in whole lines of memory, so that they are cleared with the first band alone.
   constexpr int64_t leading_words() const { return bands.count > 1 ? (bands.count + 1 + 31) / 32 * 32 : 0; }
   constexpr int64_t workspace_vectors() const {
     if (bands.count > 1) return (leading_words() + accum_words()) / 4;
@@ -176,8 +176,9 @@ constexpr bool may_have_bands(BwdVariant variant) {
   return variant == BwdVariant::kPlain || variant == BwdVariant::kListedPlain;
 }
 
-// After the accumulator. A band has about a wave of work tiles or more. An eighth of the CTAs prepare: they are ahead
-// of the others, except where work tiles are short, and take work tiles when done. With few bands it is no gain.
+// Call after set_dq_accumulator(). A band has about a wave of work tiles or more. An eighth of the CTAs prepare: they
+// are ahead of the others, except where work tiles are short, and take work tiles when done. With few bands it is no
+// gain.
 inline void set_bands(BwdPlan& plan, const BwdProblem& problem, const Device& device) {
   constexpr int kFewestBands = 8, kShortKeys = 512;
   if (!may_have_bands(plan.variant) || problem.deterministic || problem.stage != BwdStage::kAll) return;
@@ -189,7 +190,7 @@ inline void set_bands(BwdPlan& plan, const BwdProblem& problem, const Device& de
   if (heads * (kFewestBands - 1) >= order.heads) return;
   plan.bands = BwdBands(static_cast<int>(heads), order.heads, static_cast<int>(n_blocks),
                         static_cast<int>(plan.dq_tiles / order.heads));
-  plan.preparing_blocks = std::max(1, device.multiprocessors / (problem.keys() <= kShortKeys ? 4 : 8));
+  plan.preparing_shares = std::max(1, device.multiprocessors / (problem.keys() <= kShortKeys ? 4 : 8));
 }
 
 // Of calls with a mask or a bias. The kernels of one pass keep no scores, from which a softcap would be differentiated,
@@ -255,7 +256,7 @@ inline BwdPlan plan_bwd_wgmma(const BwdProblem& problem, const Device& device) {
   } else {
     set_dq_accumulator(plan, problem);
     plan.dq_threads = 32 * kSm90DqWarps;
-    // A kernel has as much in every call (allow_shared_memory()).
+    // The same in every call: allow_shared_memory() sets a kernel's limit once.
     if (may_have_bands(plan.variant)) {
       plan.smem_bytes = std::max(plan.smem_bytes, sm90_bands_smem_bytes(tile, problem.dtype));
     }

@@ -17,7 +17,7 @@ __device__ __forceinline__ float dot(const uint4& a, const uint4& b) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const float2 u = to_floats(x[i]), v = to_floats(y[i]);
-    sum += u.x * v.x + u.y * v.y;
+    sum = __fmaf_rn(u.y, v.y, __fmaf_rn(u.x, v.x, sum));
   }
   return sum;
 }

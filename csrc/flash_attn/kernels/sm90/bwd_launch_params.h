@@ -20,9 +20,10 @@ struct BwdLaunch {
   bool stores_ds;                // by ds_map
   ScoreGradients float_ds;       // null: not stored
   BwdBands bands;
-  int preparing_blocks;     // thread blocks that prepare them; 0: the kernel before has them all
+  int preparing_shares;     // into which their preparation is divided; 0: the kernel before has them all
   bool prepares_softmax_d;  // or the kernel before has all of it
-  int* band_counters;       // preparing groups of threads that have done with a band; last, thread blocks
+  // [0]: tile_count_semaphore; [band]: groups of threads that are done with it; [bands.count]: shares taken.
+  int* band_counters;
   FastDiv dq_tiles_of_head, heads_of_batch;
   CUtensorMap o_map;
 };

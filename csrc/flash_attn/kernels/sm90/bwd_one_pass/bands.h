@@ -1,9 +1,8 @@
-// The first bands of heads (BwdBands) of a one-pass wgmma backward are prepared by softmax_d_kernel(), all others here,
-// by the first thread blocks that start, before they take work tiles: bound by memory, it takes few multiprocessors
-// while the others compute, instead of all.
+// Before a one-pass wgmma backward softmax_d_kernel() prepares one band of heads (BwdBands). The first thread blocks
+// that start prepare all others here, before they take work tiles: bound by memory, it takes few multiprocessors while
+// the others compute, instead of all.
 #pragma once
 
-#include <cutlass/arch/barrier.h>
 #include <cute/arch/copy_sm90_tma.hpp>
 
 #include "core/visible_range.h"
@@ -12,6 +11,7 @@
 #include "kernels/common/pdl.h"
 #include "kernels/common/seen_bits.h"
 #include "kernels/common/sequence.h"
+#include "kernels/sm90/bwd_one_pass/named_barriers.h"
 #include "kernels/sm90/bwd_one_pass/storage.h"
 #include "kernels/tma/bulk_reduce.h"
 #include "kernels/tma/swizzle.h"
@@ -22,8 +22,8 @@ namespace sm90 {
 
 using namespace tma;
 
-// What was counted precedes what is ordered after this warp from here on, bulk copies too. All lanes peek: after a loop
-// of one lane ptxas would take no branch for uniform.
+// Acquires what was released with the increments, for this warp and for all that it signals afterwards, bulk copies
+// too. All lanes poll: after a loop of one lane ptxas would take no branch for uniform.
 __device__ __forceinline__ void wait_for_counter(const int* counter, int count) {
   while (__any_sync(0xffffffffu, dq_semaphore_peek(counter) < count)) {
   }
@@ -31,16 +31,8 @@ __device__ __forceinline__ void wait_for_counter(const int* counter, int count) 
   fence_before_reductions();
 }
 
-// The load warp, before it announces a work tile. waited_for: the band of the last call.
-template <class Config>
-__device__ __forceinline__ void wait_until_prepared(const BwdLaunch& launch, int work_tile, int& waited_for) {
-  const int band = launch.bands.band_of(work_tile);
-  if (band == waited_for) return;
-  waited_for = band;
-  if (band > 0) wait_for_counter(launch.band_counters + band, launch.preparing_blocks * Config::kThreads / 128);
-}
-
-// What the first thread blocks do. Tiles of dQ go round their groups of 128 threads; each group has a ring of O and dO.
+// One of `preparing_shares` shares of the dQ tiles, which go round the shares' groups of 128 threads. Each group has a
+// ring of dO and O.
 template <class Config>
 struct BandPreparation {
   using Element = typename Config::Element;
@@ -64,15 +56,14 @@ struct BandPreparation {
   const int thread, group;       // of the group; of the thread block
   const int first, stride, end;  // of the tiles
 
-  // block: the number of this thread block.
-  __device__ __forceinline__ BandPreparation(const BwdLaunch& launch_, void* smem, int block)
+  __device__ __forceinline__ BandPreparation(const BwdLaunch& launch_, void* smem, int share)
       : launch(launch_),
         params(launch_.params),
         storage(*static_cast<Storage*>(smem)),
         thread(threadIdx.x % kThreads),
         group(__shfl_sync(0xffffffffu, threadIdx.x / kThreads, 0)),
-        first(launch_.bands.first_dq_tile(1) + kGroups * block + group),
-        stride(launch_.preparing_blocks * kGroups),
+        first(launch_.bands.first_dq_tile(1) + kGroups * share + group),
+        stride(launch_.preparing_shares * kGroups),
         end(launch_.bands.end_dq_tile(launch_.bands.count - 1)) {}
 
   __device__ __forceinline__ void run() const {
@@ -86,7 +77,7 @@ struct BandPreparation {
       storage.full[group][state.stage].wait(state.phase);
       if (launch.prepares_softmax_d) store_softmax_d(tile_at(tile), storage.rows[group][state.stage]);
       fence_buffer();
-      cutlass::arch::NamedBarrier::sync(kThreads, 1 + group);
+      cutlass::arch::NamedBarrier::sync(kThreads, kPreparingBarrier + group);
       load(tile + kStages * stride, state.stage);
       state.advance();
       tile += stride;
@@ -115,7 +106,8 @@ struct BandPreparation {
     __syncthreads();
   }
 
-  // Clears a tile's sums and loads its rows, if there are any; a group of bulk copies in any case. By the first warp.
+  // Clears a tile's sums and loads its rows, if there are any; commits one bulk group, even an empty one: count()
+  // relies on it. By the first warp.
   __device__ __forceinline__ void load(int index, int stage) const {
     if (thread >= 32) return;
     const bool exists = index < end;
@@ -151,7 +143,7 @@ struct BandPreparation {
     return !tile.empty() && in_sequence(params, tile);
   }
 
-  // After the group's barrier: all that it does for the band is done, but for the sums of later tiles.
+  // After the group's barrier. All of its tiles of the band are done; the last kStages bulk groups are of later tiles.
   __device__ __forceinline__ void count(int band) const {
     if (thread == 0) {
       wait_for_reductions<kStages>();
@@ -189,19 +181,20 @@ struct BandPreparation {
     const int in_tile = sum_over_lanes(sums, lane) * kRowsAtATime + first, row = tile.row_begin + in_tile;
     const Visibility visibility{tile.seqlen_q, tile.seqlen_k, params.window};
     const bool is_row = row < tile.row_end;
-    bool is_seen = is_row && (Config::kListed || row >= first_visible_row(visibility));
+    bool has_keys = is_row && (Config::kListed || row >= first_visible_row(visibility));
     if constexpr (Config::kListed) {
       const uint32_t* const seen = seen_rows(params, launch.mask, tile.batch, tile.head, tile.q_begin, tile.segment);
-      if (is_row) is_seen = seen[row / kMaskWordKeys] >> row % kMaskWordKeys & 1u;
+      has_keys = has_keys && is_seen(seen, row);
     }
     float* const delta = params.softmax_d_ptr + softmax_d_offset(params, tile.batch, tile.head, tile.q_begin);
-    if (is_row || !params.is_varlen()) delta[row] = is_seen ? sums[0] : 0.0f;
+    if (is_row || !params.is_varlen()) delta[row] = has_keys ? sums[0] : 0.0f;
     // Padding, which a dense softmax_d has up to its number of rows.
     const int padding = tile.row_begin + Config::kBlockM + thread;
     if (!params.is_varlen() && tile.row_end == tile.seqlen_q && padding < params.d_rows) delta[padding] = 0.0f;
   }
 
-  // The sum of each of kRows values over kVectors lanes, of one of them in sums[0]; which. In the order of a butterfly.
+  // A transposing reduction over kVectors lanes: leaves the total of one of kRows rows in sums[0] and returns its
+  // index. Adds in the order of softmax_d_kernel(), a butterfly.
   __device__ __forceinline__ static int sum_over_lanes(float (&sums)[kRows], int lane) {
     int index = 0, distance = kVectors / 2;
 #pragma unroll
@@ -220,16 +213,31 @@ struct BandPreparation {
   }
 };
 
-// Those that start first: a thread block that waits for them must not keep them from starting.
+// The load warp, before it announces a work tile. waited_for: the band of the last call.
+template <class Config>
+__device__ __forceinline__ void wait_until_prepared(const BwdLaunch& launch, int work_tile, int& waited_for) {
+  const int band = launch.bands.band_of(work_tile);
+  if (band == waited_for) return;
+  waited_for = band;
+  if (band > 0) {
+    wait_for_counter(launch.band_counters + band, launch.preparing_shares * BandPreparation<Config>::kGroups);
+  }
+}
+
+// Takes shares until none is left: whoever waits for one knows that a thread block that has started took it.
 template <class Config>
 __device__ __forceinline__ void prepare_bands(const BwdLaunch& launch, void* smem) {
-  int& number = *static_cast<int*>(smem);
+  int& taken = *static_cast<int*>(smem);
   wait_for_previous_kernel();  // it clears the counters
-  if (threadIdx.x == 0) number = atomicAdd(launch.band_counters + launch.bands.count, 1);
-  __syncthreads();
-  const int block = number;
-  __syncthreads();
-  if (block < launch.preparing_blocks) BandPreparation<Config>(launch, smem, block).run();
+  while (true) {
+    if (threadIdx.x == 0) taken = atomicAdd(launch.band_counters + launch.bands.count, 1);
+    __syncthreads();
+    const int share = taken;
+    fence_buffer();
+    __syncthreads();
+    if (share >= launch.preparing_shares) return;
+    BandPreparation<Config>(launch, smem, share).run();
+  }
 }
 
 }  // namespace sm90

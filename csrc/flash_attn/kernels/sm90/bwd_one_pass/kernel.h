@@ -122,6 +122,7 @@ struct BwdConsumer {
 // statistics and reduce warps wait for them, and the load warp before it fetches from the semaphore. All that is older
 // is complete by then: Q, K, V and dO are loaded at once, and nobody reads dK and dV any more. Packed sequences have
 // their segments from the kernel before, which may be cached as it was before that; so have calls with lists theirs.
+// In bands all threads have waited (prepare_bands()).
 template <class Config>
 __device__ __forceinline__ BwdStorage<Config>& begin_kernel(const BwdLaunch& launch, char* smem) {
   BwdStorage<Config>& storage = *reinterpret_cast<BwdStorage<Config>*>(smem);
@@ -144,7 +145,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1) flash_bwd_kernel(const __
       "plan and kernel agree on the shared memory");
   extern __shared__ __align__(1024) char smem[];
   if constexpr (Config::kMayHaveBands) {
-    if (launch.preparing_blocks > 0) prepare_bands<Config>(launch, smem);
+    if (launch.preparing_shares > 0) prepare_bands<Config>(launch, smem);
   }
   BwdStorage<Config>& storage = begin_kernel<Config>(launch, smem);
   const int warp_group = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // warp-uniform, so that branches on it are

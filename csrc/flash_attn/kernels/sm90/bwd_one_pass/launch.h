@@ -73,12 +73,11 @@ inline cudaError_t make_bias_maps(BwdLaunch& launch, const Flash_bwd_mask_params
                               plan.dtype, {kAtomCols, plan.block_m});
 }
 
-// The counters are behind tile_count_semaphore.
 inline cudaError_t set_bands(BwdLaunch& launch, const plan::BwdPlan& plan) {
   const Flash_bwd_params& params = launch.params;
   if (plan.bands.count == 1) return cudaSuccess;
   launch.bands = plan.bands;
-  launch.preparing_blocks = plan.preparing_blocks;
+  launch.preparing_shares = plan.preparing_shares;
   launch.prepares_softmax_d = params.dlse_ptr == nullptr && params.dsinks_ptr == nullptr;
   launch.dq_tiles_of_head = FastDiv(plan.bands.dq_tiles / params.h_h_k_ratio);
   launch.heads_of_batch = FastDiv(params.h);
@@ -89,8 +88,8 @@ inline cudaError_t set_bands(BwdLaunch& launch, const plan::BwdPlan& plan) {
                               plan.dtype, {kAtomCols, plan.block_m});
 }
 
-// The heads whose softmax_d a kernel before the main one computes: those of the first band; in a dense batch those of
-// whole sequences if they are more than one has.
+// The heads whose softmax_d a kernel before the main one computes: those of the first band, in a dense batch rounded up
+// to whole batch entries if they are more than one has.
 inline Flash_bwd_mask_params before_bands(const Flash_bwd_mask_params& params, const BwdLaunch& launch) {
   Flash_bwd_mask_params first = params;
   if (!launch.prepares_softmax_d) return first;

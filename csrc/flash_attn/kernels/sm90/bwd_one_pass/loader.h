@@ -66,15 +66,15 @@ struct BwdLoader {
   }
 
   // The next work tile index, the same in all lanes. Dynamic scheduler: in deterministic mode and in bands also the
-  // first index is fetched from the semaphore, so that every thread block that is waited for has started or is done.
+  // first index is fetched from the semaphore, so that every thread block whose work is waited for has started.
   __device__ __forceinline__ int fetch(bool first, int index) const {
     int* const semaphore = launch.tile_count_semaphore;
-    bool is_deterministic = launch.params.dq_semaphore_ptr != nullptr;
-    if constexpr (Config::kMayHaveBands) is_deterministic |= launch.preparing_blocks > 0;
-    if (first && (semaphore == nullptr || !is_deterministic)) return blockIdx.x;
+    bool fetches_first = launch.params.dq_semaphore_ptr != nullptr;
+    if constexpr (Config::kMayHaveBands) fetches_first |= launch.preparing_shares > 0;
+    if (first && (semaphore == nullptr || !fetches_first)) return blockIdx.x;
     if (semaphore == nullptr) return index + gridDim.x;
     wait_for_previous_kernel();  // softmax_d_kernel() clears the semaphore
-    const int begin = is_deterministic ? 0 : gridDim.x;
+    const int begin = fetches_first ? 0 : gridDim.x;
     const int fetched = is_elected ? atomicAdd(semaphore, 1) : 0;
     return begin + __shfl_sync(0xffffffffu, fetched, 0);
   }
@@ -86,7 +86,7 @@ struct BwdLoader {
     while (true) {
       storage.work_empty[work_state.stage].wait(work_state.phase ^ 1);
       if constexpr (Config::kMayHaveBands) {
-        if (launch.preparing_blocks > 0 && index < launch.grid.blocks) {
+        if (launch.preparing_shares > 0 && index < launch.grid.blocks) {
           wait_until_prepared<Config>(launch, index, waited_for);
         }
       }

@@ -1,4 +1,4 @@
-// Named barriers of the consumer warpgroups of the one-pass wgmma backward.
+// Named barriers of the one-pass wgmma backward.
 #pragma once
 
 #include <cstdint>
@@ -13,6 +13,7 @@ enum BwdNamedBarrier : uint32_t {
   kConsumersBarrier = 1,  // all consumers
   kWarpgroupBarrier = 2,  // + group: one consumer
   kBwdOrderBarrier = 4,   // + group: ping-pong of the two consumers
+  kPreparingBarrier = 6,  // + group of 128 threads: BandPreparation
 };
 
 // All threads of both consumers arrive and wait.
