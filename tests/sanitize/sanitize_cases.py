@@ -67,8 +67,6 @@ CASES = (
     Case(1, 65, 129, 2, 2, 64, "float16", head_dim_v=96),
     # More heads than an H200 has multiprocessors, of few rows: dQ summed up in shared memory.
     Case(2, 130, 200, 70, 70, 64, "bfloat16", causal=True),
-    # So many that the main kernel of the backward prepares most of them.
-    Case(4, 520, 300, 80, 80, 128, "bfloat16"),
     # Fully masked KV blocks, several of them for a thread block.
     Case(2, 1, 1000, 12, 12, 256, "bfloat16", window=(0, 0)),
     # More work tiles than an H200 has multiprocessors: thread blocks that take several, and the tile scheduler.
@@ -117,6 +115,9 @@ SMALL_CASES = tuple(
         {"window": (40, 20), "softcap": 15.0, "alibi": "heads"},
     )
 )
+# Of so many heads that the main kernel of the backward prepares most of them.
+MANY_HEADS = Case(4, 520, 300, 80, 80, 128, "bfloat16")
+
 # Forwards only: the kernels for one wave of work tiles, splits of the keys and their combine, and those of decoding.
 FORWARD_CASES = (
     *(("wgmma:1", Case(1, 130, 200, 2, 1, d, "float16", head_dim_v=d_v)) for d, d_v in HEAD_DIMS if d > 32),
@@ -211,15 +212,16 @@ def has_backward(case):
     return case.kind in ("dense", "packed", "padded") and case.page_size == 0
 
 
-def check_step(problem, deterministic, backward):
+def check_step(problem, deterministic, backward, with_dlse=True):
     """out and LSE, and if asked for the gradients, of one call."""
     leaves = [x.requires_grad_(backward) for x in problem.inputs.values()]
     out, lse, dmask = run(problem, deterministic=deterministic)
     keep = dmask.cpu() >= 0 if problem.case.dropout else None
     grads = []
     if backward:
-        dout, dlse = torch.randn_like(out), torch.randn_like(lse)
-        grads = [grad.cpu() for grad in torch.autograd.grad((out, lse), leaves, (dout, dlse))]
+        dout, dlse = torch.randn_like(out), torch.randn_like(lse) * with_dlse
+        outputs, given = ((out, lse), (dout, dlse)) if with_dlse else (out, dout)
+        grads = [grad.cpu() for grad in torch.autograd.grad(outputs, leaves, given)]
     reference = on_cpu(problem)
     check_forward(reference, out.detach().cpu(), lse.detach().cpu(), keep)
     if grads:
@@ -242,6 +244,7 @@ def checks(device):
     """(name, forced family or "", check) of every case."""
     for i, case in enumerate(CASES):
         yield case.id, "", functools.partial(check, case, device, i % 2 == 1)
+    yield f"many heads, {MANY_HEADS.id}", "", lambda: check_step(make_problem(MANY_HEADS, device), False, True, False)
     for i, (family, case) in enumerate(FAMILY_CASES):
         yield f"{family}-{case.id}", family, functools.partial(check, case, device, i % 2 == 1)
     for i, case in enumerate(SMALL_CASES):
