@@ -41,6 +41,7 @@ struct BandPreparation {
   static constexpr int kVectors = Config::kHeadDim / kVectorCols;
   static constexpr int kRowsAtATime = kThreads / kVectors, kRows = Config::kBlockM / kRowsAtATime;  // of a thread
   static_assert(kRows <= kVectors);
+  static_assert(kPreparingBarrier + kGroups + cutlass::arch::NamedBarrier::ReservedNamedBarrierCount <= 16);
 
   // In the place of BwdStorage, before it.
   struct Storage {

@@ -8,12 +8,12 @@
 namespace flash {
 namespace sm90 {
 
-// Numbers of hardware barriers; 0 is __syncthreads().
+// Numbers of hardware barriers; 0 is __syncthreads(). CUTLASS adds those that it reserves, 8 of 16.
 enum BwdNamedBarrier : uint32_t {
+  kPreparingBarrier = 1,  // + group of 128 threads: BandPreparation, before the others are in use
   kConsumersBarrier = 1,  // all consumers
   kWarpgroupBarrier = 2,  // + group: one consumer
   kBwdOrderBarrier = 4,   // + group: ping-pong of the two consumers
-  kPreparingBarrier = 6,  // + group of 128 threads: BandPreparation
 };
 
 // All threads of both consumers arrive and wait.
