@@ -115,7 +115,7 @@ SMALL_CASES = tuple(
         {"window": (40, 20), "softcap": 15.0, "alibi": "heads"},
     )
 )
-# Of so many heads that the main kernel of the backward prepares most of them.
+# Enough heads for the main kernel of the backward to prepare most of them itself.
 MANY_HEADS = Case(4, 520, 300, 80, 80, 128, "bfloat16")
 
 # Forwards only: the kernels for one wave of work tiles, splits of the keys and their combine, and those of decoding.
@@ -219,7 +219,7 @@ def check_step(problem, deterministic, backward, with_dlse=True):
     keep = dmask.cpu() >= 0 if problem.case.dropout else None
     grads = []
     if backward:
-        dout, dlse = torch.randn_like(out), torch.randn_like(lse) * with_dlse
+        dout, dlse = torch.randn_like(out), torch.randn_like(lse) if with_dlse else torch.zeros_like(lse)
         outputs, given = ((out, lse), (dout, dlse)) if with_dlse else (out, dout)
         grads = [grad.cpu() for grad in torch.autograd.grad(outputs, leaves, given)]
     reference = on_cpu(problem)

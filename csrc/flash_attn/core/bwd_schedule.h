@@ -48,13 +48,13 @@ struct BwdGrid {
   FastDiv heads_k;
 };
 
-// Bands of heads, one or more bands of the HeadOrder each; of dense calls heads are (batch, K/V head) pairs. All but
-// the first are prepared (softmax_d, cleared sums of dQ) while earlier ones are computed.
+// Bands of heads; each has one or more bands of the HeadOrder. In a dense call a head is a (batch, K/V head) pair.
+// While thread blocks compute a band, others prepare later ones: they compute softmax_d and clear the sums of dQ.
 struct BwdBands {
   int count = 1;
   int heads = 0;  // of a band; the last one may have fewer
   int all_heads = 0;
-  int dq_tiles = 0;    // of all query heads of a head
+  int dq_tiles = 0;    // of one head: those of all its query heads
   FastDiv work_tiles;  // of a band
 
   BwdBands() = default;

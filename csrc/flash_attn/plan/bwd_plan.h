@@ -73,8 +73,8 @@ struct BwdPlan {
   int64_t softmax_d_rows = 0;    // of one head
   int64_t softmax_d_blocks = 0;  // CTAs of its kernel for each head (and sequence of a dense batch)
   int64_t workspace_bytes = 0;
-  BwdBands bands;            // with more than one, the main kernel prepares all but the first
-  int preparing_shares = 0;  // into which that is divided, for as many CTAs if they start at once
+  BwdBands bands;            // the main kernel prepares all but the first
+  int preparing_shares = 0;  // of that work, about one for each CTA that does it
 
   constexpr bool has_value_dim() const { return head_dim_v != head_dim; }
   constexpr bool runs(BwdStage part) const { return stage == BwdStage::kAll || stage == part; }
@@ -84,8 +84,9 @@ struct BwdPlan {
   constexpr bool has_dq_semaphores() const { return deterministic && !dq_in_smem && !dq_pass; }
   constexpr int64_t semaphore_words() const { return has_dq_semaphores() ? dq_tiles : 0; }
   // dq_accum, in deterministic mode a dq_semaphore for each of its tiles, and the tile_count_semaphore of each kernel:
-  // cleared together, 16 bytes at a time. In bands the tile_count_semaphore, a counter of each band but the first, and
-  // one of shares are in front, in whole lines of memory, so that they are cleared with the first band alone.
+  // cleared together, 16 bytes at a time. With bands, the counters come first and fill whole lines of memory: the
+  // tile_count_semaphore, one counter for each band but the first, and one of shares. One clear covers them and the
+  // first band.
   constexpr int64_t leading_words() const { return bands.count > 1 ? (bands.count + 1 + 31) / 32 * 32 : 0; }
   constexpr int64_t workspace_vectors() const {
     if (bands.count > 1) return (leading_words() + accum_words()) / 4;
@@ -171,17 +172,17 @@ inline void set_dq_pass(BwdPlan& plan, const BwdProblem& problem, const Device& 
   if (problem.has_mask()) plan.dq_mask = plan_mask(problem, false, kSm90DqBlockM, kSm90DqBlockN);
 }
 
-// Whether its one-pass kernels take bands.
+// Whether its one-pass kernels can prepare bands.
 constexpr bool may_have_bands(BwdVariant variant) {
   return variant == BwdVariant::kPlain || variant == BwdVariant::kListedPlain;
 }
 
-// Call after set_dq_accumulator(). A band has about a wave of work tiles or more. An eighth of the CTAs prepare: they
-// are ahead of the others, except where work tiles are short, and take work tiles when done. With few bands it is no
-// gain.
+// Call after set_dq_accumulator(). A band has at least about one wave of work tiles. An eighth of the CTAs prepare
+// bands, then take work tiles. Where work tiles are short, an eighth is too slow and a quarter prepares. Few bands gain
+// nothing.
 inline void set_bands(BwdPlan& plan, const BwdProblem& problem, const Device& device) {
   constexpr int kFewestBands = 8, kShortKeys = 512;
-  if (!may_have_bands(plan.variant) || problem.deterministic || problem.stage != BwdStage::kAll) return;
+  if (problem.deterministic || problem.stage != BwdStage::kAll) return;
   if (!plan.is_dynamic || plan.order.blocks > kMaxGridBlocks || plan.dq_tiles > kMaxGridBlocks) return;
   const HeadOrder& order = plan.order.order;
   const int64_t width_tiles = order.band_size.divisor, n_blocks = width_tiles / order.width.divisor;
@@ -259,8 +260,8 @@ inline BwdPlan plan_bwd_wgmma(const BwdProblem& problem, const Device& device) {
     // The same in every call: allow_shared_memory() sets a kernel's limit once.
     if (may_have_bands(plan.variant)) {
       plan.smem_bytes = std::max(plan.smem_bytes, sm90_bands_smem_bytes(tile, problem.dtype));
+      set_bands(plan, problem, device);
     }
-    set_bands(plan, problem, device);
   }
   return plan;
 }

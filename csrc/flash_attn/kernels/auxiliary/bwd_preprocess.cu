@@ -66,25 +66,16 @@ __device__ const uint32_t* seen_rows_of(const Params& params, const WorkTile& ti
 // Divisions are the host's: a row waits for them.
 template <class Params>
 struct SoftmaxDLaunch {
-  FastDiv heads;            // of a sequence
-  FastDiv blocks_of_head;   // m_blocks, or slots of packed sequences
+  HeadTiles tiles;
   int64_t cleared_vectors;  // of the workspace, by each thread block
   Params params;
 
   // blocks: at least one.
   SoftmaxDLaunch(const Params& params_, int64_t blocks)
-      : heads(params_.h),
-        blocks_of_head(static_cast<int>(blocks / params_.h / (params_.is_varlen() ? 1 : params_.b))),
+      : tiles{FastDiv(params_.h),
+              FastDiv(static_cast<int>(blocks / params_.h / (params_.is_varlen() ? 1 : params_.b)))},
         cleared_vectors((params_.workspace_vectors + blocks - 1) / blocks),
         params(params_) {}
-
-  // As work_tile_at().
-  __device__ WorkTile tile(int index) const {
-    const int head = blocks_of_head.divide(index), block = index - head * blocks_of_head.divisor;
-    if (params.is_varlen()) return varlen_work_tile(params, kRows, head, block);
-    const int batch = heads.divide(head);
-    return equal_work_tile(params, kRows, batch, head - batch * heads.divisor, block);
-  }
 };
 
 // Clears this thread block's part of the fp32 dQ and of the semaphores.
@@ -118,7 +109,7 @@ __global__ void __launch_bounds__(kMostThreads, kLargestBlocksPerSm)
   wait_for_previous_kernel();
   allow_next_kernel();
   clear_workspace(launch, reversed_block());
-  const WorkTile tile = launch.tile(reversed_block());
+  const WorkTile tile = launch.tiles.at(params, kRows, reversed_block());
   if (tile.empty()) return;
   const bool is_varlen = params.is_varlen();
   if (!in_sequence(params, tile)) return;

@@ -127,6 +127,19 @@ __device__ __forceinline__ WorkTile work_tile_at(const Flash_fwd_params& params,
   return dense_work_tile(params, block_m, batch, batch_head - batch * params.h, index - batch_head * m_blocks);
 }
 
+// The same by divisions that the host has prepared, of sequences of the length given.
+struct HeadTiles {
+  FastDiv heads;          // of a sequence
+  FastDiv tiles_of_head;  // m_blocks, or slots of packed sequences
+
+  __device__ __forceinline__ WorkTile at(const Flash_fwd_params& params, int block_m, int index) const {
+    const int head = tiles_of_head.divide(index), block = index - head * tiles_of_head.divisor;
+    if (params.is_varlen()) return varlen_work_tile(params, block_m, head, block);
+    const int batch = heads.divide(head);
+    return equal_work_tile(params, block_m, batch, head - batch * heads.divisor, block);
+  }
+};
+
 // For kernels before or after the main kernel, which visits heads in ascending order. In descending order a kernel
 // before it ends with the heads that the main kernel begins with, and a kernel after it begins with those that the main
 // kernel ended with, while they are in L2.

@@ -4,6 +4,7 @@
 #include <cuda.h>
 
 #include "core/bwd_schedule.h"
+#include "kernels/common/sequence.h"
 #include "params/flash.h"
 
 namespace flash {
@@ -12,7 +13,9 @@ namespace sm90 {
 struct BwdLaunch {
   Flash_bwd_params params;
   BwdGrid grid;
-  int* tile_count_semaphore;  // null: static scheduler
+  // null: static scheduler. With bands: [0] the next work tile; [band] groups of threads that are done with the band;
+  // [bands.count] the next share.
+  int* tile_count_semaphore;
   CUtensorMap q_map, do_map, k_map, v_map, dk_map, dv_map;
   CUtensorMap dq_map;            // for DqLocation::kShared
   MaskParams mask;               // of kListed
@@ -20,11 +23,9 @@ struct BwdLaunch {
   bool stores_ds;                // by ds_map
   ScoreGradients float_ds;       // null: not stored
   BwdBands bands;
-  int preparing_shares;     // into which their preparation is divided; 0: the kernel before has them all
-  bool prepares_softmax_d;  // or the kernel before has all of it
-  // [0]: tile_count_semaphore; [band]: groups of threads that are done with it; [bands.count]: shares taken.
-  int* band_counters;
-  FastDiv dq_tiles_of_head, heads_of_batch;
+  int preparing_shares;     // of the work of preparing them; 0: softmax_d_kernel() prepares everything
+  bool prepares_softmax_d;  // false: softmax_d_kernel() computes all of it
+  HeadTiles dq_tiles;
   CUtensorMap o_map;
 };
 

@@ -1,6 +1,6 @@
-// Before a one-pass wgmma backward softmax_d_kernel() prepares one band of heads (BwdBands). The first thread blocks
-// that start prepare all others here, before they take work tiles: bound by memory, it takes few multiprocessors while
-// the others compute, instead of all.
+// Before a one-pass wgmma backward, softmax_d_kernel() prepares the first band of heads (BwdBands). Its first thread
+// blocks to start prepare the other bands here, before they take work tiles. Memory bounds this work: it occupies few
+// multiprocessors while the others compute.
 #pragma once
 
 #include <cute/arch/copy_sm90_tma.hpp>
@@ -148,17 +148,13 @@ struct BandPreparation {
   __device__ __forceinline__ void count(int band) const {
     if (thread == 0) {
       wait_for_reductions<kStages>();
-      dq_semaphore_release(launch.band_counters + band);
+      dq_semaphore_release(launch.tile_count_semaphore + band);
     }
     __syncwarp();
   }
 
-  // work_tile_at() without divisions.
   __device__ __forceinline__ WorkTile tile_at(int index) const {
-    const int head = launch.dq_tiles_of_head.divide(index), block = index - head * launch.dq_tiles_of_head.divisor;
-    if (params.is_varlen()) return varlen_work_tile(params, Config::kBlockM, head, block);
-    const int batch = launch.heads_of_batch.divide(head);
-    return equal_work_tile(params, Config::kBlockM, batch, head - batch * params.h, block);
+    return launch.dq_tiles.at(params, Config::kBlockM, index);
   }
 
   // As softmax_d_kernel() has it.
@@ -221,7 +217,7 @@ __device__ __forceinline__ void wait_until_prepared(const BwdLaunch& launch, int
   if (band == waited_for) return;
   waited_for = band;
   if (band > 0) {
-    wait_for_counter(launch.band_counters + band, launch.preparing_shares * BandPreparation<Config>::kGroups);
+    wait_for_counter(launch.tile_count_semaphore + band, launch.preparing_shares * BandPreparation<Config>::kGroups);
   }
 }
 
@@ -231,7 +227,7 @@ __device__ __forceinline__ void prepare_bands(const BwdLaunch& launch, void* sme
   int& taken = *static_cast<int*>(smem);
   wait_for_previous_kernel();  // it clears the counters
   while (true) {
-    if (threadIdx.x == 0) taken = atomicAdd(launch.band_counters + launch.bands.count, 1);
+    if (threadIdx.x == 0) taken = atomicAdd(launch.tile_count_semaphore + launch.bands.count, 1);
     __syncthreads();
     const int share = taken;
     fence_buffer();

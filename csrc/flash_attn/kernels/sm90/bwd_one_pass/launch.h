@@ -79,17 +79,15 @@ inline cudaError_t set_bands(BwdLaunch& launch, const plan::BwdPlan& plan) {
   launch.bands = plan.bands;
   launch.preparing_shares = plan.preparing_shares;
   launch.prepares_softmax_d = params.dlse_ptr == nullptr && params.dsinks_ptr == nullptr;
-  launch.dq_tiles_of_head = FastDiv(plan.bands.dq_tiles / params.h_h_k_ratio);
-  launch.heads_of_batch = FastDiv(params.h);
-  launch.band_counters = params.tile_count_semaphore;
+  launch.dq_tiles = {FastDiv(params.h), FastDiv(plan.bands.dq_tiles / params.h_h_k_ratio)};
   constexpr int kAtomCols = 64;
   return tma::make_tensor_map(launch.o_map,
                               tma::tensor_map_source(params, params.o_ptr, params.o_strides, true, params.d_v),
                               plan.dtype, {kAtomCols, plan.block_m});
 }
 
-// The heads whose softmax_d a kernel before the main one computes: those of the first band, in a dense batch rounded up
-// to whole batch entries if they are more than one has.
+// The call of softmax_d_kernel(), for the heads of the first band. In a dense batch, a band of more heads than one
+// entry has is rounded up to whole entries.
 inline Flash_bwd_mask_params before_bands(const Flash_bwd_mask_params& params, const BwdLaunch& launch) {
   Flash_bwd_mask_params first = params;
   if (!launch.prepares_softmax_d) return first;
